@@ -1,0 +1,148 @@
+"""The Ray that we run on: one that is there already, or a private one that leaves nothing behind.
+
+A Ray that is already initialised is used and never shut down. An explicit address, or ``RAY_ADDRESS``, is
+connected to. Otherwise a private local cluster is started, with a token and a temporary directory of its
+own; it ends with the last environment that uses it, or with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+
+from rayvec.errors import ConfigError, message
+
+__all__ = ["RaySession"]
+
+_MARK = "RAYVEC_CLUSTER"
+_REAPER = Path(__file__).with_name("_reaper.py")
+_REAP_S = 20.0
+_TOKEN = secrets.token_hex(32)
+"""What our private clusters ask of who connects. One for this process, since Ray reads it only once; without
+it Ray would write one to the user's home."""
+
+
+class RaySession:
+    """A share in this process's connection to Ray.
+
+    Every share must be released; the last one ends what the first one began.
+
+    Args:
+        address: Of a running cluster. Without it, the Ray that is already initialised, ``RAY_ADDRESS``, or
+            a private local cluster, in this order.
+
+    Raises:
+        ConfigError: There is no cluster at the address, or another one is already connected.
+    """
+
+    _lock = threading.Lock()
+    _shares = 0
+    _reaper: subprocess.Popen[bytes] | None = None
+    _ours = False
+
+    def __init__(self, address: str | None = None) -> None:
+        self._released = False
+        with RaySession._lock:
+            if RaySession._shares == 0:
+                RaySession._begin(address)
+            RaySession._shares += 1
+
+    @classmethod
+    def _begin(cls, address: str | None) -> None:
+        if ray.is_initialized():
+            cls._ours = False
+            return
+        address = address or os.environ.get("RAY_ADDRESS")
+        if address:
+            _connect(address)
+        else:
+            cls._reaper = _start_private()
+        cls._ours = True
+
+    def release(self) -> None:
+        """Gives the share back; may be called again."""
+        with RaySession._lock:
+            if self._released:
+                return
+            self._released = True
+            RaySession._shares -= 1
+            if RaySession._shares == 0 and RaySession._ours:
+                ray.shutdown()
+                if RaySession._reaper is not None:
+                    _end_reaper(RaySession._reaper)
+                    RaySession._reaper = None
+                RaySession._ours = False
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise ConfigError(
+            message(
+                "address names a running Ray cluster.",
+                expected="a cluster that answers, such as 'auto' or 'host:6379'",
+                got=f"{address!r} ({type(error).__name__}: {error})",
+                remedy="Start one (ray start --head), or leave the address out for a private local one.",
+            )
+        ) from error
+
+
+def _start_private() -> subprocess.Popen[bytes]:
+    directory = tempfile.mkdtemp(prefix="rayvec-")
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_REAPER), _MARK, directory],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        with _environment(RAY_AUTH_TOKEN=_TOKEN, RAY_worker_niceness="0", **{_MARK: directory}):
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+            )
+    except BaseException:
+        ray.shutdown()
+        _end_reaper(reaper)
+        raise
+    return reaper
+
+
+def _end_reaper(reaper: subprocess.Popen[bytes]) -> None:
+    """Lets the reaper see that we are done; it clears up as it would after a crash, and ends."""
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        reaper.wait(_REAP_S)
+
+
+@contextlib.contextmanager
+def _environment(**settings: str) -> Iterator[None]:
+    """Sets environment variables for the processes that are started meanwhile.
+
+    Ray itself turns authentication by token on for a cluster that it starts, and notes that in the
+    environment too.
+    """
+    before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,126 @@
+"""The exceptions that rayvec raises.
+
+    RayvecError
+    ├── ConfigError          a setting, or a combination of settings, that can't work
+    ├── EnvError             an environment raised, hung, or returned what its spaces forbid
+    ├── WorkerLostError      a worker process ended without being asked to
+    ├── NodeLostError        a node, or the actor on it, is gone
+    ├── LearnerError         an update failed, or a rank was lost
+    └── CheckpointError      a checkpoint is missing, truncated or of another kind
+
+Wrong use of a vector environment raises Gymnasium's own errors (`ClosedEnvironmentError`,
+`AlreadyPendingCallError`, `NoAsyncCallError`, and `TimeoutError`), because that is what its users
+catch. An exception raised inside an environment is raised again with its own type and message; its
+``__cause__`` is the :class:`EnvError` that says where it happened.
+
+Every message states the rule, what was expected, what was got, and the remedy.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+
+import cloudpickle
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EnvError",
+    "LearnerError",
+    "NodeLostError",
+    "RayvecError",
+    "RemoteFailure",
+    "WorkerLostError",
+    "message",
+]
+
+
+class RayvecError(Exception):
+    """The root of everything that rayvec raises on its own account."""
+
+
+class ConfigError(RayvecError, ValueError):
+    """A setting, or a combination of settings, that can't work."""
+
+
+class EnvError(RayvecError, RuntimeError):
+    """An environment raised, hung, or returned what its spaces forbid."""
+
+
+class WorkerLostError(RayvecError, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+class NodeLostError(RayvecError, RuntimeError):
+    """A node, or the actor that held its environments, is gone."""
+
+
+class LearnerError(RayvecError, RuntimeError):
+    """An update failed, or a rank of a learner group was lost."""
+
+
+class CheckpointError(RayvecError, RuntimeError):
+    """A checkpoint is missing, truncated, or of another kind."""
+
+
+def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
+    """Returns the text of an error in the form that all of ours have.
+
+    >>> print(message("num_envs counts environments.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
+    num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
+    """
+    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFailure:
+    """An exception on its way from the process that raised it to the one that must hear of it.
+
+    Attributes:
+        type_name: Qualified name of the exception's type.
+        text: ``str()`` of the exception.
+        pickled: The exception by cloudpickle, or None where it can't be pickled and rebuilt.
+        remote_traceback: The formatted traceback of the process that raised it.
+        where: Who raised it, for a person: node, worker, environment index, seed.
+    """
+
+    type_name: str
+    text: str
+    pickled: bytes | None
+    remote_traceback: str
+    where: str
+
+    @classmethod
+    def capture(cls, error: BaseException, where: str) -> RemoteFailure:
+        """Describes `error`, which is being handled, so that it survives the way to another process."""
+        try:
+            pickled: bytes | None = cloudpickle.dumps(error)
+            rebuilt = pickle.loads(pickled)  # type: ignore[arg-type]
+            if type(rebuilt).__qualname__ != type(error).__qualname__:
+                pickled = None
+        except Exception:
+            pickled = None
+        return cls(
+            type_name=f"{type(error).__module__}.{type(error).__qualname__}",
+            text=str(error),
+            pickled=pickled,
+            remote_traceback="".join(traceback.format_exception(error)),
+            where=where,
+        )
+
+    def rebuild(self) -> BaseException:
+        """Returns the original exception, its ``__cause__`` the :class:`EnvError` that says where.
+
+        Where the original can't be rebuilt, the `EnvError` itself is returned.
+        """
+        if self.pickled is None:
+            return self.cause()
+        error: BaseException = pickle.loads(self.pickled)
+        error.__cause__ = self.cause()
+        return error
+
+    def cause(self) -> EnvError:
+        """Returns the :class:`EnvError` that says where, with the remote traceback."""
+        return EnvError(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")

@@ -1,0 +1,123 @@
+"""Where environments go: from a cluster's free cores to a :class:`~rayvec.types.Topology`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+
+from rayvec.errors import ConfigError, message
+from rayvec.pools.process import even_bounds
+from rayvec.types import NodeSlice, Topology
+
+__all__ = ["FreeNode", "free_nodes", "plan_topology", "wait_for_topology"]
+
+_PLACE_S = 10.0
+_LOOK_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNode:
+    """A node and the cores that nobody has claimed.
+
+    Attributes:
+        node_id: Ray's id, in hexadecimal.
+        address: The node's own IP address.
+        cpus: Free cores, whole ones.
+    """
+
+    node_id: str
+    address: str
+    cpus: int
+
+
+def free_nodes() -> list[FreeNode]:
+    """Returns the living nodes of the connected cluster that have cores, the driver's own first."""
+    from ray._private.state import available_resources_per_node
+
+    here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
+    nodes = [
+        FreeNode(node["NodeID"], node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get("CPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+    ]
+    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+
+
+def plan_topology(
+    nodes: Sequence[FreeNode], num_envs: int, num_nodes: int | None = None, workers_per_node: int | None = None
+) -> Topology:
+    """Divides environments among nodes in proportion to their workers, and on each node evenly.
+
+    Args:
+        nodes: What there is; the first are taken first.
+        num_envs: How many environments.
+        num_nodes: How many nodes to use; by default all that have a free core.
+        workers_per_node: Workers on each; by default one for each free core. There are never more workers
+            than environments.
+
+    Raises:
+        ConfigError: The cluster has not got what is asked for.
+
+    >>> node = FreeNode("a", "10.0.0.1", 4)
+    >>> plan_topology([node], num_envs=7, workers_per_node=3).nodes[0].worker_bounds
+    (0, 3, 5, 7)
+    """
+    for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+            raise ConfigError(
+                message(
+                    f"{name} is a count.",
+                    expected="a whole number of at least 1, or None for all there is",
+                    got=repr(value),
+                    remedy=f"Pass {name}=1 or more, or leave it out.",
+                )
+            )
+    wanted = workers_per_node or 1
+    usable = [node for node in nodes if node.cpus >= wanted]
+    count = min(num_nodes or max(1, len(usable)), num_envs)
+    if len(usable) < count:
+        raise ConfigError(
+            message(
+                "Every worker needs a core of its own that nobody else has claimed.",
+                expected=f"{count} node(s) with {wanted} free core(s) each",
+                got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
+                remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?).",
+            )
+        )
+    chosen = usable[:count]
+    workers = _limit([workers_per_node or node.cpus for node in chosen], num_envs)
+    bounds = even_bounds(num_envs, sum(workers))
+    slices, start = [], 0
+    for node, num_workers in zip(chosen, workers, strict=True):
+        slices.append(NodeSlice(node.node_id, node.address, bounds[start : start + num_workers + 1]))
+        start += num_workers
+    return Topology(tuple(slices))
+
+
+def _limit(workers: list[int], num_envs: int) -> list[int]:
+    """Takes workers away from the fullest nodes until there is an environment for each."""
+    workers = list(workers)
+    while sum(workers) > num_envs:
+        fullest = max(range(len(workers)), key=workers.__getitem__)
+        workers[fullest] -= 1
+    return workers
+
+
+def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
+    """Plans until it succeeds, for at most 10 s, since cores of a pool just closed come free with a delay.
+
+    Raises:
+        ConfigError: As :func:`plan_topology` does.
+    """
+    deadline = time.monotonic() + _PLACE_S
+    while True:
+        try:
+            return plan()
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_LOOK_AGAIN_S)

@@ -1,0 +1,167 @@
+"""What a pool of environments is, at every level: process, node, cluster.
+
+A pool steps N environments and lets some of them step while others are answered. That is all that double
+buffering, Tianshou's subsets and its asynchronous mode need, so no level has a second interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from numpy.typing import NDArray
+
+from rayvec.types import StepBatch, Tree
+
+if TYPE_CHECKING:
+    from rayvec.pools.memory import ArrayLayout
+
+__all__ = ["Autoreset", "EnvPool", "PoolSpaces"]
+
+
+class Autoreset(IntEnum):
+    """When an environment is reset whose episode has ended.
+
+    The names are Gymnasium's; the numbers travel in frames.
+    """
+
+    NEXT_STEP = 0
+    """The next step resets it and ignores the action."""
+    SAME_STEP = 1
+    """The step that ended the episode resets it; the final observation stands in the info."""
+    DISABLED = 2
+    """Nobody but the caller resets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpaces:
+    """What a pool has learnt from its environments once they are made.
+
+    Attributes:
+        observation: Space of the first environment's observations.
+        action: Space of the first environment's actions.
+        metadata: Metadata of the first environment.
+        render_mode: Render mode of the first environment.
+        observations: The observation space of every environment, in order, only where they are not all
+            equal; else empty.
+        actions_differ: Index of an environment whose action space is another, or None.
+    """
+
+    observation: Space[Any]
+    action: Space[Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    render_mode: str | None = None
+    observations: tuple[Space[Any], ...] = ()
+    actions_differ: int | None = None
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
+        """Joins what consecutive slices report: pairs of the number of environments and their spaces."""
+        first = parts[0][1]
+        every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
+        differ, start = None, 0
+        for count, part in parts:
+            if differ is None and part.action != first.action:
+                differ = start
+            if differ is None and part.actions_differ is not None:
+                differ = start + part.actions_differ
+            start += count
+        same = all(part.observation == first.observation and not part.observations for _, part in parts)
+        return cls(
+            first.observation,
+            first.action,
+            first.metadata,
+            first.render_mode,
+            () if same else tuple(every),
+            differ,
+        )
+
+    def misfit(self, space: Space[Any]) -> int | None:
+        """Returns the index of an environment whose observations don't fit into arrays of `space`, or None."""
+        for index, candidate in enumerate(self.observations or (self.observation,)):
+            if not is_space_dtype_shape_equiv(candidate, space):
+                return index
+        return None
+
+
+class EnvPool(Protocol):
+    """N environments, addressed by ids from 0 to N-1.
+
+    `send`, `reset` and `ready` start something, `recv` returns its answer. At most one of them is under way
+    for an environment, and the ids of a `recv` are those of one such call. Arrays in a
+    :class:`~rayvec.types.StepBatch` may be views of memory that the next step of these environments
+    overwrites: who keeps them copies them.
+    """
+
+    num_envs: int
+    layout: ArrayLayout | None
+    """How observations lie in arrays; None where they are objects, in arrays of ``dtype=object``."""
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """Starts one step of some environments.
+
+        Args:
+            env_ids: Which, ``int64 [k]``, without repetition.
+            actions: Tree of ``[k, *act_shape]`` in the order of `env_ids`, or a list of k objects.
+            autoreset: When to reset those whose episode ends.
+        """
+        ...
+
+    def recv(
+        self,
+        env_ids: NDArray[np.int64] | None = None,
+        min_ready: int | None = None,
+        timeout_s: float | None = None,
+    ) -> StepBatch:
+        """Waits for steps and returns their answers.
+
+        Args:
+            env_ids: Whose; all of those under way where it is left out.
+            min_ready: Without `env_ids`: return as soon as this many are ready.
+            timeout_s: How long to wait; for ever where it is left out.
+
+        Returns:
+            The answers in the order of `env_ids`, or in ascending order of ids.
+
+        Raises:
+            TimeoutError: They were not ready in time; the steps stay under way.
+            WorkerLostError: A process that held some of them is gone.
+            Exception: What an environment raised, its ``__cause__`` an ``EnvError``.
+        """
+        ...
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts a reset of some environments, each with its seed; :meth:`recv` returns first observations."""
+        ...
+
+    def ready(self, env_ids: NDArray[np.int64]) -> None:
+        """Asks for current observations, which :meth:`recv` returns.
+
+        Environments that are between two episodes are reset first, without a seed.
+        """
+        ...
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """Starts to call a method of each environment, or to get an attribute, through its wrappers.
+
+        Returns:
+            A function that waits for up to so many seconds and returns one result for each environment.
+        """
+        ...
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """Sets an attribute of each environment, through its wrappers, to its value."""
+        ...
+
+    def close(self) -> None:
+        """Closes the environments and everything that ran them; may be called again."""
+        ...

@@ -1,0 +1,61 @@
+"""Plain values as bytes, without pickle: what an info dict of a remote node travels as.
+
+Bytes that arrive over a socket are never unpickled. MessagePack carries None, booleans, numbers, strings,
+bytes, lists and dicts; this module adds tuples, NumPy scalars and arrays. Everything comes back with
+the type it had, or is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+
+__all__ = ["decode", "encode"]
+
+_TUPLE, _ARRAY, _SCALAR = 1, 2, 3
+_KINDS = "biufcSUmM"
+
+
+def encode(value: Any) -> bytes:
+    """Returns `value` as bytes.
+
+    Raises:
+        TypeError: It holds something that has no plain form; nothing is approximated.
+        OverflowError: It holds an int of more than 64 bits.
+
+    >>> decode(encode({"a": (1, 2.5), "b": None}))
+    {'a': (1, 2.5), 'b': None}
+    """
+    packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """Returns the value that :func:`encode` was given."""
+    return msgpack.unpackb(data, ext_hook=_restore, strict_map_key=False, raw=False)
+
+
+def _extend(value: Any) -> msgpack.ExtType:
+    if type(value) is tuple:
+        return msgpack.ExtType(_TUPLE, encode(list(value)))
+    if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+        head = encode([value.dtype.str, list(value.shape)])
+        return msgpack.ExtType(_ARRAY, len(head).to_bytes(4, "little") + head + value.tobytes())
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+        return msgpack.ExtType(_SCALAR, encode([value.dtype.str, value.tobytes()]))
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
+
+def _restore(code: int, data: bytes) -> Any:
+    if code == _TUPLE:
+        return tuple(decode(data))
+    if code == _ARRAY:
+        size = int.from_bytes(data[:4], "little")
+        dtype, shape = decode(data[4 : 4 + size])
+        return np.frombuffer(data, np.dtype(dtype), offset=4 + size).reshape(shape).copy()
+    if code == _SCALAR:
+        dtype, raw = decode(data)
+        return np.frombuffer(raw, np.dtype(dtype))[0]
+    raise TypeError(f"unknown extension {code}")

@@ -1,0 +1,325 @@
+"""Shared memory that leaves nothing behind: memfd blocks, array layouts of spaces, semaphores.
+
+A block is an anonymous file (``memfd_create``): it has no name, so nothing can leak in ``/dev/shm``; it
+ends with the last process that maps it. Semaphores are unnamed POSIX semaphores inside a block, for the
+same reason. Both need Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import DTypeLike, NDArray
+
+from rayvec.types import Tree
+
+__all__ = [
+    "ArrayLayout",
+    "BulkReceiver",
+    "BulkSender",
+    "Field",
+    "Semaphore",
+    "SharedBlock",
+    "index_tree",
+    "split_actions",
+    "tree_writer",
+]
+
+_ALIGN = 64
+_CONTAINERS = (spaces.Dict, spaces.Tuple)
+_ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+Field = tuple[DTypeLike, tuple[int, ...]]
+"""Data type and shape of one array in a block."""
+
+
+class SharedBlock:
+    """Named arrays in one piece of shared memory.
+
+    Args:
+        fields: Name of each array, its data type and shape. Both sides must pass the same.
+        fd: Of an existing block; a new one, filled with zeros, is made where it is left out. The block
+            owns it and closes it.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], fd: int | None = None) -> None:
+        self.fields = dict(fields)
+        offsets, size = {}, 0
+        for name, (dtype, shape) in self.fields.items():
+            offsets[name] = size
+            size += -(-np.dtype(dtype).itemsize * math.prod(shape) // _ALIGN) * _ALIGN
+        self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, max(size, _ALIGN))
+        buffer = mmap.mmap(self.fd, max(size, _ALIGN))
+        self._address = np.frombuffer(buffer, np.uint8).ctypes.data
+        self._offsets = offsets
+        self.arrays: dict[str, NDArray[Any]] = {
+            name: np.frombuffer(buffer, np.dtype(dtype), math.prod(shape), offsets[name]).reshape(shape)
+            for name, (dtype, shape) in self.fields.items()
+        }
+
+    def address(self, name: str, row: int = 0) -> int:
+        """Returns the address of one row of an array, for a semaphore that lives there."""
+        dtype, shape = self.fields[name]
+        row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
+        return self._address + self._offsets[name] + row * row_bytes
+
+    def close(self) -> None:
+        """Gives the file descriptor back; the memory goes when the last array over it does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.arrays = {}
+
+
+_IN_BAND_BYTES = 1 << 15
+
+
+class BulkSender:
+    """Sends objects through a pipe, and their large arrays through shared memory.
+
+    One block is used again and again: the receiver must have copied what it needs before it asks for
+    the next object.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._block: SharedBlock | None = None
+
+    def send(self, value: Any, *, bulk: bool = False) -> None:
+        """Sends `value`; if `bulk`, arrays of 32 KiB or more are copied once, into the block.
+
+        All bulk must go to one receiver, since only the first is told of the block.
+        """
+        buffers: list[memoryview] = []
+
+        def keep_small(buffer: pickle.PickleBuffer) -> bool:
+            view = buffer.raw()
+            if not bulk or view.nbytes < _IN_BAND_BYTES:
+                return True
+            buffers.append(view)
+            return False
+
+        try:
+            head = pickle.dumps(value, 5, buffer_callback=keep_small)
+        except Exception:  # functions and classes of a main module go by value
+            buffers.clear()
+            head = cloudpickle.dumps(value, 5, buffer_callback=keep_small)
+        if not buffers:
+            self._pipe.send_bytes(b"\0" + head)
+            return
+        bounds = np.cumsum([0, *(-(-view.nbytes // _ALIGN) * _ALIGN for view in buffers)]).tolist()
+        fresh = self._ensure(bounds[-1])
+        assert self._block is not None
+        target = self._block.arrays["bytes"]
+        for start, view in zip(bounds, buffers, strict=False):
+            target[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
+        places = [(start, view.nbytes) for start, view in zip(bounds, buffers, strict=False)]
+        self._pipe.send_bytes(b"\1" + pickle.dumps((head, places, self._block.fields if fresh else None)))
+        if fresh:
+            reduction.send_handle(self._pipe, self._block.fd, None)
+
+    def _ensure(self, num_bytes: int) -> bool:
+        if self._block is not None and self._block.arrays["bytes"].nbytes >= num_bytes:
+            return False
+        if self._block is not None:
+            self._block.close()
+        self._block = SharedBlock({"bytes": (np.uint8, (num_bytes,))})
+        return True
+
+
+class BulkReceiver:
+    """The other end of a :class:`BulkSender`. Large arrays are views of the block, not copies."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._block: SharedBlock | None = None
+
+    def recv(self) -> Any:
+        """Receives the next object."""
+        received = self._pipe.recv_bytes()
+        if received[0] == 0:
+            return pickle.loads(memoryview(received)[1:])
+        head, places, fields = pickle.loads(memoryview(received)[1:])
+        if fields is not None:
+            self.close()
+            self._block = SharedBlock(fields, reduction.recv_handle(self._pipe))
+        assert self._block is not None
+        target = self._block.arrays["bytes"]
+        return pickle.loads(head, buffers=[target[start : start + size] for start, size in places])
+
+    def close(self) -> None:
+        """Gives the block back."""
+        if self._block is not None:
+            self._block.close()
+            self._block = None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("sem_post", "sem_trywait", "sem_wait"):
+    getattr(_libc, _name).argtypes = [ctypes.c_void_p]
+_libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+_libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
+_post, _trywait, _clockwait = _libc.sem_post, _libc.sem_trywait, _libc.sem_clockwait
+
+
+class Semaphore:
+    """An unnamed, process-shared POSIX semaphore at an address in shared memory.
+
+    Args:
+        address: Where its `SIZE` bytes lie.
+        initialise: Whether to set it up with value 0; exactly one side does.
+    """
+
+    SIZE = 64
+
+    def __init__(self, address: int, *, initialise: bool) -> None:
+        self._address = address
+        if initialise and _libc.sem_init(address, 1, 0) != 0:
+            raise OSError(ctypes.get_errno(), "sem_init failed")
+
+    def post(self) -> None:
+        """Adds one, and wakes one who waits."""
+        _post(self._address)
+
+    def try_acquire(self) -> bool:
+        """Takes one if there is one."""
+        return bool(_trywait(self._address) == 0)
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Takes one, waiting up to `timeout_s`; returns whether it did. Returns early after a signal."""
+        if _trywait(self._address) == 0:
+            return True
+        until = time.monotonic() + timeout_s
+        seconds = int(until)
+        timespec = _Timespec(seconds, int((until - seconds) * 1e9))
+        if _clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(timespec)) == 0:
+            return True
+        if ctypes.get_errno() in (errno.ETIMEDOUT, errno.EINTR):
+            return False
+        raise OSError(ctypes.get_errno(), "sem_clockwait failed")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """How the elements of a space lie in arrays: one leaf for each array of the tree.
+
+    Attributes:
+        space: The space of one environment.
+        leaves: Data type and shape of each leaf, in the order of :func:`rayvec.types.tree_leaves`.
+    """
+
+    space: Space[Any]
+    leaves: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, space: Space[Any]) -> ArrayLayout | None:
+        """Returns the layout of `space`, or None if its elements are no arrays of one shape."""
+        leaves = _leaves(space)
+        return None if leaves is None else cls(space, tuple(leaves))
+
+    def fields(self, name: str, leading: tuple[int, ...]) -> dict[str, Field]:
+        """Returns the fields of a block that hold this layout, with leading axes before each shape."""
+        return {f"{name}.{i}": (dtype, (*leading, *shape)) for i, (dtype, shape) in enumerate(self.leaves)}
+
+    def tree(self, arrays: Sequence[Any]) -> Tree:
+        """Arranges one value for each leaf in the form of the space."""
+        return _build(self.space, iter(arrays))
+
+    def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
+        """Returns the tree of the arrays of `block` that :meth:`fields` named."""
+        return self.tree([block[f"{name}.{i}"] for i in range(len(self.leaves))])
+
+    def empty(self, leading: tuple[int, ...]) -> Tree:
+        """Returns a newly allocated tree of zeros with these leading axes."""
+        return self.tree([np.zeros((*leading, *shape), dtype) for dtype, shape in self.leaves])
+
+
+def _leaves(space: Space[Any]) -> list[Field] | None:
+    if isinstance(space, _CONTAINERS):
+        found: list[Field] = []
+        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        for child in children:
+            leaves = _leaves(child)
+            if leaves is None:
+                return None
+            found += leaves
+        return found
+    if isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None:
+        return [(space.dtype, tuple(space.shape))]
+    return None
+
+
+def _build(space: Space[Any], arrays: Any) -> Tree:
+    if isinstance(space, spaces.Dict):
+        return {key: _build(child, arrays) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_build(child, arrays) for child in space.spaces)
+    return next(arrays)
+
+
+def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
+    """Returns a function that writes one environment's value into row i of every array of `tree`."""
+    if isinstance(tree, dict):
+        writers = [(key, tree_writer(value)) for key, value in tree.items()]
+
+        def write_dict(row: int, value: Any) -> None:
+            for key, write in writers:
+                write(row, value[key])
+
+        return write_dict
+    if isinstance(tree, tuple):
+        places = [tree_writer(value) for value in tree]
+
+        def write_tuple(row: int, value: Any) -> None:
+            for write, item in zip(places, value, strict=True):
+                write(row, item)
+
+        return write_tuple
+
+    array: NDArray[Any] = tree
+    write_array: Callable[[int, Any], None] = array.__setitem__
+    return write_array
+
+
+def index_tree(tree: Tree, row: int) -> Any:
+    """Returns the value of one environment: row i of every array of `tree`.
+
+    >>> index_tree({"x": [1, 2], "y": ([3, 4], [5, 6])}, 1)
+    {'x': 2, 'y': (4, 6)}
+    """
+    if isinstance(tree, dict):
+        return {key: index_tree(value, row) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(index_tree(value, row) for value in tree)
+    return tree[row]
+
+
+def split_actions(actions: Tree, count: int) -> Any:
+    """Splits batched actions into a sequence with one for each environment.
+
+    >>> split_actions({"x": [1, 2]}, 2)
+    [{'x': 1}, {'x': 2}]
+    """
+    if isinstance(actions, (dict, tuple)):
+        return [index_tree(actions, row) for row in range(count)]
+    return actions

@@ -1,0 +1,265 @@
+"""The pool of one node: worker processes, each with a slice of the environments."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.envs import EnvFactory
+from rayvec.errors import RemoteFailure, WorkerLostError, message
+from rayvec.pools.base import PoolSpaces
+from rayvec.pools.client import PoolClient, WorkerLink
+from rayvec.pools.memory import BulkReceiver, SharedBlock
+from rayvec.pools.wire import BlockShape, NodeBlock
+from rayvec.pools.worker import WorkerSpec, worker_main
+from rayvec.rollout import join_chunks
+from rayvec.types import Chunk
+
+__all__ = ["ProcessPool", "Workers", "even_bounds"]
+
+_END_S = 5.0
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def even_bounds(num_envs: int, num_parts: int, first: int = 0) -> tuple[int, ...]:
+    """Returns the bounds of slices whose sizes differ by one at most.
+
+    >>> even_bounds(7, 3)
+    (0, 3, 5, 7)
+    """
+    small, larger = divmod(num_envs, num_parts)
+    sizes = [small + (part < larger) for part in range(num_parts)]
+    return tuple(int(bound) for bound in np.cumsum([first, *sizes]))
+
+
+class Workers:
+    """The worker processes of one node: started, asked for their spaces, given their block, ended.
+
+    They come from a forkserver that has imported what they need, so that each costs milliseconds and a
+    few megabytes.
+
+    Args:
+        factory: Makes the environments of this node.
+        worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
+        node: Name of the node, for errors.
+        preload: Modules that the forkserver imports beside ours.
+
+    Raises:
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    def __init__(
+        self, factory: EnvFactory, worker_bounds: Sequence[int], node: str = "local", preload: Sequence[str] = ()
+    ) -> None:
+        self.first_id = worker_bounds[0]
+        self.node = node
+        self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
+        self.pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        try:
+            self._start(factory, preload)
+            self.spaces = PoolSpaces.join(
+                [(self.bounds[k + 1] - self.bounds[k], self._hear(k, PoolSpaces)) for k in range(len(self.bounds) - 1)]
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, factory: EnvFactory, preload: Sequence[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rayvec.pools.worker", *preload])
+        with _hidden_main(), _one_thread():
+            for k in range(len(self.bounds) - 1):
+                part = factory.part(range(self.bounds[k], self.bounds[k + 1]))
+                spec = WorkerSpec(k, self.first_id + self.bounds[k], part.to_bytes(), self.node)
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=worker_main, args=(spec, theirs), name=f"rayvec-worker-{k}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self._processes.append(process)
+
+    def _hear(self, index: int, kind: type[Any]) -> Any:
+        """Reads what a worker reports while it starts, which is of this kind unless it failed."""
+        try:
+            said = BulkReceiver(self.pipes[index]).recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise WorkerLostError(
+                message(
+                    "A worker makes its environments and reports.",
+                    expected=f"a report of {self.where(index)}",
+                    got="its process ended (killed, out of memory, or a crash in native code)",
+                    remedy="Make one environment by hand in a fresh interpreter to see what it prints.",
+                )
+            ) from error
+        if isinstance(said, RemoteFailure):
+            raise said.rebuild()
+        assert isinstance(said, kind)
+        return said
+
+    def where(self, index: int) -> str:
+        """Returns the name of a worker, for errors."""
+        first, last = self.first_id + self.bounds[index], self.first_id + self.bounds[index + 1] - 1
+        return f"worker {index} on node {self.node} (environments {first} to {last})"
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> tuple[NodeBlock, list[WorkerLink]]:
+        """Makes the block for arrays of these spaces and gives it to every worker."""
+        shape = BlockShape(observation, action, self.bounds)
+        block = NodeBlock(shape)
+        encoded = pickle.dumps(shape)
+        for pipe in self.pipes:
+            pipe.send_bytes(encoded)
+            reduction.send_handle(pipe, block.fd, None)
+        for k in range(len(self.pipes)):
+            self._hear(k, int)
+        return block, [WorkerLink(block, k, pipe, self.where(k)) for k, pipe in enumerate(self.pipes)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Ends every worker: closed pipes ask it to, after some seconds it is killed."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self.pipes, self._processes = [], []
+
+
+class ProcessPool(PoolClient):
+    """Steps environments in worker processes on this machine, through shared memory.
+
+    Args:
+        workers: The started workers; the pool owns them.
+        observation: Space of one environment's observations, where it is to differ from the first one's.
+        action: Likewise of actions.
+    """
+
+    def __init__(
+        self, workers: Workers, observation: Space[Any] | None = None, action: Space[Any] | None = None
+    ) -> None:
+        self._workers = workers
+        self.spaces = workers.spaces
+        try:
+            block, links = workers.allocate(observation or workers.spaces.observation, action or workers.spaces.action)
+        except BaseException:
+            workers.close()
+            raise
+        super().__init__(block, links, workers.first_id)
+        self._everyone = np.arange(self.num_envs)
+        self._weights: dict[int, SharedBlock] = {}
+        self._versions: dict[int, int] = {}
+
+    @classmethod
+    def start(
+        cls, factory: EnvFactory, num_workers: int, *, node: str = "local", preload: Sequence[str] = ()
+    ) -> ProcessPool:
+        """Starts workers for all environments of a factory and returns the pool over them."""
+        return cls(Workers(factory, even_bounds(factory.num_envs, num_workers), node, preload))
+
+    @property
+    def block_shape(self) -> BlockShape:
+        """All that another process needs to know of the block."""
+        return self._block.shape
+
+    @property
+    def fds(self) -> list[int]:
+        """File descriptors of the block and of every worker's pipe, for a process that is lent the pool."""
+        return [self._block.fd, *(link.pipe.fileno() for link in self._links)]
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return self._workers.pids
+
+    def load_policy(self, key: int, policy: bytes) -> None:
+        """Gives every worker a pickled policy, to be named by `key`."""
+        self._ask_all("load_policy", key, policy)
+
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
+        """Puts weights where the workers read them when their next rollout begins.
+
+        No rollout may be under way.
+        """
+        block = self._weights.get(key)
+        if block is None:
+            block = self._weights[key] = SharedBlock({"weights": (np.float32, (weights.size,))})
+            attached = self._ask(self._plan(self._everyone), lambda part: ("attach_weights", key, weights.size))
+            for link in self._links:
+                reduction.send_handle(link.pipe, block.fd, None)
+            attached(None)
+        block.arrays["weights"][:] = weights
+        self._versions[key] = version
+
+    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
+        """Lets every worker take steps with a policy over its own slice; returns their joint chunk.
+
+        Columns are in the order of environments, with global ids.
+        """
+        return join_chunks(self._ask_all("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0)))
+
+    def close(self) -> None:
+        """Closes the environments, ends the workers and frees the memory; may be called again."""
+        for link in self._links:
+            with contextlib.suppress(WorkerLostError):
+                link.post_call("close")
+        for block in self._weights.values():
+            block.close()
+        self._weights = {}
+        super().close()
+        self._workers.close()
+
+    def _ask_all(self, name: str, *args: Any) -> list[Any]:
+        return self._ask(self._plan(self._everyone), lambda part: (name, *args))(None)
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keeps new processes from importing this process's main module again.
+
+    In a Ray worker that module brings all of Ray with it: half a second and 40 MB for each process. What
+    the environments need of a user's script travels by value.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Gives new processes one thread for linear algebra: there is a worker for every core already."""
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,187 @@
+"""What a node's client and its workers agree on: the shared block and the messages in their pipes.
+
+For each worker the block holds a ring of commands, one semaphore that says "there is a command" and one that
+says "a command is done". A step needs nothing else: its actions and its results have their rows in the
+block. What has no fixed size (infos, errors, the arguments of a call) follows through the worker's pipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.errors import RemoteFailure
+from rayvec.pools.memory import ArrayLayout, Field, Semaphore, SharedBlock
+from rayvec.types import RawInfo, Tree
+
+__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "travels"]
+
+_ITEM_BYTES = 8
+OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
+
+
+class Op(IntEnum):
+    """What a command in the ring asks for."""
+
+    STEP = 0
+    """Step these rows with the actions in the block."""
+    STEP_OBJECTS = 1
+    """Step these rows with the actions that follow in the pipe."""
+    RESET = 2
+    """Reset these rows with the seeds and options that follow in the pipe."""
+    READY = 3
+    """Reset those of these rows that are between two episodes."""
+    CALL = 4
+    """Call the worker's method that is named, with its arguments, by what follows in the pipe."""
+
+
+class Reply(NamedTuple):
+    """What follows a finished command in the pipe, where the arrays don't say it all.
+
+    Attributes:
+        value: What a call returned; of a step or reset, its tuple of :class:`~rayvec.types.RawInfo`.
+        failures: Row within the worker, and what the environment raised.
+        objects: Observations of the rows concerned, where they are no arrays.
+    """
+
+    value: Any = ()
+    failures: tuple[tuple[int, RemoteFailure], ...] = ()
+    objects: tuple[Any, ...] | None = None
+
+    @property
+    def infos(self) -> tuple[RawInfo, ...]:
+        """The value of a step or reset."""
+        return tuple(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """All that determines the arrays of a node's block.
+
+    Attributes:
+        observation: Space of one environment's observations.
+        action: Space of one environment's actions.
+        worker_bounds: Local indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
+    """
+
+    observation: Space[Any]
+    action: Space[Any]
+    worker_bounds: tuple[int, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the block."""
+        return len(self.worker_bounds) - 1
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments the node holds."""
+        return self.worker_bounds[-1]
+
+
+class ActionRows:
+    """Rows of actions in shared memory, in whatever data type the caller brings.
+
+    An action must reach the environment in the data type that the caller gave it, since an environment
+    computes with it. So a leaf's row is a run of bytes wide enough for any, and the data type travels
+    with the command.
+    """
+
+    def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+        self._raw = raw
+        self._shape = shape
+        self._items = math.prod(shape)
+        self._views: dict[str, NDArray[Any]] = {}
+
+    def view(self, char: str) -> NDArray[Any]:
+        """Returns the rows as an array ``[N, *shape]`` of the data type with this character code."""
+        view = self._views.get(char)
+        if view is None:
+            dtype = np.dtype(char)
+            view = self._raw[:, : self._items * dtype.itemsize].view(dtype).reshape(len(self._raw), *self._shape)
+            self._views[char] = view
+        return view
+
+
+def travels(array: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    """Says whether a batch of actions fits into :class:`ActionRows` as it is."""
+    dtype = array.dtype
+    return array.shape[1:] == shape and dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
+
+
+class NodeBlock:
+    """The shared block of a node, seen by its client and by its workers.
+
+    Args:
+        shape: What determines its arrays.
+        fd: Of the existing block; without it a new one is made and its semaphores are set up.
+    """
+
+    def __init__(self, shape: BlockShape, fd: int | None = None) -> None:
+        n, workers = shape.num_envs, shape.num_workers
+        bounds = shape.worker_bounds
+        self.shape = shape
+        self.layout = ArrayLayout.of(shape.observation)
+        self.action_layout = ArrayLayout.of(shape.action)
+        largest = max(bounds[k + 1] - bounds[k] for k in range(workers))
+        num_leaves = len(self.action_layout.leaves) if self.action_layout else 0
+        self.depth = largest + 2
+        self.first_id_at = DTYPES + num_leaves
+        fields: dict[str, Field] = {
+            "go": (np.uint8, (workers, Semaphore.SIZE)),
+            "done": (np.uint8, (workers, Semaphore.SIZE)),
+            "any_done": (np.uint8, (1, Semaphore.SIZE)),
+            "any_waiting": (np.int64, (1,)),
+            "head": (np.int64, (workers,)),
+            "tail": (np.int64, (workers,)),
+            "ring": (np.int64, (workers, self.depth, self.first_id_at + largest)),
+            "has_reply": (np.bool_, (workers, self.depth)),
+            "rew": (np.float64, (n,)),
+            "terminated": (np.bool_, (n,)),
+            "truncated": (np.bool_, (n,)),
+        }
+        if self.layout is not None:
+            fields |= self.layout.fields("obs", (n,))
+        if self.action_layout is not None:
+            for i, (_, leaf_shape) in enumerate(self.action_layout.leaves):
+                fields[f"act.{i}"] = (np.uint8, (n, max(1, math.prod(leaf_shape)) * _ITEM_BYTES))
+        initialise = fd is None
+        self.block = SharedBlock(fields, fd)
+        self.arrays = self.block.arrays
+        self.go = [Semaphore(self.block.address("go", k), initialise=initialise) for k in range(workers)]
+        self.done = [Semaphore(self.block.address("done", k), initialise=initialise) for k in range(workers)]
+        self.any_done = Semaphore(self.block.address("any_done"), initialise=initialise)
+
+    @property
+    def fd(self) -> int:
+        """File descriptor of the block."""
+        return self.block.fd
+
+    def actions(self, rows: slice) -> list[ActionRows]:
+        """Returns the action rows of each leaf, for some environments."""
+        if self.action_layout is None:
+            return []
+        return [
+            ActionRows(self.arrays[f"act.{i}"][rows], leaf_shape)
+            for i, (_, leaf_shape) in enumerate(self.action_layout.leaves)
+        ]
+
+    def results(self, rows: slice) -> Mapping[str, Any]:
+        """Returns the arrays that a worker writes its results to, for its rows."""
+        arrays = {name: self.arrays[name][rows] for name in ("rew", "terminated", "truncated")}
+        if self.layout is None:
+            return arrays | {"obs": np.full(len(arrays["rew"]), None, dtype=object)}
+        leaves: Sequence[Tree] = [self.arrays[f"obs.{i}"][rows] for i in range(len(self.layout.leaves))]
+        return arrays | {"obs": self.layout.tree(leaves)}
+
+    def close(self) -> None:
+        """Gives the file descriptor back."""
+        self.block.close()
+        self.arrays = {}

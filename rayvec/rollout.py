@@ -1,0 +1,292 @@
+"""The rollout loop: a policy and a pool take T steps, wherever the policy sits.
+
+The same function runs in every worker over its own slice, and in the driver over the whole cluster. With
+more than one group the policy works on one while the environments of the others step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError, message
+from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
+from rayvec.pools.base import Autoreset, EnvPool
+from rayvec.pools.memory import tree_writer
+from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, tree_leaves, tree_map
+
+__all__ = ["ActingPolicy", "CallablePolicy", "as_policy", "join_chunks", "rollout"]
+
+
+class ActingPolicy(Protocol):
+    """What a rollout asks of a policy. It imports what it needs where it acts, and pickles."""
+
+    noise: NoiseSpec
+    """How much noise it wants; it is a function of (seed, environment, step), so that actions don't
+    depend on where they are chosen."""
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
+        """Chooses actions.
+
+        Args:
+            obs: Tree of ``[k, *obs_shape]``.
+            noise: ``float64 [k, lanes]``.
+
+        Returns:
+            Actions, tree of ``[k, *act_shape]``, and what to record beside them, ``[k, ...]`` by name.
+        """
+        ...
+
+    def load_weights(self, weights: NDArray[np.float32]) -> None:
+        """Takes newly published weights, one flat vector; it must copy what it keeps."""
+        ...
+
+
+class CallablePolicy:
+    """Any callable from observations to actions, as a policy without noise and without weights."""
+
+    noise = NO_NOISE
+
+    def __init__(self, function: Callable[[Tree], Tree]) -> None:
+        self._function = function
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
+        """Calls the function."""
+        actions = self._function(obs)
+        return (actions if isinstance(actions, (dict, tuple)) else np.asarray(actions)), {}
+
+    def load_weights(self, weights: NDArray[np.float32]) -> None:
+        """There are none to take."""
+        raise ConfigError(
+            message(
+                "Weights are published to a policy that has weights.",
+                expected="a rayvec.Policy",
+                got=f"the callable {self._function!r}",
+                remedy="Wrap the module: rayvec.Policy(module).",
+            )
+        )
+
+
+def as_policy(policy: Any) -> ActingPolicy:
+    """Returns `policy` if it is one, else the callable wrapped as one.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if hasattr(policy, "act") and hasattr(policy, "noise"):
+        return cast("ActingPolicy", policy)
+    if callable(policy):
+        return CallablePolicy(policy)
+    raise ConfigError(
+        message(
+            "A policy chooses actions.",
+            expected="a callable obs -> actions, or a rayvec.Policy",
+            got=f"{type(policy).__name__}",
+            remedy="Pass a function of a batch of observations.",
+        )
+    )
+
+
+def rollout(
+    pool: EnvPool,
+    policy: ActingPolicy,
+    num_steps: int,
+    *,
+    noise_seed: int = 0,
+    first_step: int = 0,
+    first_id: int = 0,
+    groups: Sequence[NDArray[np.int64]] | None = None,
+    weights_version: int = 0,
+) -> Chunk:
+    """Takes `num_steps` steps of every environment of `pool`.
+
+    Environments that are between two episodes are reset first; those whose episode ends are reset within
+    the step. The episodes under way at the end go on in the next chunk.
+
+    Args:
+        pool: What to step, ids 0 to N-1.
+        policy: What acts.
+        num_steps: T.
+        noise_seed: Of the noise.
+        first_step: How many steps the environments had taken in chunks before.
+        first_id: Global index of the pool's first environment.
+        groups: Partition of the ids; while one steps, the policy works on the next. One group by default.
+        weights_version: Written into the chunk.
+
+    Returns:
+        The chunk, in newly allocated memory.
+    """
+    n = pool.num_envs
+    groups = groups or [np.arange(n)]
+    noise = keyed_noise(
+        policy.noise, seed=noise_seed, env_ids=first_id + np.arange(n), first_step=first_step, num_steps=num_steps
+    )
+    recorder = _Recorder(num_steps, n, first_id)
+    for ids in groups:
+        pool.ready(ids)
+    batches = [pool.recv(ids) for ids in groups]
+    for group, batch in enumerate(batches):
+        recorder.add_infos(-1, batch)
+        recorder.allocate(group, groups[group], batch.obs)
+    for t in range(num_steps):
+        for group, ids in enumerate(groups):
+            if t > 0:
+                batches[group] = pool.recv(ids)
+                recorder.add_results(t - 1, group, batches[group])
+            obs = batches[group].obs
+            recorder.add_obs(t, group, obs)
+            actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
+            recorder.add_actions(t, group, actions, extras)
+            pool.send(ids, actions, Autoreset.SAME_STEP)
+    for group, ids in enumerate(groups):
+        batch = pool.recv(ids)
+        recorder.add_results(num_steps - 1, group, batch)
+        recorder.add_last_obs(group, batch.obs)
+    return recorder.chunk(first_step, weights_version)
+
+
+class _Recorder:
+    """Writes what happens into the arrays of a chunk."""
+
+    def __init__(self, num_steps: int, num_envs: int, first_id: int) -> None:
+        self._lead = (num_steps, num_envs)
+        self._first_id = first_id
+        self._rew = np.zeros(self._lead)
+        self._terminated = np.zeros(self._lead, bool)
+        self._truncated = np.zeros(self._lead, bool)
+        self._obs: Tree = None
+        self._last_obs: Tree = None
+        self._act: Tree = None
+        self._extras: dict[str, NDArray[Any]] = {}
+        self._finals: list[tuple[int, int, Any]] = []
+        self._infos: list[ChunkInfo] = []
+        self._reset_infos: list[ChunkInfo] = []
+        self.columns: list[Any] = []
+
+    def allocate(self, group: int, ids: NDArray[np.int64], obs: Tree) -> None:
+        """Learns the columns of a group, and with the first the shapes of observations."""
+        start = int(ids[0])
+        contiguous = bool((ids == np.arange(start, start + len(ids))).all())
+        self.columns.append(slice(start, start + len(ids)) if contiguous else ids)
+        if group == 0:
+            self._obs = _empty_like(obs, self._lead)
+            self._last_obs = _empty_like(obs, self._lead[1:])
+
+    def add_obs(self, t: int, group: int, obs: Tree) -> None:
+        _assign(self._obs, (t, self.columns[group]), obs)
+
+    def add_last_obs(self, group: int, obs: Tree) -> None:
+        _assign(self._last_obs, self.columns[group], obs)
+
+    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        if self._act is None:
+            self._act = _empty_like(actions, self._lead)
+            self._extras = {name: _empty_like(extra, self._lead) for name, extra in extras.items()}
+        _assign(self._act, (t, self.columns[group]), actions)
+        for name, extra in extras.items():
+            self._extras[name][t, self.columns[group]] = extra
+
+    def add_results(self, t: int, group: int, batch: StepBatch) -> None:
+        columns = self.columns[group]
+        self._rew[t, columns] = batch.rew
+        self._terminated[t, columns] = batch.terminated
+        self._truncated[t, columns] = batch.truncated
+        if batch.info:
+            self.add_infos(t, batch)
+
+    def add_infos(self, t: int, batch: StepBatch) -> None:
+        resets = self._reset_infos if t < 0 else self._infos
+        for env_id, info, final_obs, final_info in batch.info:
+            column = env_id - self._first_id
+            if final_info is None:
+                resets.append(ChunkInfo(t, column, info))
+                continue
+            self._finals.append((t, column, final_obs))
+            if final_info:
+                self._infos.append(ChunkInfo(t, column, final_info))
+            if info:
+                self._reset_infos.append(ChunkInfo(t, column, info))
+
+    def chunk(self, first_step: int, weights_version: int) -> Chunk:
+        by_place = itemgetter(0, 1)
+        self._finals.sort(key=by_place)
+        return Chunk(
+            env_ids=self._first_id + np.arange(self._lead[1]),
+            obs=self._obs,
+            act=self._act,
+            rew=self._rew,
+            terminated=self._terminated,
+            truncated=self._truncated,
+            valid=np.ones(self._lead, bool),
+            last_obs=self._last_obs,
+            final_index=np.array([item[:2] for item in self._finals], np.int64).reshape(-1, 2),
+            final_obs=self._stack_finals(),
+            extras=self._extras,
+            infos=tuple(sorted(self._infos, key=by_place)),
+            reset_infos=tuple(sorted(self._reset_infos, key=by_place)),
+            weights_version=weights_version,
+            first_step=first_step,
+        )
+
+    def _stack_finals(self) -> Tree:
+        stacked = _empty_like(self._last_obs, (len(self._finals),))
+        write = tree_writer(stacked)
+        for row, (_, _, obs) in enumerate(self._finals):
+            write(row, obs)
+        return stacked
+
+
+def _empty_like(tree: Tree, leading: tuple[int, ...]) -> Tree:
+    """Allocates arrays shaped like a batch, its one leading axis replaced by others."""
+    return tree_map(lambda leaf: np.empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
+
+
+def _assign(target: Tree, index: Any, source: Tree) -> None:
+    if isinstance(target, np.ndarray):
+        target[index] = source
+        return
+    for array, value in zip(tree_leaves(target), tree_leaves(source), strict=True):
+        array[index] = value
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """Joins chunks of the same steps of different environments, side by side, in newly allocated memory."""
+    offsets = np.cumsum([0, *(chunk.num_envs for chunk in chunks)]).tolist()
+    final_index = np.concatenate(
+        [chunk.final_index + np.array([0, offset]) for chunk, offset in zip(chunks, offsets, strict=False)]
+    )
+    order = np.lexsort((final_index[:, 1], final_index[:, 0]))
+
+    def join(axis: int, trees: Sequence[Tree]) -> Tree:
+        return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
+
+    def place(infos: Callable[[Chunk], tuple[ChunkInfo, ...]]) -> tuple[ChunkInfo, ...]:
+        placed = [
+            info._replace(n=info.n + offset)
+            for chunk, offset in zip(chunks, offsets, strict=False)
+            for info in infos(chunk)
+        ]
+        return tuple(sorted(placed, key=itemgetter(0, 1)))
+
+    first = chunks[0]
+    return Chunk(
+        env_ids=join(0, [chunk.env_ids for chunk in chunks]),
+        obs=join(1, [chunk.obs for chunk in chunks]),
+        act=join(1, [chunk.act for chunk in chunks]),
+        rew=join(1, [chunk.rew for chunk in chunks]),
+        terminated=join(1, [chunk.terminated for chunk in chunks]),
+        truncated=join(1, [chunk.truncated for chunk in chunks]),
+        valid=join(1, [chunk.valid for chunk in chunks]),
+        last_obs=join(0, [chunk.last_obs for chunk in chunks]),
+        final_index=final_index[order],
+        final_obs=tree_map(lambda leaf: leaf[order], join(0, [chunk.final_obs for chunk in chunks])),
+        extras={name: join(1, [chunk.extras[name] for chunk in chunks]) for name in first.extras},
+        infos=place(lambda chunk: chunk.infos),
+        reset_infos=place(lambda chunk: chunk.reset_infos),
+        weights_version=min(chunk.weights_version for chunk in chunks),
+        first_step=first.first_step,
+    )

@@ -1,0 +1,283 @@
+"""The data that travels: what an environment answers, what a rollout returns, who holds what.
+
+Shapes are stated here and nowhere else. ``T`` is a number of steps, ``N`` of environments, ``F`` of
+episodes that ended. *Tree* means an array, or a dict or tuple of trees, in the form that
+Gymnasium gives a batch of the space: an array for Box, Discrete, MultiDiscrete and MultiBinary, a
+dict for Dict, a tuple for Tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Batch",
+    "Chunk",
+    "ChunkInfo",
+    "CollectStats",
+    "EpisodeStats",
+    "NodeSlice",
+    "RawInfo",
+    "StepBatch",
+    "Topology",
+    "Tree",
+    "tree_leaves",
+    "tree_map",
+]
+
+Tree = Any
+"""An array, or a dict or tuple of trees."""
+
+
+def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Applies `function` to every array of `tree` and the arrays at the same places of `others`.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
+    {'x': 11, 'y': (22, 33)}
+    """
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value, *(other[key] for other in others)) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(tree_map(function, *values) for values in zip(tree, *others, strict=True))
+    return function(tree, *others)
+
+
+def tree_leaves(tree: Tree) -> Iterator[Any]:
+    """Yields the arrays of `tree` in the order of its keys and places."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from tree_leaves(value)
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from tree_leaves(value)
+    else:
+        yield tree
+
+
+class RawInfo(NamedTuple):
+    """What one environment had to say in one step or reset, unmerged.
+
+    Attributes:
+        env_id: Global index of the environment.
+        info: The info dict as the environment returned it. After an automatic reset within the
+            step, that of the reset.
+        final_obs: The last observation of the episode that ended, where the reset followed within
+            the step; else None.
+        final_info: The info of the step that ended the episode, likewise; else None.
+    """
+
+    env_id: int
+    info: dict[str, Any]
+    final_obs: Any = None
+    final_info: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The answers of k environments to one step or one reset.
+
+    Attributes:
+        env_ids: Whose answers, ``int64 [k]``; row i of everything else belongs to ``env_ids[i]``.
+        obs: Observations, tree of ``[k, *obs_shape]``.
+        rew: Rewards, ``float64 [k]``; 0 after a reset.
+        terminated: ``bool [k]``.
+        truncated: ``bool [k]``.
+        info: Of a pool, a tuple of :class:`RawInfo`, only for the environments that had
+            something to say, in the order of rows. Of a vector environment, Gymnasium's merged dict.
+    """
+
+    env_ids: NDArray[np.int64]
+    obs: Tree
+    rew: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    info: Any = ()
+
+
+class ChunkInfo(NamedTuple):
+    """An info dict with its place in a chunk.
+
+    Attributes:
+        t: The step, 0 to T-1; -1 for the reset before the chunk's first step.
+        n: The column.
+        info: The info dict as the environment returned it.
+    """
+
+    t: int
+    n: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """T steps of N environments; an environment whose episode ends is reset within the step.
+
+    Attributes:
+        env_ids: Global index of the environment in each column, ``int64 [N]``.
+        obs: What the policy saw, tree of ``[T, N, *obs_shape]``.
+        act: What it did, tree of ``[T, N, *act_shape]``.
+        rew: ``float64 [T, N]``.
+        terminated: The episode ended by the environment's own rules, ``bool [T, N]``.
+        truncated: The episode was cut, by a time limit or by a fault, ``bool [T, N]``.
+        valid: False where no step happened (the environment was being restarted), and for steps that were
+            taken but don't belong to the batch (beyond a quota of episodes), ``bool [T, N]``.
+        last_obs: What the policy would see next, tree of ``[N, *obs_shape]``: the first observation
+            of a new episode where the chunk's last step ended one.
+        final_index: ``(t, n)`` of each step that ended an episode, in that order, ``int64 [F, 2]``.
+        final_obs: The true last observation of each of these episodes, tree of ``[F, *obs_shape]``.
+        extras: What the policy recorded beside its actions, by name, ``[T, N, ...]``:
+            ``logp`` (float32, log-probability of the action), and what else it returns.
+        infos: Non-empty infos of steps, sorted by (t, n).
+        reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
+        weights_version: Version of the policy's weights; 0 for a policy without weights.
+        first_step: How many steps the environments had taken in chunks before this one.
+    """
+
+    env_ids: NDArray[np.int64]
+    obs: Tree
+    act: Tree
+    rew: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    last_obs: Tree
+    final_index: NDArray[np.int64]
+    final_obs: Tree
+    extras: dict[str, NDArray[Any]] = field(default_factory=dict)
+    infos: tuple[ChunkInfo, ...] = ()
+    reset_infos: tuple[ChunkInfo, ...] = ()
+    weights_version: int = 0
+    first_step: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return int(self.rew.shape[0])
+
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        return int(self.rew.shape[1])
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """Where an episode ended for either reason, ``bool [T, N]``; for edges only, never to bootstrap."""
+        return self.terminated | self.truncated
+
+    def next_obs(self) -> Tree:
+        """Returns the observation after each step, tree of ``[T, N, *obs_shape]``, newly allocated.
+
+        At the end of an episode it is the true last observation, never the first of the next.
+        """
+        t, n = self.final_index[:, 0], self.final_index[:, 1]
+
+        def shift(obs: NDArray[Any], last: NDArray[Any], final: NDArray[Any]) -> NDArray[Any]:
+            following = np.concatenate([obs[1:], last[None]])
+            following[t, n] = final
+            return following
+
+        return tree_map(shift, self.obs, self.last_obs, self.final_obs)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStats:
+    """The episodes that ended in what was collected, in the order of their ends (t, then column).
+
+    Attributes:
+        env_ids: ``int64 [F]``.
+        returns: Undiscounted sums of rewards, ``float64 [F]``.
+        lens: Numbers of steps, ``int64 [F]``.
+    """
+
+    env_ids: NDArray[np.int64]
+    returns: NDArray[np.float64]
+    lens: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectStats:
+    """What one call of ``collect`` did.
+
+    Attributes:
+        returns: Returns of the episodes that count, ``float64 [F]``.
+        lens: Their lengths in steps, ``int64 [F]``.
+        n_collected_steps: Steps that the batch holds.
+        n_collected_episodes: F.
+        n_surplus_steps: Steps that were taken but belong to no episode of an ``n_episode`` quota.
+        collect_time_s: Wall time of the call in seconds.
+        steps_per_s: Steps taken per second of wall time.
+        time_split_s: Seconds of wall time by what was waited for: ``rollout`` (environments and
+            inference, on the slowest node) and ``transport`` (asking, fetching and joining).
+        weights_versions: Oldest and newest version of the weights that acted.
+    """
+
+    returns: NDArray[np.float64]
+    lens: NDArray[np.int64]
+    n_collected_steps: int
+    n_collected_episodes: int
+    n_surplus_steps: int
+    collect_time_s: float
+    steps_per_s: float
+    time_split_s: dict[str, float]
+    weights_versions: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a collector returns: chunks in the order they were taken, and what is known of them.
+
+    Attributes:
+        chunks: One or more chunks over the same environments.
+        stats: See :class:`CollectStats`.
+    """
+
+    chunks: tuple[Chunk, ...]
+    stats: CollectStats
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlice:
+    """The environments that one node holds.
+
+    Attributes:
+        node_id: Ray's id of the node, in hexadecimal.
+        address: The node's own IP address.
+        worker_bounds: ``workers + 1`` ascending global indices; worker k holds
+            ``range(worker_bounds[k], worker_bounds[k + 1])``.
+    """
+
+    node_id: str
+    address: str
+    worker_bounds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The node for a person: its address and the beginning of its id, since addresses may be shared."""
+        return f"{self.address}/{self.node_id[:8]}"
+
+    @property
+    def num_workers(self) -> int:
+        """How many worker processes the node runs."""
+        return len(self.worker_bounds) - 1
+
+    @property
+    def env_range(self) -> range:
+        """The global indices of the node's environments."""
+        return range(self.worker_bounds[0], self.worker_bounds[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which node holds which slice of the environments, and how many workers step it."""
+
+    nodes: tuple[NodeSlice, ...]
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are in all."""
+        return sum(len(node.env_range) for node in self.nodes)

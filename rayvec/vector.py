@@ -1,0 +1,598 @@
+"""The Gymnasium face of a cluster of environments."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+
+import gymnasium
+import numpy as np
+from gymnasium import Space
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
+from numpy.typing import NDArray
+
+from rayvec.cluster import RaySession
+from rayvec.envs import EnvFactory, env_seeds
+from rayvec.errors import ConfigError, message
+from rayvec.placement import free_nodes, plan_topology, wait_for_topology
+from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.ray import RayPool
+from rayvec.rollout import as_policy, rollout
+from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree, tree_leaves
+from rayvec.weights import WeightStore
+
+__all__ = ["RayVecEnv", "make_vec"]
+
+_T = TypeVar("_T")
+_MODES = {
+    AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
+    AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
+    AutoresetMode.DISABLED: Autoreset.DISABLED,
+}
+
+
+class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
+    """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
+
+    It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
+    whatever nodes and workers. If Ray is initialised, that Ray is used and left as it is; otherwise
+    ``address``, ``RAY_ADDRESS`` or a private local cluster, in this order.
+
+    Args:
+        env: An id, a spec, or one callable for each environment; they are called on the workers.
+        num_envs: How many environments; with callables it may be left out. It need not be divisible by
+            the number of workers.
+        env_kwargs: Passed to ``gymnasium.make``.
+        wrappers: Applied to each environment in order.
+        copy: Whether observations are copies, or views that the next step overwrites.
+        autoreset_mode: When an environment is reset whose episode has ended.
+        observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
+            batched and the single space.
+        num_nodes: How many nodes to use; by default all that have free cores.
+        workers_per_node: Worker processes on each; by default one for each free core.
+        groups: 1, or 2 so that the policy works on one half while the other half steps.
+        preload: Modules that the workers import once for each node, such as ``("torch",)``.
+        address: Of a running Ray cluster.
+
+    Raises:
+        ConfigError: Settings that can't work, or a cluster without the cores for them.
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    def __init__(
+        self,
+        env: str | EnvSpec | Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        num_envs: int | None = None,
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Callable[[Any], Any]] = (),
+        copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
+        groups: Literal[1, 2] = 1,
+        preload: Sequence[str] = (),
+        address: str | None = None,
+    ) -> None:
+        self.closed = True  # until everything stands; __del__ asks
+        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
+        self.num_envs = factory.num_envs
+        self.spec = factory.spec
+        self.copy = copy
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self._autoreset = _MODES[self.autoreset_mode]
+        self._session = RaySession(address)
+        try:
+            topology = wait_for_topology(
+                lambda: plan_topology(free_nodes(), self.num_envs, num_nodes, workers_per_node)
+            )
+            self._pool = RayPool(factory, topology, preload)
+        except BaseException:
+            self._session.release()
+            raise
+        self.closed = False
+        try:
+            self._take_spaces(self._pool.spaces, observation_mode)
+            self._pool.allocate(self.single_observation_space, self.single_action_space)
+        except BaseException:
+            self.close()
+            raise
+        self._everyone = np.arange(self.num_envs)
+        self.groups: tuple[NDArray[np.int64], ...] = _split(topology, groups)
+        self._merger = _InfoMerger(self.num_envs)
+        self._pending: str | None = None
+        self._pending_groups: set[int] = set()
+        self._collect_call: Callable[[float | None], list[Any]] | None = None
+        self._done = np.zeros(self.num_envs, bool)
+        self._objects: NDArray[Any] = np.full(self.num_envs, None, dtype=object)
+        self._chunk_steps = 0
+        self._noise_seed = 0
+        self._local_policy: tuple[Any, WeightStore] | None = None
+
+    def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
+        self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = spaces.render_mode
+        self.single_action_space = spaces.action
+        self.action_space = batch_space(spaces.action, self.num_envs)
+        self.single_observation_space = spaces.observation
+        if mode == "same":
+            self.observation_space = batch_space(spaces.observation, self.num_envs)
+        elif mode == "different":
+            self.observation_space = batch_differing_spaces(
+                list(spaces.observations or (spaces.observation,) * self.num_envs)
+            )
+        elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
+            self.observation_space, self.single_observation_space = mode
+        else:
+            raise ConfigError(
+                message(
+                    "observation_mode says how single spaces are batched.",
+                    expected="'same', 'different', or a tuple (batched space, single space)",
+                    got=repr(mode),
+                    remedy="Leave it out where all environments have the same space.",
+                )
+            )
+        _check_spaces(spaces, mode, self.single_observation_space)
+
+    @property
+    def topology(self) -> Topology:
+        """Which node holds which environments, and how many workers step them."""
+        return self._pool.topology
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached: ``"shm"`` or ``"tcp"``."""
+        return self._pool.transports
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Seed of each environment."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of each environment's random generator."""
+        return self.get_attr("np_random")
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Resets environments, all of them or those that ``options["reset_mask"]`` (``bool [N]``) names.
+
+        Args:
+            seed: A base, to which each environment's index is added; a list of N; or None.
+            options: Passed to each environment, without the mask.
+
+        Returns:
+            The observation of every environment, and the infos of those that were reset.
+        """
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Starts what :meth:`reset` does; :meth:`reset_wait` returns its result."""
+        self._assert_idle("reset_async")
+        seeds = env_seeds(seed, self.num_envs)
+        options = None if options is None else dict(options)
+        mask = None if options is None else options.pop("reset_mask", None)
+        ids = self._everyone if mask is None else np.flatnonzero(self._checked_mask(mask))
+        self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
+        self._done[ids] = False
+        self._reset_ids = ids
+        self._pending = "reset"
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
+        """Waits for :meth:`reset_async`, for up to `timeout` seconds.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        batch = self._wait("reset", self._reset_ids if self._pending == "reset" else self._everyone, timeout)
+        if len(batch.env_ids) < self.num_envs:
+            self._keep_objects(batch)
+            self._pool.ready(self._everyone)
+            batch = _with_info(self._recv(self._everyone, None), batch.info)
+        return self._observations(batch), self._merger.merge(batch.info)
+
+    def step(
+        self, actions: Any
+    ) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Steps every environment.
+
+        Args:
+            actions: An element of :attr:`action_space`.
+
+        Returns:
+            Observations, tree of ``[N, *obs_shape]``; rewards, ``float64 [N]``; terminated and truncated,
+            ``bool [N]``; infos, merged as Gymnasium merges them.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
+        self._assert_idle("step_async")
+        self._send(self._everyone, actions, self.action_space)
+        self._pending = "step"
+
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Waits for :meth:`step_async`, for up to `timeout` seconds.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        batch = self._wait("step", self._everyone, timeout)
+        return (
+            self._observations(batch),
+            batch.rew.copy(),
+            batch.terminated.copy(),
+            batch.truncated.copy(),
+            self._merger.merge(batch.info),
+        )
+
+    def send(self, actions: Any, group: int = 0) -> None:
+        """Starts a step of one group, whose environments are ``groups[group]``.
+
+        Args:
+            actions: Tree of ``[k, *act_shape]`` in the order of the group.
+            group: Which; several may be under way, each once.
+        """
+        self._assert_running()
+        if self._pending is not None or group in self._pending_groups:
+            raise AlreadyPendingCallError(
+                f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
+            )
+        ids = self._group(group)
+        self._send(ids, actions, batch_space(self.single_action_space, len(ids)))
+        self._pending_groups.add(group)
+
+    def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
+        """Waits for the step of one group.
+
+        Returns:
+            The answers in the order of ``groups[group]``; `info` is merged, with rows of the group.
+        """
+        self._assert_running()
+        ids = self._group(group)
+        if group not in self._pending_groups:
+            raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
+        batch = self._recv(ids, timeout)
+        self._pending_groups.discard(group)
+        self._note_done(batch)
+        rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
+        infos = [info._replace(env_id=rows[info.env_id]) for info in batch.info]
+        return StepBatch(
+            ids,
+            self._observations(batch),
+            batch.rew.copy(),
+            batch.terminated.copy(),
+            batch.truncated.copy(),
+            _InfoMerger(len(ids)).merge(infos),
+        )
+
+    def rollout(
+        self,
+        policy: Any,
+        num_steps: int,
+        inference: Literal["worker", "driver"] = "worker",
+        seed: int | None = None,
+    ) -> Chunk:
+        """Lets a policy take steps of every environment, without a word to the driver in between.
+
+        Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
+
+        Args:
+            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
+                been passed before is not sent again.
+            num_steps: T.
+            inference: Where the policy acts: in every worker over its own slice, or in this process.
+            seed: Resets all environments first, with base + index, and is the seed of the noise.
+        """
+        self._assert_idle("rollout")
+        if seed is not None:
+            self.reset(seed=seed)
+            self._chunk_steps, self._noise_seed = 0, seed
+        if inference == "worker":
+            if self._local_policy is None or self._local_policy[0] is not policy:
+                self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
+            chunk, _ = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
+        else:
+            chunk = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
+        self._chunk_steps += num_steps
+        return chunk
+
+    def rollout_workers(
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int
+    ) -> tuple[Chunk, float]:
+        """Lets the workers act with a published policy; returns also the seconds that the slowest node took."""
+        self._assert_idle("rollout")
+        return self._guarded(lambda: self._pool.rollout(weights.key, num_steps, first_step, noise_seed))
+
+    def rollout_driver(
+        self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
+    ) -> Chunk:
+        """Acts in this process, for one group while the others step."""
+        self._assert_idle("rollout")
+        return self._guarded(
+            lambda: rollout(
+                self._pool,
+                as_policy(policy),
+                num_steps,
+                noise_seed=noise_seed,
+                first_step=first_step,
+                groups=self.groups,
+                weights_version=weights_version,
+            )
+        )
+
+    def publish(self, policy: Any) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights."""
+        self._assert_idle("publish")
+        return WeightStore(self._pool, as_policy(policy))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls a method of each environment, or gets an attribute; returns the results in their order."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
+        self._assert_idle("call_async")
+        self._collect_call = self._pool.call(name, args, kwargs, self._everyone)
+        self._pending = "call"
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Waits for :meth:`call_async`, for up to `timeout` seconds."""
+        self._assert_running()
+        if self._pending != "call" or self._collect_call is None:
+            raise NoAsyncCallError("Calling `call_wait` without any prior call to `call_async`.", "call")
+        collect = self._collect_call
+        results = self._guarded(lambda: collect(timeout))
+        self._pending = None
+        return tuple(results)
+
+    def render(self) -> tuple[Any, ...]:
+        """Returns what each environment renders."""
+        return self.call("render")
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Returns an attribute of each environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets an attribute of each environment: a list or tuple of N values, or one value for all."""
+        self._assert_idle("set_attr")
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                message(
+                    "A list of values has one for each environment.",
+                    expected=f"{self.num_envs} values",
+                    got=len(values),
+                    remedy="Pass one value that is no list or tuple to set it everywhere.",
+                )
+            )
+        self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
+        self._pool.close()
+        self._session.release()
+
+    def __enter__(self) -> Self:
+        """Returns itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Closes it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Closes what was not closed."""
+        if not getattr(self, "closed", True):
+            self.close()
+
+    # What the public methods share.
+
+    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any]) -> None:
+        if self._autoreset == Autoreset.DISABLED:
+            assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
+        layout = ArrayLayout.of(self.single_action_space)
+        if layout is None:
+            checked: Any = list(iterate(space, actions))
+        else:
+            checked = actions if isinstance(actions, (dict, tuple)) and len(layout.leaves) else np.asarray(actions)
+        _check_actions(checked, layout, len(ids), space)
+        self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
+
+    def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
+        self._assert_running()
+        if self._pending != what:
+            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
+        batch = self._recv(ids, timeout)
+        self._pending = None
+        self._note_done(batch)
+        return batch
+
+    def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
+        return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
+
+    def _guarded(self, function: Callable[[], _T]) -> _T:
+        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it."""
+        try:
+            return function()
+        except TimeoutError as error:
+            raise multiprocessing.TimeoutError(str(error)) from error
+        except Exception:
+            self.close()
+            raise
+
+    def _note_done(self, batch: StepBatch) -> None:
+        if self._autoreset == Autoreset.DISABLED:
+            self._done[batch.env_ids] = batch.terminated | batch.truncated
+
+    def _keep_objects(self, batch: StepBatch) -> None:
+        if self._pool.layout is None:
+            self._objects[batch.env_ids] = batch.obs
+
+    def _observations(self, batch: StepBatch) -> Tree:
+        """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
+        if self._pool.layout is not None:
+            return deepcopy(batch.obs) if self.copy else batch.obs
+        space = self.single_observation_space
+        out: Any = create_empty_array(space, len(batch.obs), np.zeros)
+        return concatenate(space, list(batch.obs), out)
+
+    def _group(self, group: int) -> NDArray[np.int64]:
+        if not 0 <= group < len(self.groups):
+            raise ConfigError(
+                message(
+                    "A group is named by its number.",
+                    expected=f"0 to {len(self.groups) - 1}",
+                    got=group,
+                    remedy="Make the environment with groups=2 to have two.",
+                )
+            )
+        return self.groups[group]
+
+    def _checked_mask(self, mask: Any) -> NDArray[np.bool_]:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            got = f"{type(mask).__name__} of {getattr(mask, 'dtype', 'no dtype')}"
+            raise TypeError(_mask_message(self.num_envs, got))
+        if mask.shape != (self.num_envs,) or not mask.any():
+            raise ValueError(_mask_message(self.num_envs, f"shape {mask.shape}, {int(mask.sum())} True"))
+        return mask
+
+    def _assert_running(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_idle(self, name: str) -> None:
+        self._assert_running()
+        pending = self._pending or ("send" if self._pending_groups else None)
+        if pending is not None:
+            raise AlreadyPendingCallError(
+                f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
+            )
+
+
+def make_vec(env_id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> RayVecEnv:
+    """Makes a :class:`RayVecEnv` of a registered environment, as ``gymnasium.make_vec`` would.
+
+    Args:
+        env_id: Id or spec.
+        num_envs: How many environments.
+        **kwargs: Arguments of :class:`RayVecEnv`.
+    """
+    return RayVecEnv(env_id, num_envs, **kwargs)
+
+
+class _InfoMerger(VectorEnv[Any, Any, Any]):
+    """Gymnasium's own way to merge infos, for any number of rows."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+
+    def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
+        """Merges infos in the order of environments, as ``SyncVectorEnv`` does."""
+        merged: dict[str, Any] = {}
+        for env_id, info, final_obs, final_info in infos:
+            if final_info is not None:
+                merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
+            merged = self._add_info(merged, info, env_id)
+        return merged
+
+
+def _with_info(batch: StepBatch, info: Any) -> StepBatch:
+    return StepBatch(batch.env_ids, batch.obs, batch.rew, batch.terminated, batch.truncated, info)
+
+
+def _split(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into groups, each with a share of every worker's slice."""
+    if groups not in (1, 2):
+        raise ConfigError(
+            message(
+                "groups says into how many parts the environments are divided for double buffering.",
+                expected="1 or 2",
+                got=repr(groups),
+                remedy="Pass groups=2 where the policy takes about as long as the environments, else 1.",
+            )
+        )
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for node in topology.nodes:
+        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            parts[0] += range(start, middle)
+            parts[-1] += range(middle, stop)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)
+
+
+def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+    if spaces.actions_differ is not None:
+        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
+    if mode == "same" and spaces.observations:
+        differ = next(i for i, space in enumerate(spaces.observations) if space != single)
+        _raise_spaces(
+            "observation",
+            f"{spaces.observations[differ]} in environment {differ}",
+            "Pass observation_mode='different' where only bounds differ.",
+        )
+    misfit = spaces.misfit(single)
+    if misfit is not None:
+        _raise_spaces(
+            "observation",
+            f"another shape or dtype in environment {misfit}",
+            "Make shapes and dtypes equal by a wrapper.",
+        )
+
+
+def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
+    raise RuntimeError(
+        message(
+            f"Environments that are stepped together share one {kind} space.",
+            expected="that of environment 0",
+            got=got,
+            remedy=remedy,
+        )
+    )
+
+
+def _check_actions(actions: Any, layout: ArrayLayout | None, count: int, space: Space[Any]) -> None:
+    leaves = [actions] if layout is None else [np.asarray(leaf) for leaf in tree_leaves(actions)]
+    if layout is None:
+        fits = len(actions) == count
+    else:
+        shapes = [(count, *shape) for _, shape in layout.leaves]
+        fits = [cast("NDArray[Any]", leaf).shape for leaf in leaves] == shapes
+    if not fits:
+        raise ConfigError(
+            message(
+                "Every environment takes one action.",
+                expected=f"an element of {space}",
+                got=f"{len(actions)} actions" if layout is None else f"shapes {[leaf.shape for leaf in leaves]}",
+                remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
+            )
+        )
+
+
+def _mask_message(num_envs: int, got: str) -> str:
+    return message(
+        "options['reset_mask'] says which environments to reset.",
+        expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
+        got=got,
+        remedy="Pass terminated | truncated, as step returned them.",
+    )

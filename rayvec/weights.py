@@ -1,0 +1,61 @@
+"""Weights by version: published once, fetched once by every node, read by its workers from shared memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError, message
+from rayvec.pools.ray import RayPool
+
+__all__ = ["WeightStore"]
+
+_keys = itertools.count()
+
+
+class WeightStore:
+    """One policy on all nodes of a pool, and the versions of its weights.
+
+    Args:
+        pool: Whose workers are to act.
+        policy: Pickled once and sent to every worker.
+        first_version: Of the weights that the policy brings along.
+    """
+
+    def __init__(self, pool: RayPool, policy: Any, first_version: int = 0) -> None:
+        self.key = next(_keys)
+        self.version = first_version
+        self._pool = pool
+        self._size: int | None = None
+        self._current: Any = None
+        pool.load_policy(self.key, cloudpickle.dumps(policy))
+
+    def publish(self, weights: NDArray[np.float32]) -> int:
+        """Publishes a flat vector of weights; every rollout that begins from now on acts with it.
+
+        Returns:
+            Its version, one more than the last.
+
+        Raises:
+            ConfigError: It is no flat float32 vector, or has another size than the one before.
+        """
+        weights = np.ascontiguousarray(weights)
+        if weights.ndim != 1 or weights.dtype != np.float32 or self._size not in (None, weights.size):
+            raise ConfigError(
+                message(
+                    "The weights of a policy are one flat vector of a size that stays.",
+                    expected=f"float32 [{'n' if self._size is None else self._size}]",
+                    got=f"{weights.dtype} {list(weights.shape)}",
+                    remedy="Publish what learner.weights() returns, of the module that the policy wraps.",
+                )
+            )
+        self._size = weights.size
+        self.version += 1
+        self._current = ray.put(weights)  # kept, so that a node that joins later can fetch it
+        self._pool.publish(self.key, self.version, self._current)
+        return self.version

@@ -1,0 +1,30 @@
+"""One Ray for the whole test session, private, with more cores than the machine has, shut down for sure."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[object]:
+    """Two simulated nodes on this machine, 8 and 8 cores; the driver runs on the first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="rvt-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        os.environ["RAY_TMPDIR"] = directory  # so that no stray address file names our cluster to others
+        os.mkdir(f"{directory}/ray")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+        try:
+            cluster.add_node(num_cpus=8)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
