@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ __all__ = ["RaySession"]
 _MARK = "RAYVEC_CLUSTER"
 _REAPER = Path(__file__).with_name("_reaper.py")
 _REAP_S = 20.0
+_PROBE_S = 5.0
 _TOKEN = secrets.token_hex(32)
 """What our private clusters ask of who connects. One for this process, since Ray reads it only once; without
 it Ray would write one to the user's home."""
@@ -55,11 +57,14 @@ class RaySession:
         with RaySession._lock:
             if RaySession._shares == 0:
                 RaySession._begin(address)
+            else:
+                _check_same(address)
             RaySession._shares += 1
 
     @classmethod
     def _begin(cls, address: str | None) -> None:
         if ray.is_initialized():
+            _check_same(address)
             cls._ours = False
             return
         address = address or os.environ.get("RAY_ADDRESS")
@@ -84,8 +89,25 @@ class RaySession:
                 RaySession._ours = False
 
 
+def _check_same(address: str | None) -> None:
+    """Refuses an address beside the cluster that is connected already."""
+    connected = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", "local", connected):
+        raise ConfigError(
+            message(
+                "One process is connected to one Ray cluster.",
+                expected=f"no address, or that of the cluster which is connected ({connected})",
+                got=repr(address),
+                remedy="Leave the address out, or call ray.shutdown() first.",
+            )
+        )
+
+
 def _connect(address: str) -> None:
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray itself would go on trying for minutes
+            socket.create_connection((host, int(port)), _PROBE_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError, check_count, message
 from rayvec.rollout import as_policy
 from rayvec.types import Batch, Chunk, CollectStats, EpisodeStats
 from rayvec.vector import RayVecEnv
@@ -47,14 +47,20 @@ class EpisodeTracker:
         self._lens = np.zeros(num_envs, np.int64)
 
     def add(self, chunk: Chunk) -> tuple[EpisodeStats, NDArray[np.int64]]:
-        """Takes note of a chunk.
+        """Takes note of a chunk. An episode that a fault has cut is forgotten: it did not end.
 
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
         ends = chunk.done & chunk.valid
+        cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
+        for t, n in cut_before:
+            if t > 0:
+                ends[t - 1, n] = False
+        self._forget([n for t, n in cut_before if t < 0])
         returns, lens, places = [], [], []
         for t in range(chunk.num_steps):
+            self._forget([n for at, n in cut_before if at == t])
             self._returns += np.where(chunk.valid[t], chunk.rew[t], 0.0)
             self._lens += chunk.valid[t]
             ended = np.flatnonzero(ends[t])
@@ -72,10 +78,18 @@ class EpisodeTracker:
         )
         return stats, at
 
+    @property
+    def any_under_way(self) -> bool:
+        """Whether some environment has taken a step since its last episode ended."""
+        return bool(self._lens.any())
+
     def clear(self) -> None:
         """Forgets the episodes under way."""
-        self._returns[:] = 0.0
-        self._lens[:] = 0
+        self._forget(slice(None))
+
+    def _forget(self, columns: Any) -> None:
+        self._returns[columns] = 0.0
+        self._lens[columns] = 0
 
 
 class Collector:
@@ -145,20 +159,28 @@ class Collector:
         Args:
             n_step: How many steps in all. Every environment takes the same number, so what is not divisible
                 is rounded up. Episodes under way go on in the next call.
-            n_episode: How many episodes. Each environment is given its share beforehand, so that short
-                episodes are not favoured; steps beyond it are marked as not valid and counted as surplus.
+            n_episode: How many whole episodes, begun in this call: environments in the midst of one are reset.
+                Each environment is given its share beforehand, so that short episodes are not favoured;
+                steps beyond it are marked as not valid and counted as surplus.
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive.
         """
         if (n_step is None) == (n_episode is None):
-            raise _count_error(f"n_step={n_step}, n_episode={n_episode}")
-        for count in (n_step, n_episode):
-            if count is not None and (isinstance(count, bool) or int(count) != count or count < 1):
-                raise _count_error(repr(count))
+            raise ConfigError(
+                message(
+                    "collect takes one count.",
+                    expected="n_step or n_episode",
+                    got=f"n_step={n_step}, n_episode={n_episode}",
+                    remedy="Pass n_step=4096, or n_episode=20.",
+                )
+            )
+        check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
         begin = time.monotonic()
         if not self._started:
             self.reset(self._seed)
+        if n_episode is not None and self._tracker.any_under_way:
+            self.reset()  # half an episode is none, and those under way are the long ones
         if n_step is not None:
             taken = [self._chunk(-(-n_step // self._env.num_envs))]
             parts = [(chunk, *self._tracker.add(chunk), rollout_s) for chunk, rollout_s in taken]
@@ -232,14 +254,3 @@ class Collector:
         self._version = int(state["version"])
         if self._store is not None:
             self._store.version = self._version
-
-
-def _count_error(got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            "collect takes one count.",
-            expected="n_step or n_episode, a whole number of at least 1",
-            got=got,
-            remedy="Pass n_step=4096, or n_episode=20.",
-        )
-    )

@@ -11,7 +11,7 @@ import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError, check_count, message
 
 __all__ = ["EnvFactory", "EnvIdError", "env_seeds"]
 
@@ -107,7 +107,7 @@ class EnvFactory:
             ConfigError: Counts that are not positive or do not agree.
         """
         if isinstance(env, (str, EnvSpec)):
-            count = _positive("num_envs", 1 if num_envs is None else num_envs)
+            count = check_count("num_envs", 1 if num_envs is None else num_envs)
             spec = _find_spec(env) if isinstance(env, str) else env
             make = _MakeFromSpec(spec, dict(env_kwargs or {}), tuple(wrappers))
             return cls((make,) * count, spec, _registered_specs())
@@ -150,19 +150,6 @@ class _Wrapped:
         for wrapper in self.wrappers:
             env = wrapper(env)
         return env
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise ConfigError(
-            message(
-                f"{name} counts environments.",
-                expected="a whole number of at least 1",
-                got=repr(value),
-                remedy=f"Pass {name}=1 or more.",
-            )
-        )
-    return int(value)
 
 
 def _checked_env_fns(

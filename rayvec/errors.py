@@ -21,6 +21,8 @@ from __future__ import annotations
 import pickle
 import traceback
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import cloudpickle
 
@@ -33,6 +35,7 @@ __all__ = [
     "RayvecError",
     "RemoteFailure",
     "WorkerLostError",
+    "check_count",
     "message",
 ]
 
@@ -74,6 +77,27 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
     return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy}"
 
 
+def check_count(name: str, value: Any) -> int:
+    """Returns `value`, which must count something: a whole number of at least 1.
+
+    Raises:
+        ConfigError: It is none.
+
+    >>> check_count("num_envs", 8)
+    8
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ConfigError(
+            message(
+                f"{name} is a count.",
+                expected="a whole number of at least 1",
+                got=repr(value),
+                remedy=f"Pass {name}=1 or more.",
+            )
+        )
+    return int(value)
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
     """An exception on its way from the process that raised it to the one that must hear of it.
@@ -98,7 +122,7 @@ class RemoteFailure:
         try:
             pickled: bytes | None = cloudpickle.dumps(error)
             rebuilt = pickle.loads(pickled)  # type: ignore[arg-type]
-            if type(rebuilt).__qualname__ != type(error).__qualname__:
+            if type(rebuilt).__qualname__ != type(error).__qualname__ or str(rebuilt) != str(error):
                 pickled = None
         except Exception:
             pickled = None
@@ -117,7 +141,10 @@ class RemoteFailure:
         """
         if self.pickled is None:
             return self.cause()
-        error: BaseException = pickle.loads(self.pickled)
+        try:
+            error: BaseException = pickle.loads(self.pickled)
+        except Exception:  # its class is known to the other process alone
+            return self.cause()
         error.__cause__ = self.cause()
         return error
 

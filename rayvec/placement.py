@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import ray
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError, NodeLostError, check_count, message
 from rayvec.pools.process import even_bounds
 from rayvec.types import NodeSlice, Topology
 
-__all__ = ["FreeNode", "free_nodes", "plan_topology", "wait_for_topology"]
+__all__ = ["FreeNode", "check_counts", "free_nodes", "place_again", "plan_topology", "wait_for_topology"]
 
 _PLACE_S = 10.0
+_PLACE_AGAIN_S = 8.0
 _LOOK_AGAIN_S = 0.25
 
 
@@ -47,8 +50,24 @@ def free_nodes() -> list[FreeNode]:
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 
+def check_counts(num_nodes: int | None, workers_per_node: int | None) -> None:
+    """Refuses counts that no cluster could satisfy.
+
+    Raises:
+        ConfigError: One of them is not a positive whole number.
+    """
+    for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+        if value is not None:
+            check_count(name, value)
+
+
 def plan_topology(
-    nodes: Sequence[FreeNode], num_envs: int, num_nodes: int | None = None, workers_per_node: int | None = None
+    nodes: Sequence[FreeNode],
+    num_envs: int,
+    num_nodes: int | None = None,
+    workers_per_node: int | None = None,
+    *,
+    worker_per_env: bool = False,
 ) -> Topology:
     """Divides environments among nodes in proportion to their workers, and on each node evenly.
 
@@ -58,6 +77,8 @@ def plan_topology(
         num_nodes: How many nodes to use; by default all that have a free core.
         workers_per_node: Workers on each; by default one for each free core. There are never more workers
             than environments.
+        worker_per_env: A worker for each environment, so that none waits for another, even where there are
+            more of them than cores.
 
     Raises:
         ConfigError: The cluster has not got what is asked for.
@@ -66,16 +87,7 @@ def plan_topology(
     >>> plan_topology([node], num_envs=7, workers_per_node=3).nodes[0].worker_bounds
     (0, 3, 5, 7)
     """
-    for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
-        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-            raise ConfigError(
-                message(
-                    f"{name} is a count.",
-                    expected="a whole number of at least 1, or None for all there is",
-                    got=repr(value),
-                    remedy=f"Pass {name}=1 or more, or leave it out.",
-                )
-            )
+    check_counts(num_nodes, workers_per_node)
     wanted = workers_per_node or 1
     usable = [node for node in nodes if node.cpus >= wanted]
     count = min(num_nodes or max(1, len(usable)), num_envs)
@@ -89,13 +101,21 @@ def plan_topology(
             )
         )
     chosen = usable[:count]
-    workers = _limit([workers_per_node or node.cpus for node in chosen], num_envs)
-    bounds = even_bounds(num_envs, sum(workers))
-    slices, start = [], 0
-    for node, num_workers in zip(chosen, workers, strict=True):
-        slices.append(NodeSlice(node.node_id, node.address, bounds[start : start + num_workers + 1]))
-        start += num_workers
-    return Topology(tuple(slices))
+    cpus = _limit([workers_per_node or node.cpus for node in chosen], num_envs)
+    if worker_per_env:
+        shares = np.round(np.cumsum([0, *cpus]) / sum(cpus) * num_envs).astype(int).tolist()
+        bounds = [tuple(range(first, last + 1)) for first, last in pairwise(shares)]
+    else:
+        every = even_bounds(num_envs, sum(cpus))
+        ends = np.cumsum([0, *cpus]).tolist()
+        bounds = [every[first : last + 1] for first, last in pairwise(ends)]
+    return Topology(
+        tuple(
+            NodeSlice(node.node_id, node.address, worker_bounds, num_cpus)
+            for node, worker_bounds, num_cpus in zip(chosen, bounds, cpus, strict=True)
+            if len(worker_bounds) > 1
+        )
+    )
 
 
 def _limit(workers: list[int], num_envs: int) -> list[int]:
@@ -121,3 +141,27 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_LOOK_AGAIN_S)
+
+
+def place_again(lost: NodeSlice, error: NodeLostError) -> NodeSlice:
+    """Finds a node for the environments of one that is lost: that with the most free cores.
+
+    It waits for at most 8 s for a node that returns or for cores that come free.
+
+    Raises:
+        NodeLostError: There is none.
+    """
+    deadline = time.monotonic() + _PLACE_AGAIN_S
+    while True:
+        nodes = [node for node in free_nodes() if node.node_id != lost.node_id and node.cpus >= 1]
+        if nodes:
+            break
+        if time.monotonic() >= deadline:
+            raise NodeLostError(f"{error} No other node has a free core to go on with.") from error
+        time.sleep(_LOOK_AGAIN_S)
+    node = max(nodes, key=lambda node: node.cpus)
+    bounds = lost.worker_bounds
+    cpus = min(lost.num_cpus, node.cpus)
+    if lost.num_workers == lost.num_cpus:  # a worker for each core; else for each environment
+        bounds = even_bounds(len(lost.env_range), cpus, lost.env_range.start)
+    return NodeSlice(node.node_id, node.address, bounds, cpus)

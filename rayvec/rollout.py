@@ -17,6 +17,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.memory import tree_writer
+from rayvec.pools.supervision import RESTARTED
 from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, tree_leaves, tree_map
 
 __all__ = ["ActingPolicy", "CallablePolicy", "as_policy", "join_chunks", "rollout"]
@@ -158,6 +159,8 @@ class _Recorder:
         self._rew = np.zeros(self._lead)
         self._terminated = np.zeros(self._lead, bool)
         self._truncated = np.zeros(self._lead, bool)
+        self._valid = np.ones(self._lead, bool)
+        self._restarts: list[tuple[int, int]] = []
         self._obs: Tree = None
         self._last_obs: Tree = None
         self._act: Tree = None
@@ -165,12 +168,14 @@ class _Recorder:
         self._finals: list[tuple[int, int, Any]] = []
         self._infos: list[ChunkInfo] = []
         self._reset_infos: list[ChunkInfo] = []
+        self._counts: list[int] = []
         self.columns: list[Any] = []
 
     def allocate(self, group: int, ids: NDArray[np.int64], obs: Tree) -> None:
         """Learns the columns of a group, and with the first the shapes of observations."""
         start = int(ids[0])
         contiguous = bool((ids == np.arange(start, start + len(ids))).all())
+        self._counts.append(len(ids))
         self.columns.append(slice(start, start + len(ids)) if contiguous else ids)
         if group == 0:
             self._obs = _empty_like(obs, self._lead)
@@ -183,6 +188,7 @@ class _Recorder:
         _assign(self._last_obs, self.columns[group], obs)
 
     def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        _check_rows(actions, extras, self._counts[group])
         if self._act is None:
             self._act = _empty_like(actions, self._lead)
             self._extras = {name: _empty_like(extra, self._lead) for name, extra in extras.items()}
@@ -203,13 +209,31 @@ class _Recorder:
         for env_id, info, final_obs, final_info in batch.info:
             column = env_id - self._first_id
             if final_info is None:
+                if t < 0 and RESTARTED in info:
+                    self._restarts.append((-1, column))
                 resets.append(ChunkInfo(t, column, info))
+                continue
+            if RESTARTED in final_info:
+                self._take_back(t, column, final_obs)
+                if info:
+                    self._reset_infos.append(ChunkInfo(t, column, info))
                 continue
             self._finals.append((t, column, final_obs))
             if final_info:
                 self._infos.append(ChunkInfo(t, column, final_info))
             if info:
                 self._reset_infos.append(ChunkInfo(t, column, info))
+
+    def _take_back(self, t: int, column: int, obs: Any) -> None:
+        """Marks a step that did not happen; the episode ended, at the observation that it began with."""
+        self._restarts.append((t, column))
+        self._valid[t, column] = False
+        self._truncated[t, column] = False
+        before = t - 1
+        if before >= 0 and self._valid[before, column]:
+            if not (self._terminated[before, column] or self._truncated[before, column]):
+                self._truncated[before, column] = True
+                self._finals.append((before, column, obs))
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         by_place = itemgetter(0, 1)
@@ -221,13 +245,14 @@ class _Recorder:
             rew=self._rew,
             terminated=self._terminated,
             truncated=self._truncated,
-            valid=np.ones(self._lead, bool),
+            valid=self._valid,
             last_obs=self._last_obs,
             final_index=np.array([item[:2] for item in self._finals], np.int64).reshape(-1, 2),
             final_obs=self._stack_finals(),
             extras=self._extras,
             infos=tuple(sorted(self._infos, key=by_place)),
             reset_infos=tuple(sorted(self._reset_infos, key=by_place)),
+            restarts=np.array(sorted(self._restarts), np.int64).reshape(-1, 2),
             weights_version=weights_version,
             first_step=first_step,
         )
@@ -238,6 +263,20 @@ class _Recorder:
         for row, (_, _, obs) in enumerate(self._finals):
             write(row, obs)
         return stacked
+
+
+def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int) -> None:
+    """Refuses what a policy returned if it has not one row for each environment."""
+    for leaf in (*tree_leaves(actions), *extras.values()):
+        if len(np.shape(leaf)) == 0 or len(leaf) != count:
+            raise ConfigError(
+                message(
+                    "A policy returns one action, and one row of what it records, for each observation.",
+                    expected=f"{count} rows",
+                    got=f"shape {np.shape(leaf)}",
+                    remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape].",
+                )
+            )
 
 
 def _empty_like(tree: Tree, leading: tuple[int, ...]) -> Tree:
@@ -256,10 +295,7 @@ def _assign(target: Tree, index: Any, source: Tree) -> None:
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of the same steps of different environments, side by side, in newly allocated memory."""
     offsets = np.cumsum([0, *(chunk.num_envs for chunk in chunks)]).tolist()
-    final_index = np.concatenate(
-        [chunk.final_index + np.array([0, offset]) for chunk, offset in zip(chunks, offsets, strict=False)]
-    )
-    order = np.lexsort((final_index[:, 1], final_index[:, 0]))
+    final_index, order = _place(offsets, [chunk.final_index for chunk in chunks])
 
     def join(axis: int, trees: Sequence[Tree]) -> Tree:
         return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
@@ -282,11 +318,19 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         truncated=join(1, [chunk.truncated for chunk in chunks]),
         valid=join(1, [chunk.valid for chunk in chunks]),
         last_obs=join(0, [chunk.last_obs for chunk in chunks]),
-        final_index=final_index[order],
+        final_index=final_index,
         final_obs=tree_map(lambda leaf: leaf[order], join(0, [chunk.final_obs for chunk in chunks])),
         extras={name: join(1, [chunk.extras[name] for chunk in chunks]) for name in first.extras},
         infos=place(lambda chunk: chunk.infos),
         reset_infos=place(lambda chunk: chunk.reset_infos),
+        restarts=_place(offsets, [chunk.restarts for chunk in chunks])[0],
         weights_version=min(chunk.weights_version for chunk in chunks),
         first_step=first.first_step,
     )
+
+
+def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """Joins places ``(t, n)`` of chunks side by side, in order; returns also where each came from."""
+    joined = np.concatenate([at + np.array([0, offset]) for at, offset in zip(places, offsets, strict=False)])
+    order = np.lexsort((joined[:, 1], joined[:, 0]))
+    return joined[order], order

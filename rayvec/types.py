@@ -134,6 +134,9 @@ class Chunk:
             ``logp`` (float32, log-probability of the action), and what else it returns.
         infos: Non-empty infos of steps, sorted by (t, n).
         reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
+        restarts: ``(t, n)`` of each step that failed, after which the environment was made anew, in that order;
+            t is -1 where the episode that was under way before the chunk was lost, ``int64 [R, 2]``. The
+            step before such a one is truncated, at the last true observation.
         weights_version: Version of the policy's weights; 0 for a policy without weights.
         first_step: How many steps the environments had taken in chunks before this one.
     """
@@ -151,6 +154,7 @@ class Chunk:
     extras: dict[str, NDArray[Any]] = field(default_factory=dict)
     infos: tuple[ChunkInfo, ...] = ()
     reset_infos: tuple[ChunkInfo, ...] = ()
+    restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     weights_version: int = 0
     first_step: int = 0
 
@@ -249,11 +253,13 @@ class NodeSlice:
         address: The node's own IP address.
         worker_bounds: ``workers + 1`` ascending global indices; worker k holds
             ``range(worker_bounds[k], worker_bounds[k + 1])``.
+        num_cpus: Cores that are claimed for them.
     """
 
     node_id: str
     address: str
     worker_bounds: tuple[int, ...]
+    num_cpus: int
 
     @property
     def name(self) -> str:

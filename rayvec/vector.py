@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import gymnasium
 import numpy as np
@@ -16,15 +17,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
-from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, message
-from rayvec.placement import free_nodes, plan_topology, wait_for_topology
-from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.errors import ConfigError, check_count, message
+from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
 from rayvec.rollout import as_policy, rollout
-from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree, tree_leaves
+from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVecEnv", "make_vec"]
@@ -57,6 +56,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         num_nodes: How many nodes to use; by default all that have free cores.
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps.
+        step_timeout_s: A worker that takes longer for one step of its environments is taken to hang and is
+            killed; no limit by default.
+        on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
+            ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
+            that failed the last true observation is returned, with reward 0, truncated, and
+            ``info["env_restarted"]``.
+        on_node_loss: What becomes of the environments of a node that is lost: ``"rehost"`` makes them anew
+            on the nodes that remain, as above; ``"raise"`` raises ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``.
         address: Of a running Ray cluster.
 
@@ -78,25 +85,31 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         num_nodes: int | None = None,
         workers_per_node: int | None = None,
         groups: Literal[1, 2] = 1,
+        step_timeout_s: float | None = None,
+        on_env_error: Literal["raise", "restart"] = "raise",
+        on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
+        _check_choice("groups", groups, (1, 2))
+        _check_choice("on_env_error", on_env_error, ("raise", "restart"))
+        _check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
         self.copy = copy
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
-        self._session = RaySession(address)
-        try:
-            topology = wait_for_topology(
-                lambda: plan_topology(free_nodes(), self.num_envs, num_nodes, workers_per_node)
-            )
-            self._pool = RayPool(factory, topology, preload)
-        except BaseException:
-            self._session.release()
-            raise
+        self._pool = RayPool.open(
+            factory,
+            num_nodes=num_nodes,
+            workers_per_node=workers_per_node,
+            preload=preload,
+            supervision=Supervision(on_env_error == "restart", step_timeout_s),
+            rehost=on_node_loss == "rehost",
+            address=address,
+        )
         self.closed = False
         try:
             self._take_spaces(self._pool.spaces, observation_mode)
@@ -105,13 +118,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self.close()
             raise
         self._everyone = np.arange(self.num_envs)
-        self.groups: tuple[NDArray[np.int64], ...] = _split(topology, groups)
+        self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, groups)
         self._merger = _InfoMerger(self.num_envs)
         self._pending: str | None = None
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
-        self._objects: NDArray[Any] = np.full(self.num_envs, None, dtype=object)
         self._chunk_steps = 0
         self._noise_seed = 0
         self._local_policy: tuple[Any, WeightStore] | None = None
@@ -199,9 +211,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         batch = self._wait("reset", self._reset_ids if self._pending == "reset" else self._everyone, timeout)
         if len(batch.env_ids) < self.num_envs:
-            self._keep_objects(batch)
-            self._pool.ready(self._everyone)
-            batch = _with_info(self._recv(self._everyone, None), batch.info)
+            self._pool.ready(self._everyone, begin=False)
+            batch = replace(self._recv(self._everyone, None), info=batch.info)
         return self._observations(batch), self._merger.merge(batch.info)
 
     def step(
@@ -302,11 +313,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             seed: Resets all environments first, with base + index, and is the seed of the noise.
         """
         self._assert_idle("rollout")
+        _check_choice("inference", inference, ("worker", "driver"))
         if seed is not None:
             self.reset(seed=seed)
             self._chunk_steps, self._noise_seed = 0, seed
         if inference == "worker":
             if self._local_policy is None or self._local_policy[0] is not policy:
+                if self._local_policy is not None:
+                    self._local_policy[1].drop()
                 self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
             chunk, _ = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:
@@ -318,14 +332,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int
     ) -> tuple[Chunk, float]:
         """Lets the workers act with a published policy; returns also the seconds that the slowest node took."""
-        self._assert_idle("rollout")
+        self._begin_rollout(num_steps)
         return self._guarded(lambda: self._pool.rollout(weights.key, num_steps, first_step, noise_seed))
 
     def rollout_driver(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
     ) -> Chunk:
         """Acts in this process, for one group while the others step."""
-        self._assert_idle("rollout")
+        self._begin_rollout(num_steps)
         return self._guarded(
             lambda: rollout(
                 self._pool,
@@ -391,7 +405,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
         self._pool.close()
-        self._session.release()
 
     def __enter__(self) -> Self:
         """Returns itself; leaving the block closes it."""
@@ -414,10 +427,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         layout = ArrayLayout.of(self.single_action_space)
         if layout is None:
             checked: Any = list(iterate(space, actions))
+            _check_count(len(checked), len(ids), space)
         else:
-            checked = actions if isinstance(actions, (dict, tuple)) and len(layout.leaves) else np.asarray(actions)
-        _check_actions(checked, layout, len(ids), space)
+            checked = _checked_actions(actions, layout, len(ids), space)
         self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
+
+    def _begin_rollout(self, num_steps: int) -> None:
+        self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+        self._done[:] = False  # every environment whose episode has ended is reset first
 
     def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         self._assert_running()
@@ -444,10 +462,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _note_done(self, batch: StepBatch) -> None:
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated
-
-    def _keep_objects(self, batch: StepBatch) -> None:
-        if self._pool.layout is None:
-            self._objects[batch.env_ids] = batch.obs
 
     def _observations(self, batch: StepBatch) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
@@ -517,21 +531,20 @@ class _InfoMerger(VectorEnv[Any, Any, Any]):
         return merged
 
 
-def _with_info(batch: StepBatch, info: Any) -> StepBatch:
-    return StepBatch(batch.env_ids, batch.obs, batch.rew, batch.terminated, batch.truncated, info)
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise ConfigError(
+            message(
+                f"{name} is one of a few.",
+                expected=" or ".join(map(repr, choices)),
+                got=repr(value),
+                remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
+            )
+        )
 
 
 def _split(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into groups, each with a share of every worker's slice."""
-    if groups not in (1, 2):
-        raise ConfigError(
-            message(
-                "groups says into how many parts the environments are divided for double buffering.",
-                expected="1 or 2",
-                got=repr(groups),
-                remedy="Pass groups=2 where the policy takes about as long as the environments, else 1.",
-            )
-        )
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
@@ -571,22 +584,32 @@ def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
     )
 
 
-def _check_actions(actions: Any, layout: ArrayLayout | None, count: int, space: Space[Any]) -> None:
-    leaves = [actions] if layout is None else [np.asarray(leaf) for leaf in tree_leaves(actions)]
-    if layout is None:
-        fits = len(actions) == count
-    else:
-        shapes = [(count, *shape) for _, shape in layout.leaves]
-        fits = [cast("NDArray[Any]", leaf).shape for leaf in leaves] == shapes
-    if not fits:
-        raise ConfigError(
-            message(
-                "Every environment takes one action.",
-                expected=f"an element of {space}",
-                got=f"{len(actions)} actions" if layout is None else f"shapes {[leaf.shape for leaf in leaves]}",
-                remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
-            )
+def _checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
+    """Returns actions as a tree of arrays, each ``[count, ...]``."""
+    try:
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+        got = f"shapes {[leaf.shape for leaf in leaves]}"
+    except ValueError as error:
+        leaves, got = [], str(error)
+    if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
+        raise _action_error(got, space)
+    return layout.tree(leaves)
+
+
+def _check_count(got: int, count: int, space: Space[Any]) -> None:
+    if got != count:
+        raise _action_error(f"{got} actions", space)
+
+
+def _action_error(got: str, space: Space[Any]) -> ConfigError:
+    return ConfigError(
+        message(
+            "Every environment takes one action.",
+            expected=f"an element of {space}",
+            got=got,
+            remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
         )
+    )
 
 
 def _mask_message(num_envs: int, got: str) -> str:

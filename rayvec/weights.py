@@ -59,3 +59,7 @@ class WeightStore:
         self._current = ray.put(weights)  # kept, so that a node that joins later can fetch it
         self._pool.publish(self.key, self.version, self._current)
         return self.version
+
+    def drop(self) -> None:
+        """Lets the workers forget the policy and its weights; the store can't be used after it."""
+        self._pool.drop_policy(self.key)

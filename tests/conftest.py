@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from rayvec.vector import RayVecEnv
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
 
@@ -28,3 +33,33 @@ def ray_cluster() -> Iterator[object]:
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+MakeVec = Callable[..., "RayVecEnv"]
+
+
+@pytest.fixture
+def make_vec(ray_cluster: object) -> Iterator[MakeVec]:
+    """Makes vector environments on the shared cluster, by default on one worker, and closes them in the end."""
+    yield from _making()
+
+
+@pytest.fixture(scope="class")
+def make_class_vec(ray_cluster: object) -> Iterator[MakeVec]:
+    """The same for environments that all tests of a class use."""
+    yield from _making()
+
+
+def _making() -> Iterator[MakeVec]:
+    from rayvec.vector import RayVecEnv
+
+    made: list[RayVecEnv] = []
+
+    def make(env: Any, nodes: int = 1, workers: int = 1, **kwargs: Any) -> RayVecEnv:
+        made.append(RayVecEnv(env, num_nodes=nodes, workers_per_node=workers, **kwargs))
+        return made[-1]
+
+    yield make
+    for env in made:
+        with suppress(Exception):  # some tests break their environment for good
+            env.close()

@@ -21,7 +21,7 @@ from rayvec.types import StepBatch, Tree
 if TYPE_CHECKING:
     from rayvec.pools.memory import ArrayLayout
 
-__all__ = ["Autoreset", "EnvPool", "PoolSpaces"]
+__all__ = ["RAISE", "Autoreset", "EnvPool", "PoolSpaces", "Supervision"]
 
 
 class Autoreset(IntEnum):
@@ -36,6 +36,25 @@ class Autoreset(IntEnum):
     """The step that ended the episode resets it; the final observation stands in the info."""
     DISABLED = 2
     """Nobody but the caller resets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What becomes of environments that raise, hang, or whose process ends.
+
+    Attributes:
+        restart: Whether they are made anew, with a seed of (seed, environment, restart), and their episode
+            ends as truncated; else what happened is raised.
+        step_timeout_s: A worker that takes longer for a command is taken to hang, and is killed; None for
+            no limit.
+    """
+
+    restart: bool = False
+    step_timeout_s: float | None = None
+
+
+RAISE = Supervision()
+"""Nothing is restarted, and nothing takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +160,12 @@ class EnvPool(Protocol):
         """Starts a reset of some environments, each with its seed; :meth:`recv` returns first observations."""
         ...
 
-    def ready(self, env_ids: NDArray[np.int64]) -> None:
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """Asks for current observations, which :meth:`recv` returns.
 
-        Environments that are between two episodes are reset first, without a seed.
+        Args:
+            env_ids: Whose, ``int64 [k]``.
+            begin: Whether environments that are between two episodes are reset first, without a seed.
         """
         ...
 

@@ -7,7 +7,10 @@ may go on as soon as no command is under way.
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import logging
+import math
+import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,167 +18,24 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import RemoteFailure, WorkerLostError, message
-from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout, BulkReceiver, index_tree, split_actions
-from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, travels
-from rayvec.types import RawInfo, StepBatch, Tree, tree_leaves
+from rayvec.errors import WorkerLostError, message
+from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.link import LOOK_S, WorkerLink
+from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
+from rayvec.pools.supervision import RestartBudget
+from rayvec.pools.wire import NodeBlock, Op, travels
+from rayvec.types import RawInfo, StepBatch, Tree, tree_leaves, tree_map
 
-__all__ = ["PoolClient", "WorkerLink"]
+__all__ = ["LastAnswers", "PoolClient", "Respawn"]
 
-_LOOK_S = 0.1
-"""How often a wait looks whether the worker still lives."""
-_PIPE_BYTES = 1 << 16
-"""What surely fits into a pipe that nobody reads."""
+logger = logging.getLogger(__name__)
 
 
-class WorkerLink:
-    """One worker as its client sees it: post commands, wait for them in order.
-
-    Args:
-        block: Of the node.
-        index: Of the worker.
-        pipe: To the worker.
-        where: Its name, for errors.
-    """
-
-    def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str) -> None:
-        bounds = block.shape.worker_bounds
-        self.start, self.stop = bounds[index], bounds[index + 1]
-        self.pipe = pipe
-        self.where = where
-        self.infos: dict[int, RawInfo] = {}
-        self.objects: dict[int, Any] = {}
-        self.failures: list[tuple[int, RemoteFailure]] = []
-        self._replies: dict[int, Reply] = {}
-        self._receiver = BulkReceiver(pipe)
-        self._go, self._done = block.go[index], block.done[index]
-        self._ring = block.arrays["ring"][index]
-        self._has_reply = block.arrays["has_reply"][index]
-        self._head, self._tail = block.arrays["head"][index : index + 1], block.arrays["tail"][index : index + 1]
-        self._depth, self._first_id_at = block.depth, block.first_id_at
-
-    @property
-    def head(self) -> int:
-        """How many commands have been posted."""
-        return int(self._head[0])
-
-    def post(
-        self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, dtypes: Sequence[int] = (), payload: Any = None
-    ) -> int:
-        """Posts a step or reset of these rows (the worker's own); returns the command's number."""
-        command = self._ring[self.head % self._depth]
-        count, at = len(rows), self._first_id_at
-        command[OP] = op
-        command[AUTORESET] = autoreset
-        command[COUNT] = count
-        if dtypes:
-            command[DTYPES:at] = dtypes
-        command[at : at + count] = rows
-        return self._post(payload)
-
-    def post_call(self, name: str, *args: Any) -> int:
-        """Posts a call of one of the worker's methods."""
-        self._ring[self.head % self._depth][OP] = Op.CALL
-        return self._post((name, args))
-
-    def wait(self, number: int, deadline: float | None) -> None:
-        """Waits until the command with this number is done.
-
-        What came with steps and resets is kept, by environment, for :meth:`PoolClient.recv`; what calls
-        returned, by number, for :meth:`take_reply`.
-
-        Raises:
-            TimeoutError: It was not done at `deadline` (of ``time.monotonic``).
-            WorkerLostError: The worker ended.
-        """
-        while self._tail[0] <= number:
-            self._acquire(deadline)
-            self._finish()
-
-    def take_reply(self, number: int) -> Reply:
-        """Returns what the call with this number, which is done, returned."""
-        return self._replies.pop(number)
-
-    def poll(self) -> None:
-        """Takes note of the commands that are done, without waiting."""
-        while self._tail[0] < self._head[0] and self._done.try_acquire():
-            self._finish()
-
-    @property
-    def finished(self) -> int:
-        """How many commands are done and noted."""
-        return int(self._tail[0])
-
-    def _post(self, payload: Any) -> int:
-        number = self.head
-        data = b"" if payload is None else _dumps(payload)
-        if len(data) > _PIPE_BYTES:  # the worker may be writing too: let it finish, or both would wait for ever
-            self.wait(number - 1, None)
-        self._head[0] = number + 1
-        self._go.post()
-        if payload is not None:
-            try:
-                self.pipe.send_bytes(data)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise self.lost() from error
-        return number
-
-    def _acquire(self, deadline: float | None) -> None:
-        while not self._done.acquire(_LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())):
-            if self.hung_up() and not self._done.try_acquire():
-                raise self.lost()
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.where} has not answered in time")
-
-    def _finish(self) -> None:
-        """Takes note of the oldest command under way, which is done."""
-        number = int(self._tail[0])
-        slot = number % self._depth
-        if self._has_reply[slot]:
-            try:
-                reply: Reply = self._receiver.recv()
-            except (EOFError, ConnectionResetError) as error:
-                raise self.lost() from error
-            if self._ring[slot][OP] == Op.CALL:
-                self._replies[number] = reply
-            else:
-                self._keep(self._ring[slot], reply)
-        self._tail[0] = number + 1
-
-    def _keep(self, command: NDArray[np.int64], reply: Reply) -> None:
-        for info in reply.infos:
-            self.infos[info.env_id] = info
-        if reply.objects is not None:
-            rows = command[self._first_id_at : self._first_id_at + command[COUNT]].tolist()
-            self.objects.update(zip((self.start + row for row in rows), reply.objects, strict=True))
-        self.failures += reply.failures
-
-    def hung_up(self) -> bool:
-        """Whether the worker has closed its end of the pipe, which only its end does."""
-        poll = select.poll()
-        poll.register(self.pipe.fileno(), 0)
-        return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
-
-    def lost(self) -> WorkerLostError:
-        """Describes that the worker is gone."""
-        return WorkerLostError(
-            message(
-                "A worker process runs until the pool is closed.",
-                expected=f"{self.where} to answer",
-                got="its process has ended (killed, out of memory, or a crash in an environment's native code)",
-                remedy="Look into the system's log for what killed it; make the pool anew.",
-            )
-        )
-
-    def close(self) -> None:
-        """Closes the pipe, upon which the worker ends."""
-        self._receiver.close()
-        self.pipe.close()
+Respawn = Callable[[int], Connection]
+"""Ends a worker, named by its index, if it has not ended, and starts another in its place; returns the pipe to it."""
 
 
 @dataclass(slots=True)
@@ -212,18 +72,66 @@ class _Plan:
     under_way: bool = False
 
 
+class LastAnswers:
+    """What environments last answered, so that no more than that is told of an episode that is cut.
+
+    Kept only where workers are restarted: a worker may end in the midst of writing.
+    """
+
+    def __init__(self, obs: Tree, num_envs: int) -> None:
+        self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
+        self.mid_episode = np.zeros(num_envs, bool)
+
+    def keep(self, select: Any, obs: Tree, done: NDArray[np.bool_], stays: NDArray[np.bool_]) -> None:
+        """Takes note of answers: the episode goes on if it is not done, or was reset within the step.
+
+        Args:
+            select: Whose; `obs`, `done` and `stays` have rows for these alone.
+            obs: Their observations.
+            done: Whether an episode ended.
+            stays: Whether the environment is within an episode even so.
+        """
+        self.mid_episode[select] = ~done | stays
+        if self.obs is not None:
+            for kept, array in zip(tree_leaves(self.obs), tree_leaves(obs), strict=True):
+                kept[select] = array
+
+    def restore(self, select: Any, obs: Tree) -> None:
+        """Writes the last observations of some environments back into arrays of all."""
+        if self.obs is not None:
+            for kept, array in zip(tree_leaves(self.obs), tree_leaves(obs), strict=True):
+                array[select] = kept[select]
+
+
 class PoolClient:
     """An :class:`~rayvec.pools.base.EnvPool` over the workers of one node.
 
     Ids are those of the node, from 0; infos carry ids of the node too.
+
+    Args:
+        block: Of the node.
+        links: To its workers.
+        first_id: Global index of the node's first environment.
+        supervision: What becomes of workers that end or hang.
+        respawn: Starts a worker anew.
     """
 
-    def __init__(self, block: NodeBlock, links: Sequence[WorkerLink], first_id: int) -> None:
+    def __init__(
+        self,
+        block: NodeBlock,
+        links: Sequence[WorkerLink],
+        first_id: int,
+        supervision: Supervision,
+        respawn: Respawn,
+    ) -> None:
         self.num_envs = block.shape.num_envs
         self.layout: ArrayLayout | None = block.layout
         self.first_id = first_id
         self._block = block
         self._links = list(links)
+        self._supervision = supervision
+        self._respawn = respawn
+        self._budget = RestartBudget()
         self._starts = np.array(block.shape.worker_bounds[:-1])
         self.action_layout: ArrayLayout | None = block.action_layout
         self._action_rows = block.actions(slice(None))
@@ -232,17 +140,21 @@ class PoolClient:
         self._plans: dict[bytes, _Plan] = {}
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
+        self._stays = np.zeros(self.num_envs, bool)
+        self._last = LastAnswers(self._obs, self.num_envs) if supervision.restart else None
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plan(env_ids)
         codes = self._write_actions(plan, actions)
+        stays = autoreset == Autoreset.SAME_STEP
         if codes is not None:
-            self._start(plan, lambda part: part.link.post(Op.STEP, part.rows, autoreset=autoreset, dtypes=codes))
+            self._start(plan, stays, lambda part: part.link.post(Op.STEP, part.rows, autoreset=autoreset, dtypes=codes))
             return
         objects = split_actions(actions, len(env_ids))
         self._start(
             plan,
+            stays,
             lambda part: part.link.post(
                 Op.STEP_OBJECTS, part.rows, autoreset=autoreset, payload=[objects[i] for i in part.places]
             ),
@@ -254,20 +166,26 @@ class PoolClient:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(
             self._plan(env_ids),
+            True,
             lambda part: part.link.post(
                 Op.RESET, part.rows, payload=([seeds[i] for i in part.places.tolist()], options)
             ),
         )
 
-    def ready(self, env_ids: NDArray[np.int64]) -> None:
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(self._plan(env_ids), lambda part: part.link.post(Op.READY, part.rows))
+        plan = self._plan(env_ids)
+        if begin:
+            self._start(plan, True, lambda part: part.link.post(Op.READY, part.rows))
+        else:
+            self._start(plan, False, lambda part: part.link.post(Op.LOOK, part.rows))
 
-    def _start(self, plan: _Plan, post: Callable[[_Part], int]) -> None:
+    def _start(self, plan: _Plan, stays: bool, post: Callable[[_Part], int]) -> None:
         for part in plan.parts:
             part.number = post(part)
             self._command_of[part.link.start + part.rows] = part.number
         self._under_way[plan.select] = True
+        self._stays[plan.select] = stays
         plan.under_way = True
 
     def recv(
@@ -285,38 +203,121 @@ class PoolClient:
             number = part.number
             if not plan.under_way:
                 number = int(self._command_of[part.link.start + part.rows].max())
-            part.link.wait(number, deadline)
+            self._wait(part.link, number, deadline)
         plan.under_way = False
         self._under_way[plan.select] = False
         self._raise_failures()
+        if self._last is not None:
+            self._keep_last(plan.select)
         return self._batch(plan)
+
+    @property
+    def event_fd(self) -> int:
+        """A file descriptor that is readable when some step is done; for who calls :meth:`ready_ids`."""
+        self._arrays["wants_event"][0] = True
+        return self._block.event_fd
+
+    def ready_ids(self) -> NDArray[np.int64]:
+        """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``."""
+        event = self.event_fd  # from here on, whatever is done is told
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(event)
+        for link in self._links:
+            link.poll()
+        done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
+        return np.flatnonzero(self._under_way & (self._command_of < done))
 
     def _wait_for(self, min_ready: int | None, deadline: float | None) -> NDArray[np.int64]:
         """Returns the ids under way, or those of them that are done when at least `min_ready` are."""
         ids = np.flatnonzero(self._under_way)
         if min_ready is None or min_ready >= len(ids):
             return ids
-        links = [link for link in self._links if self._under_way[link.start : link.stop].any()]
-        waiting = self._arrays["any_waiting"]
-        waiting[0] = 1
-        try:
-            while True:
-                for link in links:
-                    link.poll()
-                finished = np.concatenate([np.full(link.stop - link.start, link.finished) for link in self._links])
-                done = ids[self._command_of[ids] < finished[ids]]
-                if len(done) >= min_ready:
-                    return done
-                if not self._block.any_done.acquire(_LOOK_S):
-                    for link in links:
-                        if link.hung_up():
-                            raise link.lost()
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise TimeoutError(f"{len(done)} of {min_ready} environments have answered in time")
-        finally:
-            waiting[0] = 0
-            while self._block.any_done.try_acquire():
-                pass
+        while True:
+            done = self.ready_ids()
+            if len(done) >= min_ready:
+                return done
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{len(done)} of {min_ready} environments have answered in time")
+            if not select.select([self.event_fd], [], [], LOOK_S)[0]:
+                self.look_after()
+
+    def look_after(self) -> None:
+        """Restarts workers that have ended, or take too long; for who calls :meth:`ready_ids`."""
+        for link in self._links:
+            if link.num_done < link.num_posted:
+                self._look_after(link)
+
+    def _wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
+        """Waits for a command; a worker that ends or hangs meanwhile is started anew, or that is raised."""
+        limit_s = self._supervision.step_timeout_s
+        while True:
+            until = deadline
+            if limit_s is not None and link.num_done <= number:
+                until = min(link.overdue_s(number, limit_s), math.inf if until is None else until)
+            try:
+                link.wait(number, until)
+                return
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                assert limit_s is not None
+                self._restart_worker(link, link.hangs(limit_s))
+            except WorkerLostError as error:
+                self._restart_worker(link, error)
+
+    def _look_after(self, link: WorkerLink) -> None:
+        """Restarts a worker that has ended, or takes too long for its oldest command."""
+        limit_s = self._supervision.step_timeout_s
+        if link.ended():
+            link.poll()
+            if link.num_done < link.num_posted:
+                self._restart_worker(link, link.lost())
+        elif limit_s is not None and time.monotonic() > link.overdue_s(link.num_done, limit_s):
+            self._restart_worker(link, link.hangs(limit_s))
+
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
+        """Starts a worker anew, gives it what was under way again, and ends the episodes that were.
+
+        Raises:
+            WorkerLostError: It may not be restarted, or not once more.
+        """
+        if self._last is None:
+            raise error
+        if not self._budget.spend(link.index):
+            raise WorkerLostError(
+                message(
+                    "A worker that ends again and again is not restarted for ever.",
+                    expected=RestartBudget.rule(),
+                    got=f"one more of {link.where}",
+                    remedy="Look into the system's log for what ends it.",
+                )
+            ) from error
+        self._keep_last(self._finished(link))
+        rows = slice(link.start, link.stop)
+        lost = np.flatnonzero(~self._mask(self._finished(link)))
+        self._last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
+        self._arrays["cut"][rows] |= self._last.mid_episode[rows]
+        self._arrays["restarts"][rows] += 1
+        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
+        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
+        logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
+        link.reconnect(self._respawn(link.index), repeat=True)
+
+    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
+        """Ids of a worker whose answers are there but have not been asked for."""
+        ids = np.arange(link.start, link.stop)
+        return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
+
+    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        mask = np.zeros(self.num_envs, bool)
+        mask[ids] = True
+        return mask
+
+    def _keep_last(self, select: Any) -> None:
+        assert self._last is not None
+        done = self._arrays["terminated"][select] | self._arrays["truncated"][select]
+        obs = None if self._obs is None else index_tree(self._obs, select)
+        self._last.keep(select, obs, done, self._stays[select])
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -348,18 +349,20 @@ class PoolClient:
         self._links = []
         self._block.close()
 
-    def _ask(self, plan: _Plan, command: Callable[[_Part], tuple[Any, ...]]) -> Callable[[float | None], list[Any]]:
-        """Calls a method on every worker concerned, all at once.
+    def _ask(
+        self, plan: _Plan, command: Callable[[_Part], tuple[Any, ...]], num_steps: int = 1
+    ) -> Callable[[float | None], list[Any]]:
+        """Calls a method, which takes so many steps, on every worker concerned, all at once.
 
         Returns:
             A function that waits and returns one value for each part of the plan.
         """
-        numbers = [part.link.post_call(*command(part)) for part in plan.parts]
+        numbers = [part.link.post_call(*command(part), num_steps=num_steps) for part in plan.parts]
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             for part, number in zip(plan.parts, numbers, strict=True):
-                part.link.wait(number, deadline)
+                self._wait(part.link, number, deadline)
             replies = [part.link.take_reply(number) for part, number in zip(plan.parts, numbers, strict=True)]
             for part, reply in zip(plan.parts, replies, strict=True):
                 part.link.failures += reply.failures
@@ -373,10 +376,11 @@ class PoolClient:
         layout = self.action_layout
         if layout is None:
             return None
-        leaves = [np.asarray(leaf) for leaf in tree_leaves(actions)]
-        if len(leaves) != len(layout.leaves) or not all(
-            travels(leaf, shape) for leaf, (_, shape) in zip(leaves, layout.leaves, strict=True)
-        ):
+        if isinstance(actions, list):
+            return None
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+        shapes = [shape for _, shape in layout.leaves]
+        if any(len(leaf) != len(plan.ids) for leaf in leaves) or not all(map(travels, leaves, shapes)):
             return None
         for rows, leaf in zip(self._action_rows, leaves, strict=True):
             rows.view(leaf.dtype.char)[plan.select] = leaf
@@ -439,12 +443,3 @@ class PoolClient:
             parts.append(_Part(link, ids[places] - link.start, places))
         consecutive = len(ids) > 0 and bool((ids == np.arange(ids[0], ids[0] + len(ids))).all())
         return _Plan(ids, slice(int(ids[0]), int(ids[0]) + len(ids)) if consecutive else ids, parts)
-
-
-def _dumps(value: Any) -> bytes:
-    """Pickles for a worker; functions and classes of a main module go by value."""
-    try:
-        return pickle.dumps(value, 5)
-    except Exception:
-        data: bytes = cloudpickle.dumps(value, 5)
-        return data

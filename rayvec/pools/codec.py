@@ -12,10 +12,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-__all__ = ["decode", "encode"]
+__all__ = ["NOT_PLAIN", "decode", "encode"]
 
 _TUPLE, _ARRAY, _SCALAR = 1, 2, 3
 _KINDS = "biufcSUmM"
+NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError)
+"""What :func:`encode` raises."""
 
 
 def encode(value: Any) -> bytes:
@@ -23,13 +25,28 @@ def encode(value: Any) -> bytes:
 
     Raises:
         TypeError: It holds something that has no plain form; nothing is approximated.
+        ValueError: It is nested too deep, or holds text that is no Unicode.
         OverflowError: It holds an int of more than 64 bits.
 
     >>> decode(encode({"a": (1, 2.5), "b": None}))
     {'a': (1, 2.5), 'b': None}
     """
+    _refuse_impostors(value)
     packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, use_bin_type=True)
     return packed
+
+
+def _refuse_impostors(value: Any) -> None:
+    """Refuses what MessagePack would take for bytes."""
+    kind = type(value)
+    if kind is bytearray or kind is memoryview:
+        raise TypeError(f"{kind.__name__} has no plain form")
+    if kind is dict:
+        for item in value.values():
+            _refuse_impostors(item)
+    elif kind is list or kind is tuple:
+        for item in value:
+            _refuse_impostors(item)
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -40,10 +57,10 @@ def decode(data: bytes | memoryview) -> Any:
 def _extend(value: Any) -> msgpack.ExtType:
     if type(value) is tuple:
         return msgpack.ExtType(_TUPLE, encode(list(value)))
-    if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+    if type(value) is np.ndarray and value.dtype.kind in _KINDS and value.dtype.itemsize > 0:
         head = encode([value.dtype.str, list(value.shape)])
         return msgpack.ExtType(_ARRAY, len(head).to_bytes(4, "little") + head + value.tobytes())
-    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS and value.dtype.itemsize > 0:
         return msgpack.ExtType(_SCALAR, encode([value.dtype.str, value.tobytes()]))
     raise TypeError(f"{type(value).__name__} has no plain form")
 
@@ -54,6 +71,8 @@ def _restore(code: int, data: bytes) -> Any:
     if code == _ARRAY:
         size = int.from_bytes(data[:4], "little")
         dtype, shape = decode(data[4 : 4 + size])
+        if len(data) == 4 + size:
+            return np.empty(shape, np.dtype(dtype))
         return np.frombuffer(data, np.dtype(dtype), offset=4 + size).reshape(shape).copy()
     if code == _SCALAR:
         dtype, raw = decode(data)

@@ -12,25 +12,21 @@ import errno
 import math
 import mmap
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
+from rayvec.errors import message
 from rayvec.types import Tree
 
 __all__ = [
     "ArrayLayout",
-    "BulkReceiver",
-    "BulkSender",
     "Field",
     "Semaphore",
     "SharedBlock",
@@ -39,7 +35,7 @@ __all__ = [
     "tree_writer",
 ]
 
-_ALIGN = 64
+ALIGN_BYTES = 64
 _CONTAINERS = (spaces.Dict, spaces.Tuple)
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -61,11 +57,11 @@ class SharedBlock:
         offsets, size = {}, 0
         for name, (dtype, shape) in self.fields.items():
             offsets[name] = size
-            size += -(-np.dtype(dtype).itemsize * math.prod(shape) // _ALIGN) * _ALIGN
+            size += -(-np.dtype(dtype).itemsize * math.prod(shape) // ALIGN_BYTES) * ALIGN_BYTES
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, max(size, _ALIGN))
-        buffer = mmap.mmap(self.fd, max(size, _ALIGN))
+            os.ftruncate(self.fd, max(size, ALIGN_BYTES))
+        buffer = mmap.mmap(self.fd, max(size, ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets
         self.arrays: dict[str, NDArray[Any]] = {
@@ -85,89 +81,6 @@ class SharedBlock:
             os.close(self.fd)
             self.fd = -1
         self.arrays = {}
-
-
-_IN_BAND_BYTES = 1 << 15
-
-
-class BulkSender:
-    """Sends objects through a pipe, and their large arrays through shared memory.
-
-    One block is used again and again: the receiver must have copied what it needs before it asks for
-    the next object.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._block: SharedBlock | None = None
-
-    def send(self, value: Any, *, bulk: bool = False) -> None:
-        """Sends `value`; if `bulk`, arrays of 32 KiB or more are copied once, into the block.
-
-        All bulk must go to one receiver, since only the first is told of the block.
-        """
-        buffers: list[memoryview] = []
-
-        def keep_small(buffer: pickle.PickleBuffer) -> bool:
-            view = buffer.raw()
-            if not bulk or view.nbytes < _IN_BAND_BYTES:
-                return True
-            buffers.append(view)
-            return False
-
-        try:
-            head = pickle.dumps(value, 5, buffer_callback=keep_small)
-        except Exception:  # functions and classes of a main module go by value
-            buffers.clear()
-            head = cloudpickle.dumps(value, 5, buffer_callback=keep_small)
-        if not buffers:
-            self._pipe.send_bytes(b"\0" + head)
-            return
-        bounds = np.cumsum([0, *(-(-view.nbytes // _ALIGN) * _ALIGN for view in buffers)]).tolist()
-        fresh = self._ensure(bounds[-1])
-        assert self._block is not None
-        target = self._block.arrays["bytes"]
-        for start, view in zip(bounds, buffers, strict=False):
-            target[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
-        places = [(start, view.nbytes) for start, view in zip(bounds, buffers, strict=False)]
-        self._pipe.send_bytes(b"\1" + pickle.dumps((head, places, self._block.fields if fresh else None)))
-        if fresh:
-            reduction.send_handle(self._pipe, self._block.fd, None)
-
-    def _ensure(self, num_bytes: int) -> bool:
-        if self._block is not None and self._block.arrays["bytes"].nbytes >= num_bytes:
-            return False
-        if self._block is not None:
-            self._block.close()
-        self._block = SharedBlock({"bytes": (np.uint8, (num_bytes,))})
-        return True
-
-
-class BulkReceiver:
-    """The other end of a :class:`BulkSender`. Large arrays are views of the block, not copies."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._block: SharedBlock | None = None
-
-    def recv(self) -> Any:
-        """Receives the next object."""
-        received = self._pipe.recv_bytes()
-        if received[0] == 0:
-            return pickle.loads(memoryview(received)[1:])
-        head, places, fields = pickle.loads(memoryview(received)[1:])
-        if fields is not None:
-            self.close()
-            self._block = SharedBlock(fields, reduction.recv_handle(self._pipe))
-        assert self._block is not None
-        target = self._block.arrays["bytes"]
-        return pickle.loads(head, buffers=[target[start : start + size] for start, size in places])
-
-    def close(self) -> None:
-        """Gives the block back."""
-        if self._block is not None:
-            self._block.close()
-            self._block = None
 
 
 class _Timespec(ctypes.Structure):
@@ -194,7 +107,12 @@ class Semaphore:
 
     def __init__(self, address: int, *, initialise: bool) -> None:
         self._address = address
-        if initialise and _libc.sem_init(address, 1, 0) != 0:
+        if initialise:
+            self.initialise()
+
+    def initialise(self) -> None:
+        """Sets it up with value 0; nobody may be waiting."""
+        if _libc.sem_init(self._address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
@@ -242,8 +160,18 @@ class ArrayLayout:
         return {f"{name}.{i}": (dtype, (*leading, *shape)) for i, (dtype, shape) in enumerate(self.leaves)}
 
     def tree(self, arrays: Sequence[Any]) -> Tree:
-        """Arranges one value for each leaf in the form of the space."""
+        """Arranges one value for each leaf in the form of the space; the inverse of :meth:`flatten`."""
         return _build(self.space, iter(arrays))
+
+    def flatten(self, value: Any) -> list[Any]:
+        """Returns the leaves of `value`, a tree of this space, in the order of the layout: dicts by key.
+
+        Raises:
+            ValueError: It has not the form of the space.
+        """
+        leaves: list[Any] = []
+        _flatten(self.space, value, leaves)
+        return leaves
 
     def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
         """Returns the tree of the arrays of `block` that :meth:`fields` named."""
@@ -267,6 +195,21 @@ def _leaves(space: Space[Any]) -> list[Field] | None:
     if isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None:
         return [(space.dtype, tuple(space.shape))]
     return None
+
+
+def _flatten(space: Space[Any], value: Any, leaves: list[Any]) -> None:
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
+            raise ValueError(f"not a dict with the keys {list(space.spaces)}: {value!r}"[:500])
+        for key, child in space.spaces.items():
+            _flatten(child, value[key], leaves)
+    elif isinstance(space, spaces.Tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(space.spaces):
+            raise ValueError(f"not a tuple of {len(space.spaces)}: {value!r}"[:500])
+        for child, item in zip(space.spaces, value, strict=True):
+            _flatten(child, item, leaves)
+    else:
+        leaves.append(value)
 
 
 def _build(space: Space[Any], arrays: Any) -> Tree:
@@ -297,8 +240,40 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
         return write_tuple
 
     array: NDArray[Any] = tree
-    write_array: Callable[[int, Any], None] = array.__setitem__
+    dtype, shape = array.dtype, array.shape[1:]
+    if dtype.hasobject:
+        return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse what they return
+
+    def write_array(row: int, value: Any) -> None:
+        if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+            value = _fitted(value, dtype, shape)
+        array[row] = value
+
     return write_array
+
+
+def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Converts a value as ``np.stack(..., out=...)`` would, or refuses it as that does."""
+    fitted = np.asarray(value)
+    if fitted.shape != shape:
+        raise ValueError(
+            message(
+                "An observation has the shape of its space.",
+                expected=shape,
+                got=fitted.shape,
+                remedy="Mend the environment or its observation_space.",
+            )
+        )
+    if not np.can_cast(fitted.dtype, dtype, "same_kind"):
+        raise TypeError(
+            message(
+                "An observation has a data type that its space's can hold.",
+                expected=dtype,
+                got=fitted.dtype,
+                remedy="Mend the environment or its observation_space.",
+            )
+        )
+    return fitted
 
 
 def index_tree(tree: Tree, row: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,15 +19,18 @@ from numpy.typing import NDArray
 
 from rayvec.envs import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError, message
-from rayvec.pools.base import PoolSpaces
-from rayvec.pools.client import PoolClient, WorkerLink
-from rayvec.pools.memory import BulkReceiver, SharedBlock
-from rayvec.pools.wire import BlockShape, NodeBlock
+from rayvec.pools.base import RAISE, PoolSpaces, Supervision
+from rayvec.pools.bulk import BulkReceiver, dumps
+from rayvec.pools.client import PoolClient
+from rayvec.pools.link import WorkerLink
+from rayvec.pools.memory import SharedBlock
+from rayvec.pools.supervision import NodeState
+from rayvec.pools.wire import BlockShape, NodeBlock, Setup
 from rayvec.pools.worker import WorkerSpec, worker_main
 from rayvec.rollout import join_chunks
 from rayvec.types import Chunk
 
-__all__ = ["ProcessPool", "Workers", "even_bounds"]
+__all__ = ["ProcessPool", "Workers", "even_bounds", "worker_name"]
 
 _END_S = 5.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -46,7 +48,7 @@ def even_bounds(num_envs: int, num_parts: int, first: int = 0) -> tuple[int, ...
 
 
 class Workers:
-    """The worker processes of one node: started, asked for their spaces, given their block, ended.
+    """The worker processes of one node: started, asked for their spaces, given their block, restarted, ended.
 
     They come from a forkserver that has imported what they need, so that each costs milliseconds and a
     few megabytes.
@@ -56,48 +58,64 @@ class Workers:
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the node, for errors.
         preload: Modules that the forkserver imports beside ours.
+        supervision: What becomes of environments that raise.
 
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
 
     def __init__(
-        self, factory: EnvFactory, worker_bounds: Sequence[int], node: str = "local", preload: Sequence[str] = ()
+        self,
+        factory: EnvFactory,
+        worker_bounds: Sequence[int],
+        node: str = "local",
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
     ) -> None:
         self.first_id = worker_bounds[0]
         self.node = node
         self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
-        self.pipes: list[Connection] = []
+        self.supervision = supervision
+        self._block: NodeBlock | None = None
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rayvec.pools.worker", *preload])
+        self._specs = [
+            WorkerSpec(
+                k,
+                worker_bounds[k],
+                factory.part(range(self.bounds[k], self.bounds[k + 1])).to_bytes(),
+                node,
+                supervision,
+            )
+            for k in range(len(self.bounds) - 1)
+        ]
+        self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
-            self._start(factory, preload)
-            self.spaces = PoolSpaces.join(
-                [(self.bounds[k + 1] - self.bounds[k], self._hear(k, PoolSpaces)) for k in range(len(self.bounds) - 1)]
-            )
+            for spec in self._specs:
+                process, pipe = self._start(spec)
+                self._processes.append(process)
+                self._pipes.append(pipe)
+            sizes = [self.bounds[k + 1] - self.bounds[k] for k in range(len(self._specs))]
+            self.spaces = PoolSpaces.join([(size, self._hear(k, PoolSpaces)) for k, size in enumerate(sizes)])
         except BaseException:
             self.close()
             raise
 
-    def _start(self, factory: EnvFactory, preload: Sequence[str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rayvec.pools.worker", *preload])
+    def _start(self, spec: WorkerSpec) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
         with _hidden_main(), _one_thread():
-            for k in range(len(self.bounds) - 1):
-                part = factory.part(range(self.bounds[k], self.bounds[k + 1]))
-                spec = WorkerSpec(k, self.first_id + self.bounds[k], part.to_bytes(), self.node)
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=worker_main, args=(spec, theirs), name=f"rayvec-worker-{k}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                self.pipes.append(ours)
-                self._processes.append(process)
+            process = self._context.Process(
+                target=worker_main, args=(spec, theirs), name=f"rayvec-worker-{spec.index}", daemon=True
+            )
+            process.start()
+        theirs.close()
+        return process, ours
 
     def _hear(self, index: int, kind: type[Any]) -> Any:
         """Reads what a worker reports while it starts, which is of this kind unless it failed."""
         try:
-            said = BulkReceiver(self.pipes[index]).recv()
+            said = BulkReceiver(self._pipes[index]).recv()
         except (EOFError, ConnectionResetError) as error:
             raise WorkerLostError(
                 message(
@@ -114,20 +132,50 @@ class Workers:
 
     def where(self, index: int) -> str:
         """Returns the name of a worker, for errors."""
-        first, last = self.first_id + self.bounds[index], self.first_id + self.bounds[index + 1] - 1
-        return f"worker {index} on node {self.node} (environments {first} to {last})"
+        return worker_name(self.node, index, self.first_id, self.bounds)
 
-    def allocate(self, observation: Space[Any], action: Space[Any]) -> tuple[NodeBlock, list[WorkerLink]]:
-        """Makes the block for arrays of these spaces and gives it to every worker."""
-        shape = BlockShape(observation, action, self.bounds)
-        block = NodeBlock(shape)
-        encoded = pickle.dumps(shape)
-        for pipe in self.pipes:
-            pipe.send_bytes(encoded)
-            reduction.send_handle(pipe, block.fd, None)
-        for k in range(len(self.pipes)):
+    def allocate(
+        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
+    ) -> tuple[NodeBlock, list[WorkerLink]]:
+        """Makes the block for arrays of these spaces, in a certain state, and gives it to every worker."""
+        block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
+        if state is not None:
+            state.restore(block.results(slice(None))["obs"], block.arrays)
+        for pipe in self._pipes:
+            self._set_up(pipe, Setup(block.shape), [])
+        for k in range(len(self._pipes)):
             self._hear(k, int)
-        return block, [WorkerLink(block, k, pipe, self.where(k)) for k, pipe in enumerate(self.pipes)]
+        return block, [WorkerLink(block, k, pipe, self.where(k), self.first_id) for k, pipe in enumerate(self._pipes)]
+
+    def respawn(
+        self, index: int, policies: Sequence[tuple[int, bytes, int | None]] = (), weights_fds: Sequence[int] = ()
+    ) -> Connection:
+        """Kills a worker and starts another in its place, which goes on with the oldest command under way.
+
+        Args:
+            index: Of the worker.
+            policies: What it is to know, as in :class:`~rayvec.pools.wire.Setup`.
+            weights_fds: Descriptors of the blocks of those that have weights.
+        """
+        assert self._block is not None
+        old = self._processes[index]
+        old.kill()
+        old.join()
+        old.close()
+        self._pipes[index].close()
+        self._processes[index], self._pipes[index] = self._start(self._specs[index])
+        self._hear(index, PoolSpaces)
+        self._block.forget(index)
+        first_command = int(self._block.arrays["tail"][index])
+        self._set_up(self._pipes[index], Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
+        self._hear(index, int)
+        return self._pipes[index]
+
+    def _set_up(self, pipe: Connection, setup: Setup, weights_fds: Sequence[int]) -> None:
+        assert self._block is not None
+        pipe.send_bytes(dumps(setup))
+        for fd in (*self._block.fds, *weights_fds):
+            reduction.send_handle(pipe, fd, None)
 
     @property
     def pids(self) -> list[int]:
@@ -136,7 +184,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends every worker: closed pipes ask it to, after some seconds it is killed."""
-        for pipe in self.pipes:
+        for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + _END_S
         for process in self._processes:
@@ -145,7 +193,7 @@ class Workers:
                 process.kill()
                 process.join()
             process.close()
-        self.pipes, self._processes = [], []
+        self._pipes, self._processes = [], []
 
 
 class ProcessPool(PoolClient):
@@ -155,29 +203,43 @@ class ProcessPool(PoolClient):
         workers: The started workers; the pool owns them.
         observation: Space of one environment's observations, where it is to differ from the first one's.
         action: Likewise of actions.
+        state: Of the node in whose place this one is, if there was one.
     """
 
     def __init__(
-        self, workers: Workers, observation: Space[Any] | None = None, action: Space[Any] | None = None
+        self,
+        workers: Workers,
+        observation: Space[Any] | None = None,
+        action: Space[Any] | None = None,
+        state: NodeState | None = None,
     ) -> None:
         self._workers = workers
         self.spaces = workers.spaces
         try:
-            block, links = workers.allocate(observation or workers.spaces.observation, action or workers.spaces.action)
+            block, links = workers.allocate(
+                observation or workers.spaces.observation, action or workers.spaces.action, state
+            )
         except BaseException:
             workers.close()
             raise
-        super().__init__(block, links, workers.first_id)
+        super().__init__(block, links, workers.first_id, workers.supervision, self._start_anew)
         self._everyone = np.arange(self.num_envs)
+        self._policies: dict[int, bytes] = {}
         self._weights: dict[int, SharedBlock] = {}
         self._versions: dict[int, int] = {}
 
     @classmethod
     def start(
-        cls, factory: EnvFactory, num_workers: int, *, node: str = "local", preload: Sequence[str] = ()
+        cls,
+        factory: EnvFactory,
+        num_workers: int,
+        *,
+        node: str = "local",
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
     ) -> ProcessPool:
         """Starts workers for all environments of a factory and returns the pool over them."""
-        return cls(Workers(factory, even_bounds(factory.num_envs, num_workers), node, preload))
+        return cls(Workers(factory, even_bounds(factory.num_envs, num_workers), node, preload, supervision))
 
     @property
     def block_shape(self) -> BlockShape:
@@ -186,17 +248,40 @@ class ProcessPool(PoolClient):
 
     @property
     def fds(self) -> list[int]:
-        """File descriptors of the block and of every worker's pipe, for a process that is lent the pool."""
-        return [self._block.fd, *(link.pipe.fileno() for link in self._links)]
+        """Descriptors of the block, its event and every worker's pipe, for a process that is lent the pool."""
+        return [*self._block.fds, *(link.pipe.fileno() for link in self._links)]
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
         return self._workers.pids
 
+    def respawn(self, index: int) -> int:
+        """Starts a worker anew for the process that is lent the pool; returns the descriptor of its pipe."""
+        pipe = self._start_anew(index)
+        self._links[index].reconnect(pipe, repeat=False)
+        return pipe.fileno()
+
+    def _start_anew(self, index: int) -> Connection:
+        with_weights = [key for key in self._policies if key in self._weights]
+        policies = [
+            (key, policy, self._weights[key].arrays["weights"].size if key in self._weights else None)
+            for key, policy in self._policies.items()
+        ]
+        return self._workers.respawn(index, policies, [self._weights[key].fd for key in with_weights])
+
     def load_policy(self, key: int, policy: bytes) -> None:
         """Gives every worker a pickled policy, to be named by `key`."""
         self._ask_all("load_policy", key, policy)
+        self._policies[key] = policy
+
+    def drop_policy(self, key: int) -> None:
+        """Lets every worker forget a policy and its weights."""
+        self._ask_all("drop_policy", key)
+        del self._policies[key]
+        self._versions.pop(key, None)
+        if key in self._weights:
+            self._weights.pop(key).close()
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """Puts weights where the workers read them when their next rollout begins.
@@ -216,15 +301,24 @@ class ProcessPool(PoolClient):
     def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets every worker take steps with a policy over its own slice; returns their joint chunk.
 
-        Columns are in the order of environments, with global ids.
+        Columns are in the order of environments, with global ids. A worker that ends meanwhile, where
+        workers are restarted, takes its steps once more, from new episodes.
         """
-        return join_chunks(self._ask_all("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0)))
+        self._snapshot()
+        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
+        packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
+        return join_chunks([part.unpack() for part in packed])
+
+    def _snapshot(self) -> None:
+        """Takes note of what is in the block, which whoever was lent the pool has left there."""
+        if self._last is not None:
+            self._stays[:] = False
+            self._keep_last(slice(None))
 
     def close(self) -> None:
         """Closes the environments, ends the workers and frees the memory; may be called again."""
         for link in self._links:
-            with contextlib.suppress(WorkerLostError):
-                link.post_call("close")
+            link.post_call("close")
         for block in self._weights.values():
             block.close()
         self._weights = {}
@@ -233,6 +327,13 @@ class ProcessPool(PoolClient):
 
     def _ask_all(self, name: str, *args: Any) -> list[Any]:
         return self._ask(self._plan(self._everyone), lambda part: (name, *args))(None)
+
+
+def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:
+    """Returns the name of a worker, for errors."""
+    return (
+        f"worker {index} on node {node} (environments {first_id + bounds[index]} to {first_id + bounds[index + 1] - 1})"
+    )
 
 
 @contextlib.contextmanager

@@ -1,343 +1,78 @@
 """The pool of a cluster: one actor for each node, each with a process pool, joined into one.
 
 The driver reaches the node it runs on through shared memory, which that node's actor lends it, and other nodes
-through a stream each. What is rare (starting, resets, calls) and what is large (chunks, weights) goes
-through Ray.
+through a stream each. What is rare (starting, calls) and what is large (chunks, weights) goes through Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import secrets
-import socket
+import logging
+import select
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 from gymnasium import Space
 from numpy.typing import NDArray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
-from rayvec.errors import NodeLostError, RemoteFailure, message
-from rayvec.pools import codec
-from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.client import PoolClient, WorkerLink
-from rayvec.pools.memory import ArrayLayout, split_actions
-from rayvec.pools.process import ProcessPool, Workers
-from rayvec.pools.stream import FrameCodec, Listener, connect
-from rayvec.pools.wire import BlockShape, NodeBlock, travels
+from rayvec.errors import NodeLostError
+from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
+from rayvec.pools.client import LastAnswers
+from rayvec.pools.link import LOOK_S
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
+from rayvec.pools.supervision import RESTARTED, NodeState
 from rayvec.rollout import join_chunks
-from rayvec.types import Chunk, NodeSlice, RawInfo, StepBatch, Topology, Tree, tree_leaves, tree_map
+from rayvec.types import Chunk, StepBatch, Topology, Tree, tree_map
 
-__all__ = ["NodeActor", "RayPool"]
+__all__ = ["RayPool"]
 
-_LEND_S = 10.0
-_FDS_PER_MESSAGE = 100
 _CLOSE_S = 10.0
 _MOST_PLANS = 4096
+_START_ATTEMPTS = 3
+_T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
 
 
-class NodeActor:
-    """Holds the environments of one node: a Ray actor around a process pool.
+@dataclass(slots=True)
+class _Node:
+    """A node and what it was asked for.
 
-    No method raises what an environment raised: it returns a :class:`~rayvec.errors.RemoteFailure`, which
-    the driver raises.
+    Attributes:
+        handle: Its actor.
+        pool: Through which it is stepped.
+        asked: What is under way: the node's ids, and how to ask once more.
     """
 
-    def __init__(self, node_slice: NodeSlice) -> None:
-        self._slice = node_slice
-        self._pool: ProcessPool | None = None
-        self._listener: Listener | None = None
-        self._kept: deque[tuple[RawInfo, ...] | RemoteFailure] = deque()
-
-    def start(self, factory: bytes, preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
-        """Starts the workers, which make their environments; returns what these say of themselves."""
-
-        def begin() -> PoolSpaces:
-            bounds = self._slice.worker_bounds
-            self._workers = Workers(pickle.loads(factory), bounds, self._slice.name, preload)
-            return self._workers.spaces
-
-        return self._guard(begin)  # type: ignore[no-any-return]
-
-    def allocate(self, observation: Space[Any], action: Space[Any]) -> BlockShape:
-        """Makes the shared memory for these spaces."""
-        self._pool = ProcessPool(self._workers, observation, action)
-        return self._pool.block_shape
-
-    def listen(self, key: bytes) -> int:
-        """Opens the stream on this node's own address; returns its port."""
-        self._listener = Listener(self._slice.address, key, self._serve)
-        return self._listener.port
-
-    def lend(self, name: str) -> None:
-        """Hands the block and the workers' pipes to the process that listens on this abstract socket."""
-        assert self._pool is not None
-        fds = self._pool.fds
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(_LEND_S)
-            sock.connect("\0" + name)
-            for start in range(0, len(fds), _FDS_PER_MESSAGE):
-                socket.send_fds(sock, [b"\0"], fds[start : start + _FDS_PER_MESSAGE])
-
-    def ask(self, name: str, *args: Any) -> Any:
-        """Calls a method of the process pool."""
-        return self._guard(lambda: getattr(self._pool, name)(*args))
-
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> Any:
-        """Puts weights, which Ray has fetched once for this node, where the workers read them."""
-        return self.ask("publish", key, version, weights)
-
-    def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, float] | RemoteFailure:
-        """Lets the workers take steps with a policy; returns their chunk and the seconds that took."""
-
-        def timed() -> tuple[Chunk, float]:
-            assert self._pool is not None
-            begin = time.monotonic()
-            return self._pool.rollout(key, num_steps, first_step, noise_seed), time.monotonic() - begin
-
-        return self._guard(timed)  # type: ignore[no-any-return]
-
-    def start_and_recv(self, name: str, env_ids: NDArray[np.int64], *args: Any) -> StepBatch | RemoteFailure:
-        """Starts a step or a reset that has no place in a frame, and waits for its answer."""
-
-        def whole() -> StepBatch:
-            assert self._pool is not None
-            getattr(self._pool, name)(env_ids, *args)
-            return self._pool.recv(env_ids)
-
-        return self._guard(whole)  # type: ignore[no-any-return]
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
-    ) -> list[Any] | RemoteFailure:
-        """Calls a method of environments and waits for the results."""
-
-        def whole() -> list[Any]:
-            assert self._pool is not None
-            return self._pool.call(name, args, kwargs, env_ids)(None)
-
-        return self._guard(whole)  # type: ignore[no-any-return]
-
-    def kept(self) -> tuple[RawInfo, ...] | RemoteFailure:
-        """Returns what the oldest frame could not carry: infos, or what an environment raised."""
-        return self._kept.popleft()
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of this actor and of its workers, for those who look after them."""
-        return [os.getpid(), *(self._pool.worker_pids if self._pool is not None else [])]
-
-    def close(self) -> None:
-        """Closes the environments and ends the workers."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._pool is not None:
-            self._pool.close()
-
-    def _guard(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:
-            return RemoteFailure.capture(error, f"node {self._slice.name}")
-
-    def _serve(self, connection: Connection) -> None:
-        """Steps what frames ask for, until the driver hangs up.
-
-        A frame that has arrived is started before an answer is awaited: that is what lets one group step
-        while another is answered.
-        """
-        pool = self._pool
-        assert pool is not None
-        frames = FrameCodec(pool.layout, pool.action_layout, codec.encode, codec.decode)  # type: ignore[arg-type]
-        under_way: deque[NDArray[np.int64]] = deque()
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                while not under_way or connection.poll():
-                    env_ids, actions, autoreset = frames.unpack_request(connection.recv_bytes())
-                    pool.send(env_ids, actions, autoreset)
-                    under_way.append(env_ids)
-                connection.send_bytes(self._answer(pool, frames, under_way.popleft()))
-
-    def _answer(self, pool: ProcessPool, frames: FrameCodec, env_ids: NDArray[np.int64]) -> bytes:
-        try:
-            batch = pool.recv(env_ids)
-        except Exception as error:
-            self._kept.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
-            return FrameCodec.failure
-        frame, by_ray = frames.pack_reply(batch)
-        if by_ray:
-            self._kept.append(batch.info)
-        return frame
+    handle: NodeHandle
+    pool: NodePool
+    asked: list[tuple[NDArray[np.int64], Callable[[NodePool, NDArray[np.int64]], None]]] = field(default_factory=list)
 
 
-class _Node:
-    """A node as the driver sees it: its actor, called with failures raised and losses named."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The share of one node in a set of environments.
 
-    def __init__(self, node_slice: NodeSlice) -> None:
-        self.slice = node_slice
-        self.actor: Any = (
-            ray.remote(NodeActor)
-            .options(
-                num_cpus=node_slice.num_workers,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_slice.node_id, soft=False),
-            )
-            .remote(node_slice)
-        )
+    Attributes:
+        node: Its number.
+        start: Global index of its first environment.
+        ids: The node's own ids, ``int64 [k]``.
+        places: Where they stand among the global ids.
+    """
 
-    def get(self, ref: Any, timeout_s: float | None = None) -> Any:
-        """Waits for the result of an actor call."""
-        try:
-            value = ray.get(ref, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"node {self.slice.name} has not answered in time") from error
-        except ray.exceptions.RayActorError as error:
-            raise self.lost(error) from error
-        if isinstance(value, RemoteFailure):
-            raise value.rebuild()
-        return value
-
-    def call(self, name: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Calls a method of the actor and waits."""
-        return self.get(getattr(self.actor, name).remote(*args), timeout_s)
-
-    def lost(self, error: BaseException) -> NodeLostError:
-        """Describes that the node is gone."""
-        return NodeLostError(
-            message(
-                "A node holds its environments until the pool is closed.",
-                expected=f"node {self.slice.name} to answer",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}",
-                remedy="Look into the node's log for what ended it; make the pool anew.",
-            )
-        )
-
-
-class _LentPool(PoolClient):
-    """The pool of the driver's own node, through its shared memory."""
-
-    transport = "shm"
-
-    def __init__(self, node: _Node, shape: BlockShape) -> None:
-        fds = _borrow(node, shape.num_workers + 1)
-        block = NodeBlock(shape, fds[0])
-        links = [
-            WorkerLink(block, k, Connection(fd), f"worker {k} on node {node.slice.name}")
-            for k, fd in enumerate(fds[1:])
-        ]
-        super().__init__(block, links, node.slice.env_range.start)
-
-
-def _borrow(node: _Node, count: int) -> list[int]:
-    """Receives file descriptors from an actor on this machine, by a socket that only it is told of."""
-    name = f"rayvec-{secrets.token_hex(16)}"
-    fds: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)
-        listener.listen(1)
-        listener.settimeout(_LEND_S)
-        lending = node.actor.lend.remote(name)
-        sock, _ = listener.accept()
-        with sock:
-            sock.settimeout(_LEND_S)
-            while len(fds) < count:
-                fds += socket.recv_fds(sock, 1, _FDS_PER_MESSAGE)[1]
-    node.get(lending)
-    return fds
-
-
-class _StreamPool:
-    """The pool of another node, through its stream; what has no place in a frame goes through Ray."""
-
-    transport = "tcp"
-
-    def __init__(self, node: _Node, shape: BlockShape) -> None:
-        key = secrets.token_bytes(32)
-        port = node.call("listen", key)
-        self._node = node
-        self._connection = connect(node.slice.address, port, key)
-        layout, action_layout = ArrayLayout.of(shape.observation), ArrayLayout.of(shape.action)
-        self._action_layout = action_layout
-        self._frames: FrameCodec | None = None
-        if layout is not None and action_layout is not None:
-            self._frames = FrameCodec(layout, action_layout, codec.encode, codec.decode)
-        self._asked_by_ray: dict[bytes, Any] = {}
-        self._asked_by_frame: deque[NDArray[np.int64]] = deque()
-        self._answers: dict[bytes, StepBatch] = {}
-
-    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        leaves = [np.asarray(leaf) for leaf in tree_leaves(actions)]
-        if self._frames is not None and self._fits(leaves):
-            self._connection.send_bytes(self._frames.pack_request(env_ids, leaves, autoreset))
-            self._asked_by_frame.append(env_ids)
-        else:
-            self._ask_by_ray(env_ids, "send", split_actions(actions, len(env_ids)), autoreset)
-
-    def reset(
-        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
-    ) -> None:
-        self._ask_by_ray(env_ids, "reset", list(seeds), options)
-
-    def ready(self, env_ids: NDArray[np.int64]) -> None:
-        self._ask_by_ray(env_ids, "ready")
-
-    def _ask_by_ray(self, env_ids: NDArray[np.int64], name: str, *args: Any) -> None:
-        self._asked_by_ray[env_ids.tobytes()] = self._node.actor.start_and_recv.remote(name, env_ids, *args)
-
-    def recv(self, env_ids: NDArray[np.int64], timeout_s: float | None = None) -> StepBatch:
-        key = env_ids.tobytes()
-        ref = self._asked_by_ray.get(key)
-        if ref is not None:
-            batch: StepBatch = self._node.get(ref, timeout_s)
-            del self._asked_by_ray[key]
-            return batch
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while key not in self._answers:
-            self._read_answer(deadline)
-        return self._answers.pop(key)
-
-    def _read_answer(self, deadline: float | None) -> None:
-        """Reads the next frame, which answers the oldest question."""
-        assert self._frames is not None
-        if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"node {self._node.slice.name} has not answered in time")
-        try:
-            frame = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            raise self._node.lost(error) from error
-        env_ids = self._asked_by_frame.popleft()
-        if frame == FrameCodec.failure:
-            self._node.call("kept")
-        batch, by_ray = self._frames.unpack_reply(frame, env_ids)
-        self._answers[env_ids.tobytes()] = replace(batch, info=self._node.call("kept")) if by_ray else batch
-
-    def _fits(self, leaves: Sequence[NDArray[Any]]) -> bool:
-        assert self._action_layout is not None
-        shapes = [shape for _, shape in self._action_layout.leaves]
-        return len(leaves) == len(shapes) and all(map(travels, leaves, shapes))
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
-    ) -> Callable[[float | None], list[Any]]:
-        ref = self._node.actor.call.remote(name, args, dict(kwargs), env_ids)
-        return lambda timeout_s: self._node.get(ref, timeout_s)
-
-    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        self._node.call("ask", "set_attr", name, list(values), env_ids)
-
-    def close(self) -> None:
-        self._connection.close()
+    node: int
+    start: int
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
 
 
 class RayPool:
@@ -350,69 +85,178 @@ class RayPool:
         factory: Makes all environments.
         topology: Which node holds which of them.
         preload: Modules that the workers' forkserver imports once on each node.
+        supervision: What becomes of environments that raise, hang, or whose process ends.
+        rehost: Whether the environments of a node that is lost go on elsewhere; else that is raised.
+        loose: Whether environments are answered each as soon as it is done.
+        session: Share in the connection to Ray, released when the pool is closed.
 
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
         NodeLostError: A node ended meanwhile.
     """
 
-    def __init__(self, factory: EnvFactory, topology: Topology, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        factory: EnvFactory,
+        topology: Topology,
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+        *,
+        rehost: bool = False,
+        loose: bool = False,
+        session: RaySession | None = None,
+    ) -> None:
+        self._session = session
         self.topology = topology
         self.num_envs = topology.num_envs
         self.layout: ArrayLayout | None = None
-        self._pools: list[_LentPool | _StreamPool] = []
-        self._nodes = [_Node(node_slice) for node_slice in topology.nodes]
-        self._starts = np.array([node.slice.env_range.start for node in self._nodes])
-        self._plans: dict[bytes, list[_NodePart]] = {}
+        self._factory = factory
+        self._preload = tuple(preload)
+        self._supervision = supervision
+        self._rehost = rehost
+        self._loose = loose
+        self._nodes: list[_Node] = []
+        self._handles = [NodeHandle(node_slice, supervision) for node_slice in topology.nodes]
+        self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
+        self._plans: dict[bytes, list[_Part]] = {}
         self._under_way: dict[bytes, NDArray[np.int64]] = {}
+        self._held: dict[bytes, dict[int, StepBatch]] = {}
+        self._policies: dict[int, bytes] = {}
+        self._weights: dict[int, tuple[int, Any]] = {}
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._restarts = np.zeros(self.num_envs, np.int64)
+        self._stays = np.zeros(self.num_envs, bool)
+        self._last: LastAnswers | None = None
+        self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
-            starting = [
-                node.actor.start.remote(factory.part(node.slice.env_range).to_bytes(), tuple(preload))
-                for node in self._nodes
-            ]
-            spaces = [node.get(ref) for node, ref in zip(self._nodes, starting, strict=True)]
+            starting = [self._start(handle) for handle in self._handles]
+            spaces = [handle.get(ref) for handle, ref in zip(self._handles, starting, strict=True)]
         except BaseException:
             self.close()
             raise
-        self.spaces = PoolSpaces.join(
-            [(len(node.slice.env_range), part) for node, part in zip(self._nodes, spaces, strict=True)]
-        )
+        self._session = session
+        sizes = [len(node_slice.env_range) for node_slice in topology.nodes]
+        self.spaces = PoolSpaces.join(list(zip(sizes, spaces, strict=True)))
+
+    @classmethod
+    def open(
+        cls,
+        factory: EnvFactory,
+        *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
+        worker_per_env: bool = False,
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+        rehost: bool = False,
+        address: str | None = None,
+    ) -> RayPool:
+        """Connects to Ray, finds nodes with free cores, and starts a pool on them.
+
+        Args:
+            factory: Makes all environments.
+            num_nodes: How many nodes to use; by default all that have free cores.
+            workers_per_node: Worker processes on each; by default one for each free core.
+            worker_per_env: A worker for each environment, answered as soon as it is done.
+            preload: As for the class.
+            supervision: As for the class.
+            rehost: As for the class.
+            address: Of a running Ray cluster.
+
+        Raises:
+            ConfigError: Settings that can't work, or a cluster without the cores for them.
+        """
+        check_counts(num_nodes, workers_per_node)
+        session = RaySession(address)
+
+        def plan() -> Topology:
+            return plan_topology(
+                free_nodes(), factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env
+            )
+
+        try:
+            for attempt in range(_START_ATTEMPTS):
+                topology = wait_for_topology(plan)
+                try:
+                    return cls(
+                        factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
+                    )
+                except NodeLostError as error:  # a node that ended may be listed for some seconds
+                    if attempt + 1 == _START_ATTEMPTS:
+                        raise
+                    logger.warning("placing environments anew: %s", error)
+            raise AssertionError("unreachable")
+        except BaseException:
+            session.release()
+            raise
+
+    def _start(self, handle: NodeHandle) -> Any:
+        return handle.actor.start.remote(self._factory.part(handle.slice.env_range).to_bytes(), self._preload)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
+        self._spaces = observation, action
         self.layout = ArrayLayout.of(observation)
-        here = ray.get_runtime_context().get_node_id()
-        allocating = [node.actor.allocate.remote(observation, action) for node in self._nodes]
-        for node, ref in zip(self._nodes, allocating, strict=True):
-            kind = _LentPool if node.slice.node_id == here else _StreamPool
-            self._pools.append(kind(node, node.get(ref)))
+        if self._rehost:
+            obs = None if self.layout is None else self.layout.empty((self.num_envs,))
+            self._last = LastAnswers(obs, self.num_envs)
+        allocating = [handle.actor.allocate.remote(observation, action) for handle in self._handles]
+        for handle, ref in zip(self._handles, allocating, strict=True):
+            self._nodes.append(_Node(handle, self._connect(handle, handle.get(ref))))
+
+    def _connect(self, handle: NodeHandle, shape: Any) -> NodePool:
+        if handle.slice.node_id == ray.get_runtime_context().get_node_id():
+            return LentPool(handle, shape)
+        return StreamPool(handle, shape, self._loose)
 
     @property
     def transports(self) -> tuple[str, ...]:
         """How each node is reached: ``"shm"`` or ``"tcp"``."""
-        return tuple(pool.transport for pool in self._pools)
+        return tuple(node.pool.transport for node in self._nodes)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         parts = self._plan(env_ids)
+        self._stays[env_ids] = autoreset == Autoreset.SAME_STEP
         for part in parts:
-            share = actions if len(parts) == 1 else _take(actions, part.places)
-            part.pool.send(part.ids, share, autoreset)
+            share = actions if len(parts) == 1 else self._take(actions, part.places)
+
+            def ask(pool: NodePool, ids: NDArray[np.int64], share: Tree = share) -> None:
+                pool.send(ids, share, autoreset)
+
+            self._ask(part, ask)
         self._under_way[env_ids.tobytes()] = env_ids
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._stays[env_ids] = True
+        for env_id, seed in zip(env_ids.tolist(), seeds, strict=True):
+            self._seeds[env_id] = self._seeds[env_id] if seed is None else seed
         for part in self._plan(env_ids):
-            part.pool.reset(part.ids, [seeds[i] for i in part.places.tolist()], options)
+            by_id = dict(zip(part.ids.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
+
+            def ask(pool: NodePool, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
+                pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
+
+            self._ask(part, ask)
         self._under_way[env_ids.tobytes()] = env_ids
 
-    def ready(self, env_ids: NDArray[np.int64]) -> None:
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._stays[env_ids] = begin
         for part in self._plan(env_ids):
-            part.pool.ready(part.ids)
+            self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
         self._under_way[env_ids.tobytes()] = env_ids
+
+    def _ask(self, part: _Part, ask: Callable[[NodePool, NDArray[np.int64]], None]) -> None:
+        node = self._nodes[part.node]
+        node.asked.append((part.ids, ask))
+        try:
+            ask(node.pool, part.ids)
+        except NodeLostError as error:
+            self._replace(part.node, error)  # which asks for what is under way
 
     def recv(
         self,
@@ -423,34 +267,93 @@ class RayPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if env_ids is None:
-            return self._recv_started(min_ready or self.num_envs, deadline)
-        parts = self._plan(env_ids)
-        batches = [part.pool.recv(part.ids, timeout_s=_left(deadline)) for part in parts]
-        self._under_way.pop(env_ids.tobytes(), None)
-        if len(parts) == 1 and parts[0].start == 0:
-            return replace(batches[0], env_ids=env_ids)
-        return _join_batches(env_ids, [(part.start, part.places) for part in parts], batches)
+            ids = np.sort(np.concatenate([np.zeros(0, np.int64), *self._under_way.values()]))
+            if min_ready is not None and min_ready < len(ids):
+                ids = self._wait_for(min_ready, deadline)
+            if ids.tobytes() not in self._under_way and not self._loose:
+                return self._recv_each(deadline)
+            env_ids = ids
+        batch = self._recv_parts(env_ids, deadline)
+        self._forget_under_way(env_ids)
+        if self._last is not None:
+            self._keep_last(batch)
+        return batch
 
-    def _recv_started(self, min_ready: int, deadline: float | None) -> StepBatch:
-        """Receives what was started first, and on, until there are enough environments."""
-        batches: list[StepBatch] = []
-        while self._under_way and sum(len(batch.env_ids) for batch in batches) < min_ready:
-            batches.append(self.recv(next(iter(self._under_way.values())), timeout_s=_left(deadline)))
+    def _recv_parts(self, env_ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
+        key = env_ids.tobytes()
+        parts = self._plan(env_ids)
+        held = self._held.setdefault(key, {})  # what came before a timeout is kept for the next attempt
+        for part in parts:
+            if part.node not in held:
+                held[part.node] = self._on_node(part.node, partial(_recv_ids, ids=part.ids, deadline=deadline))
+                self._answered(self._nodes[part.node], part.ids)
+        del self._held[key]
+        if len(parts) == 1 and parts[0].start == 0:
+            return replace(held[parts[0].node], env_ids=env_ids)
+        return _join_batches(env_ids, [(p.start, p.places) for p in parts], [held[p.node] for p in parts])
+
+    def _recv_each(self, deadline: float | None) -> StepBatch:
+        """Receives everything under way, set by set as it was asked for."""
+        batches = [self.recv(ids, timeout_s=_left(deadline)) for ids in list(self._under_way.values())]
         env_ids = np.sort(np.concatenate([batch.env_ids for batch in batches]))
         return _join_batches(env_ids, [(0, np.searchsorted(env_ids, batch.env_ids)) for batch in batches], batches)
+
+    def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
+        """Returns the ids that are ready, once there are enough of them."""
+        while True:
+            found = [self._on_node(k, lambda pool: pool.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
+            ids = np.concatenate(found)
+            if len(ids) >= min_ready:
+                return ids
+            left = _left(deadline)
+            if left == 0.0:
+                raise TimeoutError(f"{len(ids)} of {min_ready} environments have answered in time")
+            events = [node.pool.event_fd for node in self._nodes]
+            if not select.select(events, [], [], LOOK_S if left is None else min(LOOK_S, left))[0]:
+                for node in self._nodes:
+                    node.pool.look_after()
+
+    def _forget_under_way(self, env_ids: NDArray[np.int64]) -> None:
+        if self._under_way.pop(env_ids.tobytes(), None) is not None:
+            return
+        received = set(env_ids.tolist())
+        for key, ids in list(self._under_way.items()):
+            left = np.array([i for i in ids.tolist() if i not in received], np.int64)
+            if len(left) < len(ids):
+                del self._under_way[key]
+                if len(left):
+                    self._under_way[left.tobytes()] = left
+
+    @staticmethod
+    def _answered(node: _Node, ids: NDArray[np.int64]) -> None:
+        """Forgets how to ask for what has been answered."""
+        for position, (asked, _) in enumerate(node.asked):
+            if asked is ids or np.array_equal(asked, ids):
+                del node.asked[position]
+                return
+        done = set(ids.tolist())
+        node.asked = [
+            (left, ask)
+            for asked, ask in node.asked
+            if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
+        ]
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         parts = self._plan(env_ids)
-        pending = [part.pool.call(name, args, kwargs, part.ids) for part in parts]
+        pending = {part.node: self._nodes[part.node].pool.call(name, args, kwargs, part.ids) for part in parts}
+        in_order: list[Any] = [None] * len(env_ids)
 
         def results(timeout_s: float | None) -> list[Any]:
-            in_order: list[Any] = [None] * len(env_ids)
-            for part, collect in zip(parts, pending, strict=True):
-                for place, value in zip(part.places.tolist(), collect(timeout_s), strict=True):
-                    in_order[place] = value
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            for part in parts:
+                if part.node in pending:  # else it came before a timeout
+                    values = pending[part.node](_left(deadline))
+                    del pending[part.node]
+                    for place, value in zip(part.places.tolist(), values, strict=True):
+                        in_order[place] = value
             return in_order
 
         return results
@@ -458,48 +361,124 @@ class RayPool:
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         for part in self._plan(env_ids):
-            part.pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
+            self._nodes[part.node].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
 
     def load_policy(self, key: int, policy: bytes) -> None:
         """Gives every worker of every node a pickled policy, to be named by `key`."""
-        self._ask_all("load_policy", key, policy)
+        self._policies[key] = policy
+        self._ask_all("ask", "load_policy", key, policy)
+
+    def drop_policy(self, key: int) -> None:
+        """Lets every worker forget a policy and its weights."""
+        del self._policies[key]
+        self._weights.pop(key, None)
+        self._ask_all("ask", "drop_policy", key)
 
     def publish(self, key: int, version: int, weights: Any) -> None:
         """Gives every node new weights: an object reference, which each node fetches once."""
-        refs = [node.actor.publish.remote(key, version, weights) for node in self._nodes]
-        for node, ref in zip(self._nodes, refs, strict=True):
-            node.get(ref)
+        self._weights[key] = version, weights
+        self._ask_all("publish", key, version, weights)
 
     def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[Chunk, float]:
         """Lets every worker take steps with a policy over its own slice.
 
+        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere and
+        from new episodes.
+
         Returns:
             Their joint chunk, and the seconds that the slowest node took for its part.
         """
-        refs = [node.actor.rollout.remote(key, num_steps, first_step, noise_seed) for node in self._nodes]
-        parts = [node.get(ref) for node, ref in zip(self._nodes, refs, strict=True)]
-        return join_chunks([chunk for chunk, _ in parts]), max(seconds for _, seconds in parts)
+        parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
+        chunk = join_chunks([chunk for chunk, _ in parts])
+        if self._last is not None:
+            self._last.keep(slice(None), chunk.last_obs, chunk.done[-1], np.ones(self.num_envs, bool))
+            np.add.at(self._restarts, chunk.restarts[:, 1], 1)
+        return chunk, max(seconds for _, seconds in parts)
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every node's actor, all at once; one that is lost is replaced and asked again."""
+        refs = [getattr(node.handle.actor, method).remote(*args) for node in self._nodes]
+        values = []
+        for number, ref in enumerate(refs):
+            try:
+                values.append(self._nodes[number].handle.get(ref))
+            except NodeLostError as error:
+                self._replace(number, error)
+                values.append(self._nodes[number].handle.call(method, *args))
+        return values
+
+    def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
+        """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
+        while True:
+            try:
+                return function(self._nodes[number].pool)
+            except NodeLostError as error:
+                self._replace(number, error)
+
+    def _replace(self, number: int, error: NodeLostError) -> None:
+        """Starts the environments of a lost node elsewhere, and asks there for what was under way.
+
+        Raises:
+            NodeLostError: Nodes are not replaced, or there is no core left.
+        """
+        node = self._nodes[number]
+        if self._last is None:
+            raise error
+        with contextlib.suppress(Exception):
+            node.pool.close()
+        with contextlib.suppress(Exception):
+            ray.kill(node.handle.actor)
+        old = node.handle.slice
+        rows = slice(old.env_range.start, old.env_range.stop)
+        self._restarts[rows] += 1
+        handle = NodeHandle(place_again(old, error), self._supervision)
+        logger.warning(
+            "node %s is lost; environments %d to %d, seeds %s, go on on node %s: %s",
+            *(old.name, rows.start, rows.stop - 1, self._seeds[rows], handle.slice.name, error),
+        )
+        handle.get(self._start(handle))
+        obs = None if self._last.obs is None else tree_map(lambda leaf: leaf[rows], self._last.obs)
+        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._last.mid_episode[rows])
+        shape = handle.call("allocate", *self._spaces, state)
+        self._handles[number] = handle
+        node.handle, node.pool = handle, self._connect(handle, shape)
+        nodes = (*self.topology.nodes[:number], handle.slice, *self.topology.nodes[number + 1 :])
+        self.topology = Topology(nodes)
+        for key, policy in self._policies.items():
+            handle.call("ask", "load_policy", key, policy)
+            if key in self._weights:
+                handle.call("publish", key, *self._weights[key])
+        for ids, ask in node.asked:
+            ask(node.pool, ids)
+
+    def _keep_last(self, batch: StepBatch) -> None:
+        assert self._last is not None
+        ids = batch.env_ids
+        obs = None if self.layout is None else batch.obs
+        self._last.keep(ids, obs, batch.terminated | batch.truncated, self._stays[ids])
+        for info in batch.info:
+            if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
+                self._restarts[info.env_id] += 1
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids of each node's actor and workers, by the node's name."""
-        return {node.slice.name: node.call("worker_pids") for node in self._nodes}
+        return {node.handle.slice.name: node.handle.call("worker_pids") for node in self._nodes}
 
     def close(self) -> None:
         """Closes the environments and ends every worker and actor; may be called again."""
-        for pool in self._pools:
-            pool.close()
-        closing = [node.actor.close.remote() for node in self._nodes] if ray.is_initialized() else []
-        for node, ref in zip(self._nodes, closing, strict=False):
+        for node in self._nodes:
+            node.pool.close()
+        closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
+        for handle, ref in zip(self._handles, closing, strict=False):
             with contextlib.suppress(NodeLostError, TimeoutError):
-                node.get(ref, _CLOSE_S)
-            ray.kill(node.actor)
-        self._pools, self._nodes, self._plans = [], [], {}
+                handle.get(ref, _CLOSE_S)
+            ray.kill(handle.actor)
+        self._nodes, self._handles, self._plans = [], [], {}
+        if self._session is not None:
+            self._session.release()
+            self._session = None
 
-    def _ask_all(self, name: str, *args: Any) -> list[Any]:
-        refs = [node.actor.ask.remote(name, *args) for node in self._nodes]
-        return [node.get(ref) for node, ref in zip(self._nodes, refs, strict=True)]
-
-    def _plan(self, env_ids: NDArray[np.int64]) -> list[_NodePart]:
+    def _plan(self, env_ids: NDArray[np.int64]) -> list[_Part]:
         key = env_ids.tobytes()
         plan = self._plans.get(key)
         if plan is None:
@@ -510,31 +489,18 @@ class RayPool:
             for k in np.unique(owner).tolist():
                 places = np.flatnonzero(owner == k)
                 start = int(self._starts[k])
-                plan.append(_NodePart(self._pools[k], start, env_ids[places] - start, places))
+                plan.append(_Part(k, start, env_ids[places] - start, places))
         return plan
 
-
-@dataclass(frozen=True, slots=True)
-class _NodePart:
-    """The share of one node in a set of environments.
-
-    Attributes:
-        pool: Of the node.
-        start: Global index of its first environment.
-        ids: The node's own ids, ``int64 [k]``.
-        places: Where they stand among the global ids.
-    """
-
-    pool: _LentPool | _StreamPool
-    start: int
-    ids: NDArray[np.int64]
-    places: NDArray[np.int64]
+    @staticmethod
+    def _take(actions: Tree, places: NDArray[np.int64]) -> Tree:
+        if isinstance(actions, list):
+            return [actions[i] for i in places.tolist()]
+        return tree_map(lambda leaf: np.asarray(leaf)[places], actions)
 
 
-def _take(actions: Tree, places: NDArray[np.int64]) -> Tree:
-    if isinstance(actions, list):
-        return [actions[i] for i in places.tolist()]
-    return tree_map(lambda leaf: np.asarray(leaf)[places], actions)
+def _recv_ids(pool: NodePool, ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
+    return pool.recv(ids, timeout_s=_left(deadline))
 
 
 def _left(deadline: float | None) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -11,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.envs import EnvFactory
-from rayvec.errors import RemoteFailure
-from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.errors import EnvError, RemoteFailure, message
+from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions, tree_writer
+from rayvec.pools.supervision import RESTARTED, RestartBudget, restart_seed, store_seed
 from rayvec.types import RawInfo, StepBatch, Tree
 
 __all__ = ["EnvsFailed", "SerialPool"]
@@ -38,21 +41,34 @@ class SerialPool:
         factory: Makes exactly the environments of this pool.
         first_id: Global index of the first, for infos and for errors.
         where: Who runs this pool, for errors.
+        supervision: What becomes of environments that raise.
 
     Attributes:
         obs: Current observation of each environment, tree of ``[N, *obs_shape]``, or an object array.
         rew: Last rewards, ``float64 [N]``.
         terminated: ``bool [N]``.
         truncated: ``bool [N]``.
+        notes: What happened that a log should tell; whoever reads it clears it.
     """
 
-    def __init__(self, factory: EnvFactory, first_id: int = 0, where: str = "this process") -> None:
+    def __init__(
+        self,
+        factory: EnvFactory,
+        first_id: int = 0,
+        where: str = "this process",
+        supervision: Supervision = RAISE,
+    ) -> None:
         factory.register()
         self.num_envs = factory.num_envs
+        self.notes: list[str] = []
+        self._factory = factory
         self._first_id = first_id
         self._where = where
-        self._seeds: list[int | None] = [None] * self.num_envs
+        self._restart = supervision.restart
+        self._budget = RestartBudget()
         self._envs: list[gymnasium.Env[Any, Any]] = []
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._next_seeds: list[int | None] = [None] * self.num_envs
         for row in range(self.num_envs):
             try:
                 self._envs.append(factory.make(row))
@@ -60,23 +76,47 @@ class SerialPool:
                 failure = self._failure(row, error)
                 self.close()
                 raise EnvsFailed([failure]) from error
-        self._between_episodes = [True] * self.num_envs
+        self._between_episodes = [False] * self.num_envs
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
-        self.layout = ArrayLayout.of(self._envs[0].observation_space)
-        self.attach(self.layout, None)
-
-    def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any] | None) -> None:
-        """Says where results go: into these arrays ``obs``, ``rew``, ``terminated``, ``truncated``, or its own."""
+        layout = ArrayLayout.of(self._envs[0].observation_space)
         n = self.num_envs
+        obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
+        self.attach(
+            layout,
+            {
+                "obs": obs,
+                "rew": np.zeros(n),
+                "terminated": np.zeros(n, bool),
+                "truncated": np.zeros(n, bool),
+                "seed": np.zeros(n, np.uint64),
+                "has_seed": np.zeros(n, bool),
+                "restarts": np.zeros(n, np.int64),
+                "cut": np.zeros(n, bool),
+                "started": np.zeros(n, bool),
+            },
+        )
+
+    def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
+        """Says where results go and where the books are kept: into these arrays of N rows.
+
+        The books outlive this process: seeds, restarts, which environments have been ``started`` by a
+        first reset, and ``cut``, those whose episode was under way when the process before this one ended.
+        """
         self.layout = layout
-        if arrays is None:
-            obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
-            arrays = {"obs": obs, "rew": np.zeros(n), "terminated": np.zeros(n, bool), "truncated": np.zeros(n, bool)}
         self.obs: Tree = arrays["obs"]
         self.rew: NDArray[np.float64] = arrays["rew"]
         self.terminated: NDArray[np.bool_] = arrays["terminated"]
         self.truncated: NDArray[np.bool_] = arrays["truncated"]
+        self._books = {name: arrays[name] for name in ("seed", "has_seed", "restarts", "cut", "started")}
         self._write_obs: Callable[[int, Any], None] = tree_writer(self.obs)
+        self._cut_rows = set(np.flatnonzero(arrays["cut"]).tolist())
+        for row in range(self.num_envs):
+            if arrays["has_seed"][row]:
+                self._seeds[row] = int(arrays["seed"][row])
+            if arrays["restarts"][row] > 0:
+                self._next_seeds[row] = self._restart_seed(row)
+                self._between_episodes[row] = bool(arrays["started"][row] and not arrays["cut"][row])
+        self._fresh = {row for row in range(self.num_envs) if arrays["restarts"][row] > 0 or not arrays["started"][row]}
 
     def spaces(self) -> PoolSpaces:
         """Returns what the environments say of themselves."""
@@ -91,40 +131,39 @@ class SerialPool:
         """Takes one step of some environments, by row; results are in the arrays, raw infos are returned.
 
         Raises:
-            EnvsFailed: Some raised; the others have taken their step.
+            EnvsFailed: Some raised and were not restarted; the others have taken their step.
         """
         infos: list[RawInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
         next_step, same_step = autoreset == Autoreset.NEXT_STEP, autoreset == Autoreset.SAME_STEP
-        envs, write_obs, between = self._envs, self._write_obs, self._between_episodes
+        envs, write_obs, between, cut_rows = self._envs, self._write_obs, self._between_episodes, self._cut_rows
         rew, terminated, truncated = self.rew, self.terminated, self.truncated
         for row, action in zip(rows, actions, strict=True):
-            env = envs[row]
+            recovery = self._end_cut_episode
             try:
-                if next_step and between[row]:
-                    self._reset_row(row, None, None, infos)
+                if cut_rows and row in cut_rows:
+                    self._end_cut_episode(row, same_step, infos)
                     continue
-                obs, reward, term, trunc, info = env.step(action)
+                if next_step and between[row]:
+                    recovery = self._reset_again
+                    self._reset_again(row, same_step, infos)
+                    continue
+                obs, reward, term, trunc, info = envs[row].step(action)
+                if (term or trunc) and same_step:
+                    rew[row], terminated[row], truncated[row] = reward, term, trunc
+                    infos.append(RawInfo(self._first_id + row, {}, deepcopy(obs), _copied(info)))
+                    recovery = self._reset_within_step
+                    self._reset_within_step(row, same_step, infos)
+                    continue
+                write_obs(row, obs)
                 rew[row] = reward
                 terminated[row] = term
                 truncated[row] = trunc
-                if term or trunc:
-                    if same_step:
-                        final_obs, final_info = deepcopy(obs), info  # some environments reuse their array
-                        obs, info = env.reset()
-                        infos.append(RawInfo(self._first_id + row, info, final_obs, final_info))
-                        write_obs(row, obs)
-                        between[row] = False
-                        continue
-                    between[row] = True
-                else:
-                    between[row] = False
-                write_obs(row, obs)
+                between[row] = bool(term or trunc)
                 if info:
-                    infos.append(RawInfo(self._first_id + row, info))
+                    infos.append(RawInfo(self._first_id + row, _copied(info)))
             except Exception as error:
-                between[row] = True
-                failures.append(self._failure(row, error))
+                self._recover(row, error, failures, partial(recovery, row, same_step, infos))
         if failures:
             raise EnvsFailed(failures)
         return infos
@@ -135,35 +174,121 @@ class SerialPool:
         """Resets some environments, by row, each with its seed.
 
         Raises:
-            EnvsFailed: Some raised; the others have been reset.
+            EnvsFailed: Some raised and were not restarted; the others have been reset.
         """
         infos: list[RawInfo] = []
-        failures = []
+        failures: list[tuple[int, RemoteFailure]] = []
         for row, seed in zip(rows, seeds, strict=True):
-            self._seeds[row] = seed
+            self._cut_rows.discard(row)
+            self._books["cut"][row] = False
+            if seed is not None:
+                self._seeds[row] = seed
+                store_seed(self._books, row, seed)
+                self._next_seeds[row] = None
             try:
                 self._reset_row(row, seed, options, infos)
             except Exception as error:
-                failures.append(self._failure(row, error))
+                self._recover(row, error, failures, partial(self._reset_row, row, None, options, infos))
         if failures:
             raise EnvsFailed(failures)
         return infos
 
     def ready_rows(self, rows: Sequence[int]) -> list[RawInfo]:
         """Resets those of these environments that are between two episodes, without a seed."""
-        waiting = [row for row in rows if self._between_episodes[row]]
-        return self.reset_rows(waiting, [None] * len(waiting), None)
+        cut = self._cut_rows.intersection(rows)
+        waiting = [row for row in rows if self._between_episodes[row] or row in self._fresh]
+        infos = self.reset_rows(waiting, [None] * len(waiting), None)
+        marked = {self._first_id + row: {RESTARTED: True} for row in sorted(cut)}
+        merged = [info._replace(info={**info.info, **marked.pop(info.env_id, {})}) for info in infos]
+        return merged + [RawInfo(env_id, info) for env_id, info in marked.items()]
 
     def _reset_row(self, row: int, seed: int | None, options: Mapping[str, Any] | None, infos: list[RawInfo]) -> None:
-        self._between_episodes[row] = True
-        env = self._envs[row]
-        obs, info = env.reset(seed=seed, options=None if options is None else dict(options))
+        """Resets because a caller asked for it."""
+        seed = self._take_next_seed(row) if seed is None else seed
+        self._begin_episode(row, infos, seed=seed, options=None if options is None else dict(options))
+
+    def _reset_again(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
+        """Resets instead of stepping, because the step before ended an episode."""
+        seed = self._take_next_seed(row)
+        self._begin_episode(row, infos, **_only_if_given(seed))
+
+    def _begin_episode(self, row: int, infos: list[RawInfo], **kwargs: Any) -> None:
+        obs, info = self._envs[row].reset(**kwargs)
+        self._fresh.discard(row)
+        self._books["started"][row] = True
         self._write_obs(row, obs)
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
         self._between_episodes[row] = False
         if info:
-            infos.append(RawInfo(self._first_id + row, info))
+            infos.append(RawInfo(self._first_id + row, _copied(info)))
+
+    def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
+        """Resets after a step that ended an episode, whose end is the last thing in `infos`."""
+        self._between_episodes[row] = True
+        seed = self._take_next_seed(row)
+        obs, info = self._envs[row].reset(**_only_if_given(seed))
+        self._write_obs(row, obs)
+        self._between_episodes[row] = False
+        infos[-1] = infos[-1]._replace(info=_copied(info))
+
+    def _end_cut_episode(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
+        """Answers a step that did not happen: the last true observation, reward 0, truncated."""
+        self._cut_rows.discard(row)
+        self._books["cut"][row] = False
+        self.rew[row] = 0.0
+        self.terminated[row], self.truncated[row] = False, True
+        if same_step:
+            if infos and infos[-1].env_id == self._first_id + row:
+                infos.pop()  # of an attempt before this one, whose reset raised
+            infos.append(RawInfo(self._first_id + row, {}, deepcopy(index_tree(self.obs, row)), {RESTARTED: True}))
+            self._reset_within_step(row, same_step, infos)
+        else:
+            self._between_episodes[row] = True
+            infos.append(RawInfo(self._first_id + row, {RESTARTED: True}))
+
+    def _recover(
+        self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], go_on: Callable[[], None]
+    ) -> None:
+        """Makes an environment anew after an error and goes on, until that succeeds or may not be tried again."""
+        while True:
+            failure = self._failure(row, error)
+            if not self._restart:
+                failures.append(failure)
+                return
+            if not self._budget.spend(row):
+                failures.append((row, self._exhausted(failure[1])))
+                return
+            try:
+                self._make_anew(row, failure[1])
+                go_on()
+                return
+            except Exception as again:
+                error = again
+
+    def _make_anew(self, row: int, failure: RemoteFailure) -> None:
+        with contextlib.suppress(Exception):
+            self._envs[row].close()
+        self._books["restarts"][row] += 1
+        self._next_seeds[row] = self._restart_seed(row)
+        self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
+        self._envs[row] = self._factory.make(row)
+
+    def _restart_seed(self, row: int) -> int | None:
+        return restart_seed(self._seeds[row], self._first_id + row, int(self._books["restarts"][row]))
+
+    def _take_next_seed(self, row: int) -> int | None:
+        seed, self._next_seeds[row] = self._next_seeds[row], None
+        return seed
+
+    def _exhausted(self, failure: RemoteFailure) -> RemoteFailure:
+        text = message(
+            "An environment that raises again and again is not restarted for ever.",
+            expected=RestartBudget.rule(),
+            got=f"one more, by {failure.type_name}: {failure.text}",
+            remedy="Mend the environment; its traceback stands below.",
+        )
+        return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
     def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
         """Calls a method of some environments, or gets an attribute, through their wrappers."""
@@ -200,9 +325,9 @@ class SerialPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(env_ids, self.reset_rows, seeds, options)
 
-    def ready(self, env_ids: NDArray[np.int64]) -> None:
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, self.ready_rows)
+        self._start(env_ids, self.ready_rows if begin else lambda rows: [])
 
     def recv(
         self,
@@ -216,7 +341,10 @@ class SerialPool:
         infos: list[RawInfo] = []
         for ids, function, args in started:
             infos += self._guard(function, ids.tolist(), *args)
-        return self._batch(np.concatenate([ids for ids, _, _ in started]) if env_ids is None else env_ids, infos)
+        if env_ids is None:
+            env_ids = np.sort(np.concatenate([ids for ids, _, _ in started]))
+            infos.sort(key=lambda info: info.env_id)
+        return self._batch(env_ids, infos)
 
     def _start(self, env_ids: NDArray[np.int64], function: Callable[..., list[RawInfo]], *args: Any) -> None:
         self._under_way[env_ids.tobytes()] = (env_ids, function, args)
@@ -260,3 +388,16 @@ class SerialPool:
             self.truncated[rows],
             tuple(infos),
         )
+
+
+def _only_if_given(seed: int | None) -> dict[str, Any]:
+    """Arguments of an automatic reset: none at all, as Gymnasium has it, unless there is a seed to set."""
+    return {} if seed is None else {"seed": seed}
+
+
+_IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
+
+
+def _copied(info: dict[str, Any]) -> dict[str, Any]:
+    """Copies an info, since some environments change the dict that they returned."""
+    return {key: value if isinstance(value, _IMMUTABLE) else deepcopy(value) for key, value in info.items()}

@@ -2,12 +2,14 @@
 
 For each worker the block holds a ring of commands, one semaphore that says "there is a command" and one that
 says "a command is done". A step needs nothing else: its actions and its results have their rows in the
-block. What has no fixed size (infos, errors, the arguments of a call) follows through the worker's pipe.
+block. What has no fixed size (infos, errors, the arguments of a call) follows through the worker's pipe. An
+event beside the block wakes those who wait for whichever worker is first.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +23,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.pools.memory import ArrayLayout, Field, Semaphore, SharedBlock
 from rayvec.types import RawInfo, Tree
 
-__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "travels"]
+__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "travels"]
 
 _ITEM_BYTES = 8
 OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
@@ -38,7 +40,9 @@ class Op(IntEnum):
     """Reset these rows with the seeds and options that follow in the pipe."""
     READY = 3
     """Reset those of these rows that are between two episodes."""
-    CALL = 4
+    LOOK = 4
+    """Do nothing: their observations are asked for."""
+    CALL = 5
     """Call the worker's method that is named, with its arguments, by what follows in the pipe."""
 
 
@@ -49,11 +53,13 @@ class Reply(NamedTuple):
         value: What a call returned; of a step or reset, its tuple of :class:`~rayvec.types.RawInfo`.
         failures: Row within the worker, and what the environment raised.
         objects: Observations of the rows concerned, where they are no arrays.
+        notes: What a log should tell of environments that were restarted.
     """
 
     value: Any = ()
     failures: tuple[tuple[int, RemoteFailure], ...] = ()
     objects: tuple[Any, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def infos(self) -> tuple[RawInfo, ...]:
@@ -84,6 +90,20 @@ class BlockShape:
     def num_envs(self) -> int:
         """How many environments the node holds."""
         return self.worker_bounds[-1]
+
+
+class Setup(NamedTuple):
+    """What a worker is told once the spaces of all are known; the descriptors that it names follow.
+
+    Attributes:
+        shape: Of the block.
+        first_command: Number of the first command that is the worker's; others were done by one before it.
+        policies: Key, pickled policy, and the size of its published weights if there are any.
+    """
+
+    shape: BlockShape
+    first_command: int = 0
+    policies: tuple[tuple[int, bytes, int | None], ...] = ()
 
 
 class ActionRows:
@@ -121,10 +141,10 @@ class NodeBlock:
 
     Args:
         shape: What determines its arrays.
-        fd: Of the existing block; without it a new one is made and its semaphores are set up.
+        fds: Of the existing block and its event; without them new ones are made.
     """
 
-    def __init__(self, shape: BlockShape, fd: int | None = None) -> None:
+    def __init__(self, shape: BlockShape, fds: tuple[int, int] | None = None) -> None:
         n, workers = shape.num_envs, shape.num_workers
         bounds = shape.worker_bounds
         self.shape = shape
@@ -137,8 +157,7 @@ class NodeBlock:
         fields: dict[str, Field] = {
             "go": (np.uint8, (workers, Semaphore.SIZE)),
             "done": (np.uint8, (workers, Semaphore.SIZE)),
-            "any_done": (np.uint8, (1, Semaphore.SIZE)),
-            "any_waiting": (np.int64, (1,)),
+            "wants_event": (np.bool_, (1,)),
             "head": (np.int64, (workers,)),
             "tail": (np.int64, (workers,)),
             "ring": (np.int64, (workers, self.depth, self.first_id_at + largest)),
@@ -146,23 +165,34 @@ class NodeBlock:
             "rew": (np.float64, (n,)),
             "terminated": (np.bool_, (n,)),
             "truncated": (np.bool_, (n,)),
+            "seed": (np.uint64, (n,)),
+            "has_seed": (np.bool_, (n,)),
+            "restarts": (np.int64, (n,)),
+            "cut": (np.bool_, (n,)),
+            "started": (np.bool_, (n,)),
+            "pid": (np.int64, (workers,)),
         }
         if self.layout is not None:
             fields |= self.layout.fields("obs", (n,))
         if self.action_layout is not None:
             for i, (_, leaf_shape) in enumerate(self.action_layout.leaves):
                 fields[f"act.{i}"] = (np.uint8, (n, max(1, math.prod(leaf_shape)) * _ITEM_BYTES))
-        initialise = fd is None
-        self.block = SharedBlock(fields, fd)
+        self.block = SharedBlock(fields, None if fds is None else fds[0])
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fds is None else fds[1]
         self.arrays = self.block.arrays
-        self.go = [Semaphore(self.block.address("go", k), initialise=initialise) for k in range(workers)]
-        self.done = [Semaphore(self.block.address("done", k), initialise=initialise) for k in range(workers)]
-        self.any_done = Semaphore(self.block.address("any_done"), initialise=initialise)
+        addresses = [(self.block.address("go", k), self.block.address("done", k)) for k in range(workers)]
+        self.go = [Semaphore(go, initialise=fds is None) for go, _ in addresses]
+        self.done = [Semaphore(done, initialise=fds is None) for _, done in addresses]
 
     @property
-    def fd(self) -> int:
-        """File descriptor of the block."""
-        return self.block.fd
+    def fds(self) -> tuple[int, int]:
+        """File descriptors of the block and of the event that says that some command is done."""
+        return self.block.fd, self.event_fd
+
+    def forget(self, worker: int) -> None:
+        """Sets up a worker's semaphores anew, after it has ended in the midst of things."""
+        self.go[worker].initialise()
+        self.done[worker].initialise()
 
     def actions(self, rows: slice) -> list[ActionRows]:
         """Returns the action rows of each leaf, for some environments."""
@@ -175,13 +205,17 @@ class NodeBlock:
 
     def results(self, rows: slice) -> Mapping[str, Any]:
         """Returns the arrays that a worker writes its results to, for its rows."""
-        arrays = {name: self.arrays[name][rows] for name in ("rew", "terminated", "truncated")}
+        names = ("rew", "terminated", "truncated", "seed", "has_seed", "restarts", "cut", "started")
+        arrays = {name: self.arrays[name][rows] for name in names}
         if self.layout is None:
             return arrays | {"obs": np.full(len(arrays["rew"]), None, dtype=object)}
         leaves: Sequence[Tree] = [self.arrays[f"obs.{i}"][rows] for i in range(len(self.layout.leaves))]
         return arrays | {"obs": self.layout.tree(leaves)}
 
     def close(self) -> None:
-        """Gives the file descriptor back."""
+        """Gives the file descriptors back."""
+        if self.event_fd >= 0:
+            os.close(self.event_fd)
+            self.event_fd = -1
         self.block.close()
         self.arrays = {}

@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 
 from rayvec.errors import RemoteFailure
-from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import BulkSender, SharedBlock, split_actions
+from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.bulk import BulkSender, dumps
+from rayvec.pools.memory import SharedBlock, split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
-from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, BlockShape, NodeBlock, Op, Reply
+from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup
 from rayvec.rollout import ActingPolicy, as_policy, rollout
 from rayvec.types import Chunk, RawInfo
 
-__all__ = ["WorkerSpec", "worker_main"]
+__all__ = ["PackedChunk", "WorkerSpec", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
@@ -45,12 +46,14 @@ class WorkerSpec:
         first_id: Global index of its first environment.
         factory: By cloudpickle, of exactly its environments.
         node: Name of the node, for errors.
+        supervision: What becomes of environments that raise.
     """
 
     index: int
     first_id: int
     factory: bytes
     node: str
+    supervision: Supervision
 
 
 def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -93,7 +96,7 @@ class Worker:
         self._policies: dict[int, _HeldPolicy] = {}
         try:
             factory = pickle.loads(spec.factory)
-            self.pool = SerialPool(factory, spec.first_id, self._where)
+            self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
         except EnvsFailed as failed:
             self._sender.send(failed.failures[0][1])
             raise EOFError from failed
@@ -104,8 +107,13 @@ class Worker:
 
     def run(self) -> None:
         """Takes the block, then serves commands until the client closes."""
-        shape: BlockShape = pickle.loads(self._pipe.recv_bytes())
-        block = NodeBlock(shape, reduction.recv_handle(self._pipe))
+        setup: Setup = pickle.loads(self._pipe.recv_bytes())
+        shape = setup.shape
+        block = NodeBlock(shape, (reduction.recv_handle(self._pipe), reduction.recv_handle(self._pipe)))
+        for key, policy, size in setup.policies:
+            self.load_policy(key, policy)
+            if size is not None:
+                self.attach_weights(key, size)
         index = self._spec.index
         rows = slice(shape.worker_bounds[index], shape.worker_bounds[index + 1])
         self.pool.attach(block.layout, block.results(rows))
@@ -114,10 +122,10 @@ class Worker:
         self._first_id_at = block.first_id_at
         self._all_rows = list(range(self.pool.num_envs))
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
-        any_waiting = block.arrays["any_waiting"]
-        go, done, any_done = block.go[index], block.done[index], block.any_done
+        go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
+        block.arrays["pid"][index] = os.getpid()
         self._sender.send(os.getpid())
-        slot = 0
+        slot = setup.first_command % block.depth
         while not self._closed:
             while not go.acquire(_LOOK_S):
                 if self._pipe.poll():  # nothing is sent without a command: the other end has been closed
@@ -127,10 +135,10 @@ class Worker:
             reply = self._serve(ring[slot].tolist())
             has_reply[slot] = reply is not None
             done.post()
-            if any_waiting[0]:
-                any_done.post()
+            if wants_event[0]:
+                os.eventfd_write(block.event_fd, 1)
             if reply is not None:
-                self._sender.send(reply, bulk=isinstance(reply.value, Chunk))
+                self._send(reply)
             slot = (slot + 1) % block.depth
 
     def _serve(self, command: list[int]) -> Reply | None:
@@ -145,7 +153,10 @@ class Worker:
         except EnvsFailed as failed:
             failures = failed.failures
         objects = self._objects(rows)
-        return Reply(tuple(infos), failures, objects) if infos or failures or objects is not None else None
+        if not (infos or failures or objects is not None):
+            return None
+        notes, self.pool.notes = tuple(self.pool.notes), []
+        return Reply(tuple(infos), failures, objects, notes)
 
     def _act(self, command: list[int], rows: list[int]) -> list[RawInfo]:
         """Steps or resets rows."""
@@ -153,6 +164,8 @@ class Worker:
         if op == Op.STEP:
             actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
+        if op == Op.LOOK:
+            return []
         if op == Op.READY:
             return pool.ready_rows(rows)
         payload = pickle.loads(self._pipe.recv_bytes())
@@ -160,9 +173,22 @@ class Worker:
             return pool.reset_rows(rows, *payload)
         return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
 
+    def _send(self, reply: Reply) -> None:
+        """Sends a reply; if it can't be pickled, that is what is sent."""
+        bulk = isinstance(reply.value, PackedChunk) and self.pool.layout is not None
+        try:
+            self._sender.send(reply, bulk=bulk)
+        except (OSError, EOFError):
+            raise  # nobody is left to tell
+        except Exception as error:
+            where = f"{self._where}, in what an environment returned (infos, observations or results)"
+            self._sender.send(Reply(failures=((-1, RemoteFailure.capture(error, where)),)))
+
     def _call(self, name: str, args: tuple[Any, ...]) -> Reply:
         try:
-            return Reply(getattr(self, name)(*args))
+            value = getattr(self, name)(*args)
+            notes, self.pool.notes = tuple(self.pool.notes), []
+            return Reply(value, notes=notes)
         except EnvsFailed as failed:
             return Reply(failures=failed.failures)
         except Exception as error:
@@ -206,9 +232,13 @@ class Worker:
         fd = reduction.recv_handle(self._pipe)
         self._policies[key].attach(SharedBlock({"weights": (np.float32, (size,))}, fd))
 
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> Chunk:
+    def drop_policy(self, key: int) -> None:
+        """Forgets a policy."""
+        self._policies.pop(key).close()
+
+    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> PackedChunk:
         """Takes steps with a policy over this worker's slice."""
-        return rollout(
+        chunk = rollout(
             self.pool,
             self._policies[key].at(weights_version),
             num_steps,
@@ -217,6 +247,20 @@ class Worker:
             first_id=self._spec.first_id,
             weights_version=weights_version,
         )
+        return PackedChunk(replace(chunk, infos=(), reset_infos=()), dumps((chunk.infos, chunk.reset_infos)))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """A chunk on its way: its arrays may travel through shared memory that is used again, its infos not."""
+
+    chunk: Chunk
+    infos: bytes
+
+    def unpack(self) -> Chunk:
+        """Returns the chunk; its arrays are still views."""
+        infos, reset_infos = pickle.loads(self.infos)
+        return replace(self.chunk, infos=infos, reset_infos=reset_infos)
 
 
 class _HeldPolicy:
@@ -228,9 +272,13 @@ class _HeldPolicy:
         self._version = 0
 
     def attach(self, block: SharedBlock) -> None:
+        self.close()
+        self._block = block
+
+    def close(self) -> None:
         if self._block is not None:
             self._block.close()
-        self._block = block
+            self._block = None
 
     def at(self, version: int) -> ActingPolicy:
         """Returns the policy with this version of its weights, which is what the block holds."""

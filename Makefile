@@ -1,0 +1,55 @@
+# Every command builds .venv first if it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+SEED ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs bench clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rayvec needs Python 3.11 or newer; pass another one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+.venv: $(STAMP) ## Build the virtual environment from the tested versions
+	@:
+
+demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=1)
+	$(BIN)/rayvec train ppo --env-id CartPole-v1 --seed $(SEED)
+
+test: $(STAMP) ## Run the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Lint, formatting, types, and the examples in docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict rayvec
+	$(BIN)/python -m pytest --doctest-modules rayvec
+
+format: $(STAMP) ## Put the code into the form that check asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DOCS_STAMP) ## Build the documentation into docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "open docs/_build/index.html"
+
+bench: $(STAMP) ## Run the benchmark suites
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only
+
+clean: ## Remove the virtual environment, builds and caches, never runs/
+	rm -rf $(VENV) build dist docs/_build docs/configuration-table.md *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

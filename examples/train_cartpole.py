@@ -1,0 +1,22 @@
+"""Train PPO on CartPole-v1, then look at what the run left behind.
+
+python examples/train_cartpole.py
+"""
+
+from __future__ import annotations
+
+import sys
+
+import rayvec
+
+
+def main(total_steps: int = 50_000) -> None:
+    """Trains with few settings changed; the rest are the defaults of the command line."""
+    config = rayvec.PPOConfig(env_id="CartPole-v1", total_steps=total_steps, seed=1)
+    result = rayvec.train(config)
+    print(f"mean greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps")
+    print("files:", *sorted(path.name for path in result.run_dir.iterdir()))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The command line: ``rayvec train | eval | doctor``.
+
+Options are the fields of the config classes, read by tyro. What can't work ends with one message on
+standard error and exit code 2; Ctrl-C ends with code 130.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+import tyro
+
+import rayvec
+from rayvec.config import CONFIGS, TrainConfig
+from rayvec.errors import ConfigError, RayvecError, message
+from rayvec.fields import Bounds, check, field_names
+
+__all__ = ["main"]
+
+_RESUME_HELP = "Go on with the run in this directory, from its last checkpoint and with its own settings."
+
+
+def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
+    """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat what they say."""
+    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
+    namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
+    return dataclasses.make_dataclass(
+        cls.__name__, [resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+    )
+
+
+if TYPE_CHECKING:
+    _Settings = TrainConfig
+else:  # one subcommand for each algorithm; a union needs a second member to be one
+    _Settings = Union[
+        *(Annotated[_options(cls), tyro.conf.subcommand(name)] for name, cls in CONFIGS.items()),
+        Annotated[None, tyro.conf.Suppress],
+    ]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train an agent, evaluate it greedily, and keep everything in a run directory."""
+
+    settings: _Settings
+
+    def run(self) -> None:
+        """Trains, or goes on with a run."""
+        cls = CONFIGS[self.settings.algorithm]
+        given = {name: getattr(self.settings, name) for name in field_names(cls)}
+        run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
+        if run_dir is None:
+            config = cls(**given)
+            from rayvec.train import train
+
+            result = train(config)
+        else:
+            _refuse_changes(cls, given)
+            from rayvec.train import resume
+
+            result = resume(run_dir)
+        print(
+            f"greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps "
+            f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
+        )
+
+
+def _refuse_changes(cls: type[TrainConfig], given: dict[str, Any]) -> None:
+    defaults = {item.name: item.default for item in dataclasses.fields(cls) if item.default is not dataclasses.MISSING}
+    changed = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
+    if changed:
+        raise ConfigError(
+            message(
+                "A resumed run keeps the settings that it began with.",
+                expected="--resume RUN_DIR alone",
+                got=", ".join(changed),
+                remedy="Leave these out, or start a new run without --resume.",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Play greedy episodes with the last checkpoint of a run; the first number printed is their mean return."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Directory of the run."""
+
+    episodes: Annotated[int, Bounds(1)] = 100
+    """Episodes to play."""
+
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] | None = None
+    """Play other episodes than those that the run was judged on at its end."""
+
+    def run(self) -> None:
+        """Evaluates."""
+        check(self)
+        from rayvec.evaluate import evaluate_run
+
+        evaluation = evaluate_run(self.run_dir, num_episodes=self.episodes, seed=self.seed)
+        print(
+            f"mean return {evaluation.return_mean:.2f}, standard deviation {evaluation.return_std:.2f}, "
+            f"{self.episodes} episodes of {evaluation.lens.mean():.1f} steps on average"
+        )
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what there is to run on: versions, cores, limits, and whether Ray answers."""
+
+    address: str | None = None
+    """Cluster to look at; unset: RAY_ADDRESS, or else a private one that is started for it."""
+
+    def run(self) -> None:
+        """Prints a line for each finding."""
+        for finding in itertools.chain(_versions(), _limits(), _cluster(self.address)):
+            print(finding, flush=True)
+
+
+def _versions() -> Iterator[str]:
+    yield f"python      {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield f"rayvec      {rayvec.__version__}"
+    for package in ("ray", "gymnasium", "torch", "numpy", "tianshou"):
+        yield f"{package:11} {importlib.metadata.version(package)}"
+
+
+def _limits() -> Iterator[str]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield f"cores       {len(os.sched_getaffinity(0))} of {os.cpu_count()} usable by this process"
+    yield f"open files  {soft} allowed, can be raised to {hard}" + (" (few: ulimit -n 65536)" if soft < 4096 else "")
+    shared = shutil.disk_usage("/dev/shm")
+    yield f"/dev/shm    {shared.free / 2**30:.1f} GiB free of {shared.total / 2**30:.1f} GiB"
+
+
+def _cluster(address: str | None) -> Iterator[str]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from rayvec.cluster import RaySession
+
+    session = RaySession(address)
+    try:
+        where = address or os.environ.get("RAY_ADDRESS") or "a private local cluster"
+        yield f"ray         answers: {where}"
+        niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
+        for node in (node for node in ray.nodes() if node["Alive"]):
+            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            nice = ray.get(niceness.options(scheduling_strategy=here).remote())
+            advice = " (a busy driver starves them: start Ray with RAY_worker_niceness=0)" if nice else ""
+            cores = node["Resources"].get("CPU", 0)
+            yield f"node        {node['NodeManagerAddress']}: {cores:.0f} cores, workers at nice {nice}{advice}"
+    finally:
+        session.release()
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code: 0, 2 where the input can't work, 130 after Ctrl-C.
+
+    Args:
+        args: Of the command line, without the program's name; those of this process if left out.
+    """
+    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    try:
+        command: Train | Eval | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
+        command.run()
+    except KeyboardInterrupt as interrupt:
+        print(f"rayvec: {interrupt or 'interrupted'}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        text = _explanation(error)
+        if text is None:
+            raise
+        print(f"rayvec: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _explanation(error: Exception) -> str | None:
+    """Returns what to tell of an error that has an explanation, or None where it is a defect of ours."""
+    if isinstance(error, RayvecError):
+        return str(error)
+    if isinstance(error.__cause__, RayvecError):  # an environment raised: its own error, and where
+        return message(
+            "An environment is made and stepped without raising.",
+            expected="no exception",
+            got=str(error.__cause__).split("\n\n", 1)[0],
+            remedy="Correct the environment or what is passed to it.",
+        )
+    return None

@@ -1,0 +1,250 @@
+"""Settings of a run: frozen dataclasses that the command line, the YAML file and the docs derive from.
+
+A field's docstring is the literal below it, its bounds stand in its type (see `rayvec.fields`), and
+nothing repeats either: ``rayvec train`` reads them by tyro, `TrainConfig.to_yaml` writes them as
+comments, and the table in the documentation is made of them.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import yaml
+
+from rayvec.errors import ConfigError, message
+from rayvec.fields import Bounds, check, describe, field_names, plain
+
+__all__ = ["CONFIGS", "PPOConfig", "TrainConfig"]
+
+
+Count = Annotated[int, Bounds(1)]
+NonNegative = Annotated[float, Bounds(0)]
+Positive = Annotated[float, Bounds(0, above=True)]
+Fraction = Annotated[float, Bounds(0, 1)]
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every run has, whatever it learns by.
+
+    Raises:
+        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+    """
+
+    algorithm: ClassVar[str] = ""
+
+    env_id: str = "CartPole-v1"
+    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
+
+    env_kwargs: dict[str, Scalar] = field(default_factory=dict)
+    """Keyword arguments for the environment's constructor."""
+
+    total_steps: Count = 100_000
+    """Environment steps to train for, rounded up to whole iterations."""
+
+    num_envs: Count = 16
+    """Environments that are stepped side by side."""
+
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 1
+    """Decides initial weights, exploration, minibatches and the seeds of the environments."""
+
+    run_dir: Path | None = None
+    """Directory of the run, which must not exist yet; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
+
+    num_nodes: Count | None = None
+    """Ray nodes to spread the environments over; unset: decided by the cluster's resources."""
+
+    workers_per_node: Count | None = None
+    """Worker processes on each node; unset: decided by the node's cores."""
+
+    address: str | None = None
+    """Address of a running Ray cluster; unset: RAY_ADDRESS, or else a private cluster on this machine."""
+
+    inference: Literal["worker", "driver"] = "worker"
+    """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back)."""
+
+    learner_threads: Count = 1
+    """Threads that an update computes with; small nets gain nothing from a second, which waits for a core."""
+
+    eval_episodes: Annotated[int, Bounds(0)] = 100
+    """Episodes of the greedy evaluation after training; 0 leaves it out."""
+
+    checkpoint_interval_s: NonNegative = 5.0
+    """Seconds of training between checkpoints; 0 saves one after every iteration."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.env_id:
+            raise ConfigError(
+                message(
+                    "env_id names the environment.",
+                    expected="an id that Gymnasium knows",
+                    got="an empty string",
+                    remedy='Pass one, for example env_id="CartPole-v1".',
+                )
+            )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two updates of the weights."""
+        raise NotImplementedError
+
+    @property
+    def num_iterations(self) -> int:
+        """How many iterations the run has."""
+        return math.ceil(self.total_steps / self.steps_per_iteration)
+
+    def train_seed(self, steps: int) -> int:
+        """Returns the seed of the episodes begun after `steps` steps; environment i adds i to it.
+
+        A run that is resumed does not see its first episodes again. The result lies in [0, 2^30 - 2^20).
+        """
+        return _derived_seed(self.seed, steps)
+
+    def eval_seed(self) -> int:
+        """Returns the first seed of evaluation: 2^30 above where training's can lie, so that they never meet."""
+        return 2**30 + _derived_seed(self.seed, 0)
+
+    def to_yaml(self) -> str:
+        """Returns the settings as commented YAML that `from_yaml` reads back to an equal object."""
+        parts = [f"algorithm: {self.algorithm}\n"]
+        values = plain(self)
+        for row in describe(type(self)):
+            comment = "\n".join(textwrap.wrap(row.doc, 116, initial_indent="# ", subsequent_indent="# "))
+            parts.append(f"{comment}\n{yaml.safe_dump({row.name: values[row.name]})}")
+        return "\n".join(parts)
+
+    @staticmethod
+    def from_yaml(text: str) -> TrainConfig:
+        """Returns the settings that `to_yaml` wrote, as the class that their ``algorithm`` names.
+
+        Raises:
+            ConfigError: Not a mapping, an unknown algorithm or setting, or a value that can't work.
+        """
+        try:
+            settings = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            settings = f"no YAML ({' '.join(str(error).split())})"
+        return TrainConfig.from_plain(settings)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the settings as strings, numbers, lists and dicts, ``algorithm`` among them."""
+        return {"algorithm": self.algorithm, **plain(self)}
+
+    @staticmethod
+    def from_plain(settings: object) -> TrainConfig:
+        """Returns the settings that `to_plain` described.
+
+        Raises:
+            ConfigError: Not a mapping, an unknown algorithm or setting, or a value that can't work.
+        """
+        if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
+            raise ConfigError(
+                message(
+                    "Settings are a mapping that names its algorithm.",
+                    expected=f"algorithm: one of {', '.join(CONFIGS)}",
+                    got=settings.get("algorithm") if isinstance(settings, dict) else settings,
+                    remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
+                )
+            )
+        cls = CONFIGS[settings["algorithm"]]
+        values = {name: value for name, value in settings.items() if name != "algorithm"}
+        unknown = sorted(map(str, values.keys() - set(field_names(cls))))
+        if unknown:
+            raise ConfigError(
+                message(
+                    f"{cls.__name__} has a closed list of settings.",
+                    expected=", ".join(field_names(cls)),
+                    got=", ".join(unknown),
+                    remedy="Correct the name or leave it out.",
+                )
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(TrainConfig):
+    """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
+
+    Raises:
+        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+    """
+
+    algorithm: ClassVar[str] = "ppo"
+
+    num_steps: Count = 64
+    """Steps that each environment takes in an iteration."""
+
+    learning_rate: Positive = 2.5e-3
+    """Step size of Adam at the start."""
+
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+
+    gamma: Fraction = 0.98
+    """Discount for each step."""
+
+    gae_lambda: Fraction = 0.9
+    """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
+
+    num_epochs: Count = 8
+    """Passes over an iteration's steps."""
+
+    minibatch_size: Count = 256
+    """Steps in a minibatch, about: those of an epoch differ by at most one step."""
+
+    clip_coef: Positive = 0.2
+    """How far the ratio of action probabilities may move from 1 before its gradient is cut."""
+
+    clip_value_loss: bool = False
+    """Clip the value's change by clip_coef too."""
+
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+
+    max_grad_norm: Positive = 0.5
+    """Global norm that gradients are clipped to."""
+
+    normalize_advantage: bool = True
+    """Give the advantages of each minibatch mean 0 and standard deviation 1."""
+
+    target_kl: Positive | None = None
+    """End an iteration's epochs once the approximate KL divergence passes this; unset: never."""
+
+    hidden_sizes: tuple[Count, ...] = (64, 64)
+    """Units in each hidden layer of the policy's and of the value's net."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minibatch_size > self.steps_per_iteration:
+            raise ConfigError(
+                message(
+                    "A minibatch is part of one iteration.",
+                    expected=f"minibatch_size at most num_envs * num_steps = {self.steps_per_iteration}",
+                    got=self.minibatch_size,
+                    remedy="Lower minibatch_size, or raise num_envs or num_steps.",
+                )
+            )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two updates of the weights."""
+        return self.num_envs * self.num_steps
+
+
+CONFIGS: dict[str, type[TrainConfig]] = {cls.algorithm: cls for cls in (PPOConfig,)}
+"""Config classes by the name that their algorithm has on the command line."""
+
+
+def _derived_seed(seed: int, steps: int) -> int:
+    """Returns a number in [0, 2^30 - 2^20): some environments take no seed beyond 2^31."""
+    return int(np.random.SeedSequence([seed, steps]).generate_state(1)[0]) % (2**30 - 2**20)

@@ -1,0 +1,1 @@
+"""Learners turn batches of experience into new weights. None of them imports Ray."""

@@ -1,0 +1,267 @@
+"""Proximal policy optimisation (Schulman et al., 2017), readable from top to bottom.
+
+The details are those of Huang et al., "The 37 implementation details of proximal policy optimization" (ICLR blog
+track, 2022), with two differences: an episode that was truncated bootstraps from the value of its true final
+observation, and the minibatches of an epoch differ in size by at most one row, so that none is left over.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rayvec.errors import CheckpointError, LearnerError, message
+from rayvec.learners.base import FlatParameters
+from rayvec.nets import ActorCritic, make_actor_critic
+from rayvec.returns import gae
+from rayvec.types import Batch, Chunk
+
+if TYPE_CHECKING:
+    from rayvec.config import PPOConfig
+
+__all__ = ["PPOLearner"]
+
+_METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """B steps that happened, in any order.
+
+    Attributes:
+        obs: Encoded observations, ``[B, D]``.
+        sample: What the policy drew, ``[B, C]``.
+        logp: Its log-probability at the time, ``[B]``.
+        value: Value of `obs` before the update, ``[B]``.
+        advantage: ``[B]``.
+        target: What the value should have been, ``[B]``.
+    """
+
+    obs: Tensor
+    sample: Tensor
+    logp: Tensor
+    value: Tensor
+    advantage: Tensor
+    target: Tensor
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.logp)
+
+    def __getitem__(self, index: Tensor) -> Rows:
+        """Returns the rows that `index` selects."""
+        return Rows(*(getattr(self, name)[index] for name in self.__slots__))
+
+
+class PPOLearner:
+    """Improves an actor-critic by proximal policy optimisation.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        config: PPO's own settings, ``total_steps`` and ``seed``.
+        module: What to train, in place of an MLP of ``config.hidden_sizes``; it then belongs to the learner.
+
+    Attributes:
+        module: The actor-critic in training.
+
+    Raises:
+        ConfigError: There is no net for these spaces.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        config: PPOConfig,
+        *,
+        module: ActorCritic | None = None,
+    ) -> None:
+        self.config = config
+        self.module = module or make_actor_critic(
+            observation_space, action_space, config.hidden_sizes, seed=config.seed
+        )
+        self._flat = FlatParameters(self.module)
+        self._optimizer = torch.optim.Adam([self._flat.param], lr=config.learning_rate, eps=1e-5, fused=True)
+        self._num_updates = 0
+        self._num_steps = 0
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Learns from a batch: values and advantages once, then several epochs of minibatches.
+
+        A batch without a single valid step changes nothing.
+
+        Returns:
+            Means over all minibatches of ``policy_loss``, ``value_loss``, ``entropy`` (nats), ``approx_kl`` (nats,
+            Schulman's estimator ``mean(ratio - 1 - log ratio)``), ``clip_fraction`` and ``grad_norm`` (before
+            clipping); ``explained_variance`` of the value targets by the values before the update; and the
+            ``learning_rate`` used.
+
+        Raises:
+            LearnerError: The loss or its gradient is not finite, or the chunks lack what the policy records. The
+                weights are those before the failed step.
+        """
+        config = self.config
+        rows = self._rows(batch)
+        learning_rate = self._anneal()
+        generator = np.random.default_rng([config.seed, self._num_updates])
+        steps: list[Tensor] = []
+        for _ in range(config.num_epochs if len(rows) else 0):
+            epoch = [self._step(self._gradients(part)) for part in _minibatches(rows, config.minibatch_size, generator)]
+            steps += epoch
+            if config.target_kl is not None and _mean(epoch)["approx_kl"] > config.target_kl:
+                break
+        self._num_updates += 1
+        self._num_steps += len(rows)
+        return {
+            **_mean(steps),
+            "explained_variance": _explained_variance(rows.value, rows.target),
+            "learning_rate": learning_rate,
+        }
+
+    def _rows(self, batch: Batch) -> Rows:
+        """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
+        columns = zip(*map(self._columns, batch.chunks), strict=True)
+        obs, sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
+        gamma, lam = self.config.gamma, self.config.gae_lambda
+        advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
+        return Rows(*(torch.from_numpy(array[valid]) for array in (obs, sample, logp, value, advantage, target)))
+
+    def _columns(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+        """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
+
+        The observation after a step is what the policy saw next, except where an episode ended: each
+        observation is evaluated once.
+        """
+        encoder, distribution, (t, n) = self.module.encoder, self.module.distribution, chunk.final_index.T
+        if "logp" not in chunk.extras:
+            raise LearnerError(
+                message(
+                    "PPO weighs actions by the probability with which they were chosen.",
+                    expected='extras["logp"] in every chunk',
+                    got=sorted(chunk.extras),
+                    remedy="Collect with rayvec.Policy(learner.module)",
+                )
+            )
+        obs = np.concatenate([encoder(chunk.obs), encoder(chunk.last_obs)[None]])
+        with torch.no_grad():
+            value = self.module.value(torch.from_numpy(obs)).numpy()
+            next_value = value[1:].copy()
+            next_value[t, n] = self.module.value(self.module.encode(chunk.final_obs)).numpy()
+        sample = distribution.recorded(chunk.act, chunk.extras)
+        ends = (chunk.rew, chunk.terminated, chunk.truncated, chunk.valid)
+        return (obs[:-1], sample, chunk.extras["logp"], value[:-1], next_value, *ends)
+
+    def _anneal(self) -> float:
+        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
+        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
+        learning_rate = self.config.learning_rate * max(left, 0.0)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        return learning_rate
+
+    def _gradients(self, rows: Rows) -> Tensor:
+        """Computes the gradient of a minibatch's loss into the flat buffer; returns the first five metrics, ``[5]``."""
+        config = self.config
+        logp, entropy = self.module.distribution.logp_entropy(self.module.action_parameters(rows.obs), rows.sample)
+        log_ratio = logp - rows.logp
+        ratio = log_ratio.exp()
+        advantage = rows.advantage
+        if config.normalize_advantage:
+            advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+        clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
+        policy_loss = -torch.minimum(advantage * ratio, advantage * clipped_ratio)
+
+        value = self.module.value(rows.obs)
+        value_loss = 0.5 * (value - rows.target).square()
+        if config.clip_value_loss:
+            clipped_value = rows.value + (value - rows.value).clamp(-config.clip_coef, config.clip_coef)
+            value_loss = torch.maximum(value_loss, 0.5 * (clipped_value - rows.target).square())
+
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
+        self._flat.zero_grad()
+        torch.autograd.backward(loss.mean())
+        with torch.no_grad():
+            approx_kl = ratio - 1 - log_ratio
+            is_clipped = ((ratio - 1).abs() > config.clip_coef).to(ratio)
+            return torch.stack([policy_loss, value_loss, entropy, approx_kl, is_clipped]).mean(1)
+
+    def _step(self, stats: Tensor) -> Tensor:
+        """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""
+        stats = torch.cat([stats, self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)])
+        if not math.isfinite(stats.sum()):
+            raise LearnerError(
+                message(
+                    f"A loss and its gradient are finite numbers (update {self._num_updates}).",
+                    expected="finite numbers",
+                    got=_mean([stats]),
+                    remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
+                )
+            )
+        self._optimizer.step()
+        return stats
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of all parameters, flat: what ``Policy.load_weights`` takes."""
+        return self._flat.data.float().numpy().copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what the next update depends on: tensors and plain values only.
+
+        There is no random state: permutations are drawn from (seed, number of the update).
+        """
+        return copy.deepcopy(
+            {
+                "parameters": self._flat.data,
+                "optimizer": self._optimizer.state_dict(),
+                "num_updates": self._num_updates,
+                "num_steps": self._num_steps,
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on exactly where the learner was that `state` was taken from.
+
+        Raises:
+            CheckpointError: `state` is not that of a PPO learner, or of another net.
+        """
+        expected = self.state_dict()
+        if state.keys() != expected.keys() or state["parameters"].shape != expected["parameters"].shape:
+            raise CheckpointError(
+                message(
+                    "A learner continues from the state of one with the same net.",
+                    expected=f"{sorted(expected)}, {len(expected['parameters'])} parameters",
+                    got=f"{sorted(state)}, {len(state.get('parameters', ()))} parameters",
+                    remedy="Use the configuration that the checkpoint was written with",
+                )
+            )
+        self._flat.data.copy_(state["parameters"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._num_updates = state["num_updates"]
+        self._num_steps = state["num_steps"]
+
+
+def _minibatches(rows: Rows, size: int, generator: np.random.Generator) -> Iterator[Rows]:
+    """Yields all rows once, shuffled, in parts of about `size` that differ by at most one row."""
+    permutation = torch.from_numpy(generator.permutation(len(rows)))
+    for index in permutation.tensor_split(max(1, round(len(rows) / size))):
+        yield rows[index]
+
+
+def _mean(stats: list[Tensor]) -> dict[str, float]:
+    """Returns the means over minibatches, by name; 0 where there were none."""
+    return dict(zip(_METRICS, torch.stack(stats).mean(0).tolist() if stats else [0.0] * len(_METRICS), strict=True))
+
+
+def _explained_variance(value: Tensor, target: Tensor) -> float:
+    """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
+    variance = float(target.var(correction=0)) if len(target) else 0.0
+    return 1 - float((target - value).var(correction=0)) / variance if variance > 0 else 0.0

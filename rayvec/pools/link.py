@@ -1,0 +1,254 @@
+"""One worker as its client sees it: commands are posted, and waited for in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.errors import RemoteFailure, WorkerLostError, message
+from rayvec.pools.bulk import BulkReceiver, dumps
+from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply
+from rayvec.types import RawInfo
+
+__all__ = ["LOOK_S", "WorkerLink"]
+
+LOOK_S = 0.1
+"""How often a wait looks whether the worker still lives."""
+_PIPE_BYTES = 1 << 16
+"""What surely fits into a pipe that nobody reads."""
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """Commands to one worker, and what came back.
+
+    Args:
+        block: Of the node.
+        index: Of the worker.
+        pipe: To the worker.
+        where: Its name, for errors.
+        first_id: Global index of the node's first environment.
+
+    Attributes:
+        start: Index, on the node, of its first environment.
+        stop: Index after that of its last.
+        infos: Raw infos that nobody has asked for yet, by global environment id.
+        objects: Last observation of each environment whose observations are no arrays, by index on the node.
+        failures: What environments raised, likewise.
+    """
+
+    def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str, first_id: int) -> None:
+        bounds = block.shape.worker_bounds
+        self.index = index
+        self._first_id = first_id
+        self.start, self.stop = bounds[index], bounds[index + 1]
+        self.where = where
+        self.infos: dict[int, RawInfo] = {}
+        self.objects: dict[int, Any] = {}
+        self.failures: list[tuple[int, RemoteFailure]] = []
+        self._replies: dict[int, Reply] = {}
+        self._posted: dict[int, tuple[float, int, bytes]] = {}
+        self._go, self._done = block.go[index], block.done[index]
+        self._ring = block.arrays["ring"][index]
+        self._has_reply = block.arrays["has_reply"][index]
+        self._head, self._tail = block.arrays["head"][index : index + 1], block.arrays["tail"][index : index + 1]
+        self._pid = block.arrays["pid"][index : index + 1]
+        self._depth, self._first_id_at = block.depth, block.first_id_at
+        self._take(pipe)
+
+    def _take(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._receiver = BulkReceiver(pipe)
+        try:
+            self._pidfd = os.pidfd_open(int(self._pid[0]))
+        except ProcessLookupError:
+            self._pidfd = -1
+
+    @property
+    def num_posted(self) -> int:
+        """How many commands have been posted: the number of the next."""
+        return int(self._head[0])
+
+    @property
+    def num_done(self) -> int:
+        """How many commands are done and noted: the number of the oldest under way."""
+        return int(self._tail[0])
+
+    def post(
+        self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, dtypes: Sequence[int] = (), payload: Any = None
+    ) -> int:
+        """Posts a step or reset of these rows (the worker's own); returns the command's number."""
+        command = self._ring[self.num_posted % self._depth]
+        count, at = len(rows), self._first_id_at
+        command[OP] = op
+        command[AUTORESET] = autoreset
+        command[COUNT] = count
+        if dtypes:
+            command[DTYPES:at] = dtypes
+        command[at : at + count] = rows
+        return self._post(b"" if payload is None else dumps(payload))
+
+    def post_call(self, name: str, *args: Any, num_steps: int = 1) -> int:
+        """Posts a call of one of the worker's methods, which takes so many steps."""
+        self._ring[self.num_posted % self._depth][OP] = Op.CALL
+        return self._post(dumps((name, args)), num_steps)
+
+    def _post(self, payload: bytes, num_steps: int = 1) -> int:
+        number = self.num_posted
+        if payload:
+            self._make_room(len(payload))
+        self._head[0] = number + 1
+        self._posted[number] = (time.monotonic(), num_steps, payload)
+        self._go.post()
+        if payload:
+            self._send(payload)
+        return number
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Waits until what lies in the pipe leaves room: the worker may be writing too, and both would block."""
+        with contextlib.suppress(WorkerLostError):  # as whoever waits for it finds out
+            while (
+                self._posted and num_bytes + sum(len(payload) for _, _, payload in self._posted.values()) > _PIPE_BYTES
+            ):
+                self.wait(self.num_done, None)
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            self.pipe.send_bytes(payload)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the worker is gone, as whoever waits for it finds out
+
+    def wait(self, number: int, deadline: float | None) -> None:
+        """Waits until the command with this number is done.
+
+        What came with steps and resets is kept, by environment, for :meth:`PoolClient.recv`; what calls
+        returned, by number, for :meth:`take_reply`.
+
+        Raises:
+            TimeoutError: It was not done at `deadline` (of ``time.monotonic``).
+            WorkerLostError: The worker ended.
+        """
+        while self._tail[0] <= number:
+            self._acquire(deadline)
+            self._finish()
+
+    def overdue_s(self, number: int, step_timeout_s: float) -> float:
+        """When a command that is under way takes too long, by ``time.monotonic``."""
+        posted_s, num_steps, _ = self._posted[number]
+        return posted_s + num_steps * step_timeout_s
+
+    def poll(self) -> None:
+        """Takes note of the commands that are done, without waiting."""
+        while self._tail[0] < self._head[0] and self._done.try_acquire():
+            self._finish()
+
+    def take_reply(self, number: int) -> Reply:
+        """Returns what the call with this number, which is done, returned."""
+        return self._replies.pop(number)
+
+    def reconnect(self, pipe: Connection, *, repeat: bool) -> None:
+        """Goes on with another process in the place of the one that ended.
+
+        Args:
+            pipe: To the new process, which begins with the oldest command that is under way.
+            repeat: Whether commands under way are ours to give to it again.
+        """
+        self.close()
+        self._take(pipe)
+        if not repeat:
+            return
+        for number in range(self.num_done, self.num_posted):
+            _, num_steps, payload = self._posted[number]
+            self._posted[number] = (time.monotonic(), num_steps, payload)
+            self._go.post()
+            if payload:
+                self._send(payload)
+
+    def _acquire(self, deadline: float | None) -> None:
+        while not self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
+            if self.ended() and not self._done.try_acquire():
+                raise self.lost()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.where} has not answered in time")
+
+    def _finish(self) -> None:
+        """Takes note of the oldest command under way, which is done."""
+        number = self.num_done
+        slot = number % self._depth
+        if self._has_reply[slot]:
+            try:
+                reply: Reply = self._receiver.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise self.lost() from error
+            for note in reply.notes:
+                logger.warning(note)
+            if self._ring[slot][OP] == Op.CALL:
+                self._replies[number] = reply
+            else:
+                self._keep(self._ring[slot], reply)
+        self._tail[0] = number + 1
+        self._posted.pop(number, None)
+
+    def _keep(self, command: NDArray[np.int64], reply: Reply) -> None:
+        self.failures += reply.failures
+        infos = reply.infos
+        if reply.objects is not None:
+            rows = command[self._first_id_at : self._first_id_at + command[COUNT]].tolist()
+            infos = tuple(self._with_known_final(info) for info in infos)
+            for row, obs in zip(rows, reply.objects, strict=True):
+                if obs is not None:  # a process that took another's place does not know the last one
+                    self.objects[self.start + row] = obs
+        for info in infos:
+            self.infos[info.env_id] = info
+
+    def _with_known_final(self, info: RawInfo) -> RawInfo:
+        if info.final_info is None or info.final_obs is not None:
+            return info
+        return info._replace(final_obs=self.objects.get(info.env_id - self._first_id))
+
+    def ended(self) -> bool:
+        """Whether the worker's process has ended.
+
+        Its pipe would not tell: a child of the environment may hold it open.
+        """
+        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def lost(self) -> WorkerLostError:
+        """Describes that the worker is gone."""
+        return WorkerLostError(
+            message(
+                "A worker process runs until the pool is closed.",
+                expected=f"{self.where} to answer",
+                got="its process has ended (killed, out of memory, or a crash in an environment's native code)",
+                remedy="Look into the system's log for what killed it; on_env_error='restart' makes it anew.",
+            )
+        )
+
+    def hangs(self, step_timeout_s: float) -> WorkerLostError:
+        """Describes that the worker takes too long."""
+        return WorkerLostError(
+            message(
+                "An environment answers within step_timeout_s.",
+                expected=f"{self.where} to answer within {step_timeout_s} s",
+                got="no answer; the worker has been killed",
+                remedy="Raise step_timeout_s if steps may take so long; on_env_error='restart' makes it anew.",
+            )
+        )
+
+    def close(self) -> None:
+        """Closes the pipe, upon which the worker ends."""
+        self._receiver.close()
+        self.pipe.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,211 @@
+"""The environments of one node: a Ray actor around a process pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.errors import RemoteFailure
+from rayvec.pools.base import PoolSpaces, Supervision
+from rayvec.pools.frames import FrameFormat, Kind, Request
+from rayvec.pools.link import LOOK_S
+from rayvec.pools.process import ProcessPool, Workers
+from rayvec.pools.stream import Listener
+from rayvec.pools.supervision import NodeState
+from rayvec.pools.wire import BlockShape
+from rayvec.types import Chunk, NodeSlice, StepBatch
+
+__all__ = ["LEND_S", "NodeActor"]
+
+LEND_S = 10.0
+_FDS_PER_MESSAGE = 100
+
+
+class NodeActor:
+    """Holds the environments of one node.
+
+    No method raises what an environment raised: it returns a :class:`~rayvec.errors.RemoteFailure`, which
+    the driver raises. Calls come one at a time; while the driver steps through the stream or through
+    shared memory that it was lent, none comes that touches the environments.
+    """
+
+    def __init__(self, node_slice: NodeSlice, supervision: Supervision) -> None:
+        self._slice = node_slice
+        self._supervision = supervision
+        self._workers: Workers | None = None
+        self._pool: ProcessPool | None = None
+        self._listener: Listener | None = None
+        self._kept_for_driver: deque[Any] = deque()
+        self._kept_for_node: deque[Any] = deque()
+
+    def start(self, factory: bytes, preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
+        """Starts the workers, which make their environments; returns what these say of themselves."""
+
+        def begin() -> PoolSpaces:
+            self._workers = Workers(
+                pickle.loads(factory), self._slice.worker_bounds, self._slice.name, preload, self._supervision
+            )
+            return self._workers.spaces
+
+        return self._guard(begin)  # type: ignore[no-any-return]
+
+    def allocate(
+        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
+    ) -> BlockShape | RemoteFailure:
+        """Makes the shared memory for these spaces, and goes on from a lost node's state if there is one."""
+
+        def make() -> BlockShape:
+            assert self._workers is not None
+            self._pool = ProcessPool(self._workers, observation, action, state)
+            return self._pool.block_shape
+
+        return self._guard(make)  # type: ignore[no-any-return]
+
+    def listen(self, key: bytes) -> int:
+        """Opens the stream on this node's own address; returns its port."""
+        self._listener = Listener(self._slice.address, key, self._serve)
+        return self._listener.port
+
+    def lend(self, name: str) -> None:
+        """Hands the block, its event and the workers' pipes to the process listening on this abstract socket."""
+        assert self._pool is not None
+        _hand_over(name, self._pool.fds)
+
+    def respawn(self, index: int, name: str) -> RemoteFailure | None:
+        """Starts a worker anew for the process that is lent the pool, and hands it the new pipe."""
+
+        def restart() -> None:
+            assert self._pool is not None
+            _hand_over(name, [self._pool.respawn(index)])
+
+        return self._guard(restart)  # type: ignore[no-any-return]
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """Calls a method of the process pool."""
+        return self._guard(lambda: getattr(self._pool, name)(*args))
+
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> Any:
+        """Puts weights, which Ray has fetched once for this node, where the workers read them."""
+        return self.ask("publish", key, version, weights)
+
+    def rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int
+    ) -> tuple[Chunk, float] | RemoteFailure:
+        """Lets the workers take steps with a policy; returns their chunk and the seconds that took."""
+
+        def timed() -> tuple[Chunk, float]:
+            assert self._pool is not None
+            begin = time.monotonic()
+            return self._pool.rollout(key, num_steps, first_step, noise_seed), time.monotonic() - begin
+
+        return self._guard(timed)  # type: ignore[no-any-return]
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> list[Any] | RemoteFailure:
+        """Calls a method of environments and waits for the results."""
+
+        def whole() -> list[Any]:
+            assert self._pool is not None
+            return self._pool.call(name, args, kwargs, env_ids)(None)
+
+        return self._guard(whole)  # type: ignore[no-any-return]
+
+    def keep(self, value: Any) -> None:
+        """Takes what the next frame of its kind can't carry: actions, or seeds and options."""
+        self._kept_for_node.append(value)
+
+    def kept(self) -> StepBatch | RemoteFailure:
+        """Returns what the oldest such frame to the driver could not carry."""
+        value: StepBatch | RemoteFailure = self._kept_for_driver.popleft()
+        return value
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of this actor and of its workers, for those who look after them."""
+        return [os.getpid(), *(self._pool.worker_pids if self._pool is not None else [])]
+
+    def close(self) -> None:
+        """Closes the environments and ends the workers."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._pool is not None:
+            self._pool.close()
+        elif self._workers is not None:
+            self._workers.close()
+
+    def _guard(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            return RemoteFailure.capture(error, f"node {self._slice.name}")
+
+    def _serve(self, connection: Connection) -> None:
+        """Does what frames ask for, until the driver hangs up.
+
+        A frame that has arrived is started before an answer is awaited: that is what lets one group step
+        while another is answered.
+        """
+        pool = self._pool
+        assert pool is not None
+        frames = FrameFormat(pool.layout, pool.action_layout)
+        together: deque[NDArray[np.int64]] = deque()
+        loose = 0
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                while not (together or loose) or connection.poll():
+                    request = frames.unpack_request(connection.recv_bytes())
+                    self._begin(pool, request)
+                    if request.loose:
+                        loose += len(request.env_ids)
+                    else:
+                        together.append(request.env_ids)
+                if together:
+                    connection.send_bytes(self._answer(pool, frames, together.popleft()))
+                elif len(ready := pool.ready_ids()):
+                    connection.send_bytes(self._answer(pool, frames, ready))
+                    loose -= len(ready)
+                elif not select.select([connection.fileno(), pool.event_fd], [], [], LOOK_S)[0]:
+                    pool.look_after()
+
+    def _begin(self, pool: ProcessPool, request: Request) -> None:
+        if request.kind in (Kind.READY, Kind.LOOK):
+            pool.ready(request.env_ids, begin=request.kind == Kind.READY)
+        elif request.kind == Kind.RESET:
+            seeds, options = request.seeds, request.options
+            if seeds is None:
+                seeds, options = self._kept_for_node.popleft()
+            pool.reset(request.env_ids, seeds, options)
+        else:
+            actions = request.actions if request.actions is not None else self._kept_for_node.popleft()
+            pool.send(request.env_ids, actions, request.autoreset)
+
+    def _answer(self, pool: ProcessPool, frames: FrameFormat, env_ids: NDArray[np.int64]) -> bytes:
+        try:
+            batch = pool.recv(env_ids)
+        except Exception as error:
+            self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
+            return frames.pack_kept(env_ids)
+        frame, keep = frames.pack_answer(batch)
+        if keep:
+            self._kept_for_driver.append(batch)
+        return frame
+
+
+def _hand_over(name: str, fds: Sequence[int]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(LEND_S)
+        sock.connect("\0" + name)
+        for start in range(0, len(fds), _FDS_PER_MESSAGE):
+            socket.send_fds(sock, [b"\0"], fds[start : start + _FDS_PER_MESSAGE])

@@ -1,0 +1,82 @@
+"""Flat buffers against the same work done tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rayvec.errors import ConfigError
+from rayvec.learners.base import FlatParameters
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    inputs = torch.linspace(-1, 1, 12).reshape(4, 3).to(next(net.parameters()))
+    return net(inputs).square().sum()  # type: ignore[no-any-return]
+
+
+def test_values_stay_and_live_in_one_buffer() -> None:
+    net = make_net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    flat = FlatParameters(net)
+    assert torch.equal(flat.data, torch.cat([tensor.reshape(-1) for tensor in before]))
+    flat.data.mul_(2)
+    for parameter, old in zip(net.parameters(), before, strict=True):
+        assert parameter.is_leaf and torch.equal(parameter, 2 * old)
+
+
+def test_gradients_accumulate_in_the_flat_buffer() -> None:
+    net, reference = make_net(), make_net()
+    flat = FlatParameters(net)
+    for count in (1, 2):
+        torch.autograd.backward(loss_of(net))
+        torch.autograd.backward(loss_of(reference))
+        expected = torch.cat([parameter.grad.reshape(-1) for parameter in reference.parameters()])  # type: ignore[union-attr]
+        assert torch.equal(flat.grad, expected), count
+    flat.zero_grad()
+    assert not flat.grad.any()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6], ids=["clipped", "left alone"])
+def test_clipping_equals_torchs(max_norm: float) -> None:
+    net, reference = make_net(), make_net()
+    flat = FlatParameters(net)
+    torch.autograd.backward(loss_of(net))
+    torch.autograd.backward(loss_of(reference))
+    norm = flat.clip_grad_norm(max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), max_norm))
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_one_fused_adam_equals_adam_for_each_tensor() -> None:
+    net = make_net().double()
+    reference = copy.deepcopy(net)
+    flat = FlatParameters(net)
+    optimizer = torch.optim.Adam([flat.param], lr=0.01, fused=True)
+    reference_optimizer = torch.optim.Adam(reference.parameters(), lr=0.01, foreach=False)
+    for _ in range(20):
+        flat.zero_grad()
+        torch.autograd.backward(loss_of(net))
+        optimizer.step()
+        reference_optimizer.zero_grad()
+        torch.autograd.backward(loss_of(reference))
+        reference_optimizer.step()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
+    with pytest.raises(ConfigError, match=r"Got: \['torch.float32 on cpu', 'torch.float64 on cpu'\]"):
+        FlatParameters(net)
+    with pytest.raises(ConfigError, match=r"Got: \[\]"):
+        FlatParameters(nn.Tanh())

@@ -1,0 +1,533 @@
+"""ProcessPool against SerialPool; and what becomes of workers that are killed, hang, or were told to end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kinds import (
+    ALL_SPACES,
+    ARRAY_SPACES,
+    MODES,
+    answer,
+    assert_same_batch,
+    env_fns,
+    factory,
+    pools_in_lockstep,
+    sample_actions,
+    within,
+)
+from odd_envs import (
+    Echo,
+    HasChild,
+    Imported,
+    KeepsActions,
+    LargeInfo,
+    OwnError,
+    Parent,
+    SlowCall,
+    Unpicklable,
+    WritesWhenClosed,
+)
+
+from rayvec.errors import EnvError, WorkerLostError
+from rayvec.pools.base import Autoreset
+from rayvec.pools.process import ProcessPool, even_bounds
+from rayvec.pools.serial import SerialPool
+from rayvec.rollout import rollout
+from rayvec.testing import (
+    CountingEnv,
+    DriftEnv,
+    FaultyEnv,
+    SpaceEnv,
+    TablePolicy,
+    TimedEnv,
+    assert_identical,
+    counting_errors,
+)
+
+DEADLINE_S = 20.0
+
+
+def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
+    return ProcessPool.start(factory(fns), workers)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (7, 3), (4, 4), (10, 4)])
+def test_slices_are_in_order_and_differ_by_one_at_most(num_envs: int, parts: int) -> None:
+    bounds = even_bounds(num_envs, parts, first=5)
+    sizes = np.diff(bounds)
+    assert (bounds[0], bounds[-1]) == (5, 5 + num_envs)
+    assert sizes.max() - sizes.min() <= 1 and sizes.min() >= 1
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("mode", list(Autoreset))
+    @pytest.mark.parametrize("kind", ALL_SPACES)
+    def test_equals_the_serial_pool_for_every_space(self, kind: str, mode: Autoreset) -> None:
+        space = ALL_SPACES[kind]
+        fns = env_fns(3, space, space)
+        with closing(SerialPool(factory(fns))) as serial, closing(process_pool(fns, 2)) as processes:
+            assert processes.spaces.observation == space and processes.spaces.action == space
+            pools_in_lockstep(processes, serial, space, mode, num_steps=8)
+
+    def test_modes_of_ours_are_gymnasiums(self) -> None:
+        assert {mode.name for mode in Autoreset} == {mode.name for mode in MODES}
+
+    @settings(max_examples=20, deadline=None)
+    @given(data=st.data())
+    def test_any_subsets_in_any_order_equal_the_serial_pool(self, data: st.DataObject) -> None:
+        num_envs = data.draw(st.integers(1, 6), "num_envs")
+        workers = data.draw(st.integers(1, num_envs), "workers")
+        space = ALL_SPACES[data.draw(st.sampled_from(["dict", "custom", "text"]), "space")]
+        mode = data.draw(st.sampled_from([Autoreset.NEXT_STEP, Autoreset.SAME_STEP]), "mode")
+        fns = env_fns(num_envs, space, space)
+        with closing(SerialPool(factory(fns))) as serial, closing(process_pool(fns, workers)) as processes:
+            pools = (serial, processes)
+            everyone = np.arange(num_envs)
+            for pool in pools:
+                pool.reset(everyone, list(range(num_envs)))
+            assert_same_batch(answer(processes, everyone), answer(serial, everyone))
+            under_way: list[np.ndarray] = []
+            for number in range(data.draw(st.integers(1, 12), "operations")):
+                idle = sorted(set(range(num_envs)) - {i for ids in under_way for i in ids.tolist()})
+                if idle and (not under_way or data.draw(st.booleans(), "send")):
+                    chosen = data.draw(st.lists(st.sampled_from(idle), min_size=1, unique=True), "ids")
+                    ids = np.array(chosen, np.int64)
+                    kind = data.draw(st.sampled_from(["send", "send", "send", "reset", "ready"]), "kind")
+                    for pool in pools:
+                        if kind == "send":
+                            pool.send(ids, sample_actions(space, len(ids), number), mode)
+                        elif kind == "reset":
+                            pool.reset(ids, [None] * len(ids), {"n": number})
+                        else:
+                            pool.ready(ids)
+                    under_way.append(ids)
+                else:
+                    ids = under_way.pop(data.draw(st.integers(0, len(under_way) - 1), "which"))
+                    assert_same_batch(answer(processes, ids), answer(serial, ids))
+            if under_way:
+                assert_same_batch(answer(processes, None), answer(serial, None))
+
+    @settings(max_examples=20, deadline=None)
+    @given(dtype=st.sampled_from("?bBhHiIlLqQefdgFDO"), kind=st.sampled_from(["box64", "discrete", "multidiscrete_2d"]))
+    def test_actions_arrive_in_the_data_type_they_were_given_in(self, dtype: str, kind: str) -> None:
+        space = ARRAY_SPACES[kind]
+        fns = env_fns(2, spaces.Discrete(2), space)
+        actions = np.ones((2, *space.shape), dtype)
+        with closing(SerialPool(factory(fns))) as serial, closing(process_pool(fns)) as processes:
+            ids = np.arange(2)
+            for pool in (serial, processes):
+                pool.reset(ids, [0, 1])
+                pool.recv(ids)
+                pool.send(ids, actions, Autoreset.SAME_STEP)
+            assert_same_batch(answer(processes, ids), answer(serial, ids))
+
+    def test_actions_that_are_no_contiguous_arrays(self) -> None:
+        space = ARRAY_SPACES["box64"]
+        fns = env_fns(3, spaces.Discrete(2), space)
+        actions = np.arange(48.0).reshape(2, 2, 12)[:, :, ::4].T
+        assert not actions.flags.c_contiguous
+        with closing(SerialPool(factory(fns))) as serial, closing(process_pool(fns, 2)) as processes:
+            ids = np.arange(3)
+            for pool in (serial, processes):
+                pool.reset(ids, [0, 1, 2])
+                pool.recv(ids)
+                pool.send(ids, actions, Autoreset.SAME_STEP)
+            assert_same_batch(answer(processes, ids), answer(serial, ids))
+
+    def test_dict_actions_go_by_key_not_by_order(self) -> None:
+        space = spaces.Dict({"a": spaces.Discrete(10), "b": spaces.Discrete(10)})
+        fns = env_fns(2, spaces.Discrete(2), space)
+        a, b = np.array([1, 2]), np.array([3, 4])
+        with closing(SerialPool(factory(fns))) as serial, closing(process_pool(fns)) as processes:
+            ids = np.arange(2)
+            for pool in (serial, processes):
+                pool.reset(ids, [0, 1])
+                pool.recv(ids)
+                pool.send(ids, {"b": b, "a": a}, Autoreset.SAME_STEP)
+            assert_same_batch(answer(processes, ids), answer(serial, ids))
+
+    def test_an_environment_may_keep_the_actions_it_was_given(self) -> None:
+        with closing(process_pool([KeepsActions] * 2)) as pool:
+            ids = np.arange(2)
+            pool.reset(ids, [0, 1])
+            pool.recv(ids)
+            for t in range(3):
+                pool.send(ids, np.full((2, 2), float(t)), Autoreset.NEXT_STEP)
+                pool.recv(ids)
+            kept = pool.call("first_action", (), {}, ids)(None)
+            assert_identical(kept, [np.zeros(2), np.zeros(2)])
+
+
+class TestWaiting:
+    def test_everything_under_way_in_ascending_order(self) -> None:
+        for pool in (SerialPool(factory([CountingEnv] * 4)), process_pool([CountingEnv] * 4, 2)):
+            with closing(pool):
+                pool.reset(np.array([3, 0]), [3, 0])
+                pool.reset(np.array([2]), [2])
+                batch = pool.recv()
+                assert batch.env_ids.tolist() == [0, 2, 3]
+                assert batch.obs[:, 0].tolist() == [0, 2, 3]
+
+    def test_whoever_is_ready_first_is_not_held_up(self) -> None:
+        fast, slow = partial(TimedEnv, 0.0), partial(FaultyEnv, "hang")
+        pool = process_pool([slow, fast, fast], 3)
+        with closing(pool):
+            pool.reset(np.arange(3), [0, 1, 2])
+            pool.recv(np.arange(3))
+            pool.send(np.array([0]), np.zeros(1, int), Autoreset.SAME_STEP)
+            for _ in range(20):
+                pool.send(np.array([1, 2]), np.zeros(2, int), Autoreset.SAME_STEP)
+                seen: list[int] = []
+                while len(seen) < 2:
+                    batch = within(DEADLINE_S, partial(pool.recv, min_ready=1))
+                    seen += batch.env_ids.tolist()
+                assert sorted(seen) == [1, 2]
+            with pytest.raises(TimeoutError):
+                pool.recv(min_ready=1, timeout_s=0.02)
+            for pid in pool.worker_pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def test_a_step_that_timed_out_is_not_lost(self) -> None:
+        quick, slow = partial(CountingEnv, 1), partial(CountingEnv, 1, 0.3)
+        with closing(process_pool([quick, slow], 2)) as pool:
+            ids = np.arange(2)
+            pool.reset(ids, [0, 1])
+            assert [info.info for info in pool.recv(ids).info] == [{"began": 0}] * 2
+            pool.send(ids, np.zeros(2, int), Autoreset.SAME_STEP)
+            with pytest.raises(TimeoutError):
+                pool.recv(ids, timeout_s=0.0)
+            with pytest.raises(TimeoutError):
+                pool.recv(ids, timeout_s=0.05)
+            batch = pool.recv(ids)
+            assert batch.rew.tolist() == [1.0, 1.0]
+            assert [info.final_obs.tolist() for info in batch.info] == [[0, 0, 1, 1], [1, 0, 1, 1]]
+
+    def test_a_call_that_timed_out_is_not_lost(self) -> None:
+        with closing(process_pool([SlowCall] * 2, 2)) as pool:
+            collect = pool.call("slow", (0.3,), {}, np.arange(2))
+            with pytest.raises(TimeoutError):
+                collect(0.01)
+            assert collect(None) == [0.3, 0.3]
+
+    def test_much_in_both_directions_does_not_lock_up(self) -> None:
+        """A worker that writes long infos while its client writes long actions: neither may wait for the other."""
+        num_envs = 24
+        fns: list[Callable[[], Any]] = [Echo] * num_envs
+        pool = process_pool(fns)
+        everyone = np.arange(num_envs)
+        pool.reset(everyone, [0] * num_envs)
+        pool.recv(everyone)
+
+        def step() -> list[int]:
+            for i in range(num_envs):
+                pool.send(np.array([i]), ["x" * 60_000], Autoreset.SAME_STEP)
+            return [len(pool.recv(np.array([i])).info[0].info["echo"]) for i in range(num_envs)]
+
+        try:
+            assert within(DEADLINE_S, step) == [60_000] * num_envs
+        finally:
+            for pid in pool.worker_pids:
+                os.kill(pid, signal.SIGKILL)
+            with suppress(WorkerLostError):
+                pool.close()
+
+
+class TestCalls:
+    def test_methods_attributes_and_setting_them(self) -> None:
+        with closing(process_pool(env_fns(3, spaces.Discrete(2)), 2)) as pool:
+            ids = np.array([2, 0])
+            pool.set_attr("factor", [5.0, 7.0], ids)
+            assert pool.call("factor", (), {}, np.arange(3))(None) == [7.0, 1.0, 5.0]
+            assert pool.call("scaled", (2.0,), {"by": 3.0}, ids)(None) == [30.0, 42.0]
+
+    def test_a_call_that_raises_leaves_the_pool_usable(self) -> None:
+        with closing(process_pool([CountingEnv] * 2, 2)) as pool:
+            with pytest.raises(AttributeError, match="no_such_thing") as caught:
+                pool.call("no_such_thing", (), {}, np.arange(2))(None)
+            assert isinstance(caught.value.__cause__, EnvError)
+            pool.reset(np.arange(2), [0, 1])
+            assert pool.recv(np.arange(2)).obs[:, 0].tolist() == [0, 1]
+
+    def test_functions_are_handed_over_by_value_where_they_must(self) -> None:
+        with closing(process_pool(env_fns(1, spaces.Discrete(2)))) as pool:
+            offset = 4
+            pool.set_attr("function", [lambda x: x + offset], np.arange(1))
+            assert pool.call("function", (1,), {}, np.arange(1))(None) == [5]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("when", ["init", "reset", "step"])
+    def test_an_error_keeps_its_type_and_message_and_says_where(self, when: Any) -> None:
+        fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", when), CountingEnv]
+        with pytest.raises(ValueError, match=r"^this environment is broken$") as caught:
+            with closing(process_pool(fns, 2)) as pool:
+                pool.reset(np.arange(4), [10, 11, 12, 13])
+                pool.recv(np.arange(4))
+                pool.send(np.arange(4), np.zeros(4, int), Autoreset.SAME_STEP)
+                pool.recv(np.arange(4))
+        cause = caught.value.__cause__
+        assert isinstance(cause, EnvError)
+        said = ["node local", "worker 1", "environment 2", "Traceback", "_maybe"]
+        for words in said + (["seed 12"] if when == "step" else []):
+            assert words in str(cause)
+
+    def test_the_lowest_environments_error_is_raised(self) -> None:
+        fns = [partial(FaultyEnv, "raise", error=partial(ValueError, f"number {i}")) for i in range(4)]
+        with closing(process_pool(fns, 2)) as pool:
+            ids = np.array([3, 1, 2])
+            pool.reset(ids, [0, 1, 2])
+            pool.recv(ids)
+            pool.send(ids, np.zeros(3, int), Autoreset.SAME_STEP)
+            with pytest.raises(ValueError, match=r"^number [13]$"):
+                pool.recv(ids)
+
+    def test_an_error_that_can_not_be_rebuilt_is_told_in_full(self) -> None:
+        with closing(process_pool([partial(FaultyEnv, "raise", error=partial(OwnError, 3, "odd"))])) as pool:
+            pool.reset(np.arange(1), [0])
+            pool.recv()
+            pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
+            with pytest.raises(Exception, match="odd") as caught:
+                pool.recv()
+            assert isinstance(caught.value, EnvError) or str(caught.value) == "odd (3)"
+
+    @pytest.mark.parametrize("how", ["info", "call"])
+    def test_what_can_not_be_pickled_is_an_error_of_the_environment(self, how: str) -> None:
+        with closing(process_pool([Unpicklable] * 2)) as pool:
+            ids = np.arange(2)
+            pool.reset(ids, [0, 1])
+            pool.recv(ids)
+            with pytest.raises(Exception, match="pickle") as caught:
+                if how == "info":
+                    pool.send(ids, np.zeros(2, int), Autoreset.SAME_STEP)
+                    within(DEADLINE_S, partial(pool.recv, ids))
+                else:
+                    within(DEADLINE_S, lambda: pool.call("lock", (), {}, ids)(None))
+            assert not isinstance(caught.value, WorkerLostError)
+
+    @pytest.mark.parametrize("fault", ["kill", "exit"])
+    @pytest.mark.parametrize("when", ["init", "reset", "step"])
+    def test_a_worker_that_ends_is_noticed(self, fault: Any, when: Any) -> None:
+        def play() -> None:
+            with closing(process_pool([CountingEnv, partial(FaultyEnv, fault, when)], 2)) as pool:
+                pool.reset(np.arange(2), [0, 1])
+                pool.recv(np.arange(2))
+                pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
+                pool.recv(np.arange(2))
+
+        with pytest.raises(WorkerLostError, match="worker 1") as caught:
+            within(DEADLINE_S, play)
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+
+    @pytest.mark.parametrize("idle", [True, False])
+    def test_a_killed_worker_is_noticed_and_the_others_go_with_the_pool(self, idle: bool) -> None:
+        pool = process_pool([partial(CountingEnv, 5, 0.0 if idle else 0.2)] * 3, 3)
+        pids = pool.worker_pids
+        ids = np.arange(3)
+        pool.reset(ids, [0, 1, 2])
+        pool.recv(ids)
+        if not idle:
+            pool.send(ids, np.zeros(3, int), Autoreset.SAME_STEP)
+        os.kill(pids[1], signal.SIGKILL)
+        if idle:
+            wait_until(lambda: not alive(pids[1]), "the worker has ended")
+            pool.send(ids, np.zeros(3, int), Autoreset.SAME_STEP)
+        with pytest.raises(WorkerLostError, match="worker 1"):
+            within(DEADLINE_S, partial(pool.recv, ids))
+        within(DEADLINE_S, pool.close)
+        wait_until(lambda: not any(map(alive, pids)), "no worker is left")
+
+    def test_a_killed_worker_is_noticed_although_its_child_lives(self, tmp_path: Path) -> None:
+        """The child holds the worker's end of the pipe."""
+        pool = process_pool([partial(HasChild, str(tmp_path / "pid"))])
+        pool.reset(np.arange(1), [0])
+        pool.recv()
+        child = int((tmp_path / "pid").read_text())
+        pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
+        try:
+            with pytest.raises(WorkerLostError):
+                within(DEADLINE_S / 2, pool.recv)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            with suppress(WorkerLostError):
+                pool.close()
+
+
+class TestEnd:
+    def test_close_ends_everything_and_may_be_repeated(self) -> None:
+        pool = process_pool([CountingEnv] * 4, 3)
+        pids = pool.worker_pids
+        assert len(pids) == 3 and all(map(alive, pids))
+        pool.close()
+        assert not any(map(alive, pids))
+        pool.close()
+
+    def test_environments_are_closed(self, tmp_path: Path) -> None:
+        with closing(process_pool([partial(WritesWhenClosed, str(tmp_path / str(i))) for i in range(3)], 2)):
+            pass
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+    @pytest.mark.parametrize("when", ["init", "step"])
+    def test_close_while_an_environment_hangs(self, when: Any) -> None:
+        """The constructor is interrupted by the error of another environment."""
+        fns = [partial(FaultyEnv, "hang", when), partial(FaultyEnv, "raise", "init" if when == "init" else "step", 5)]
+        if when == "init":
+            fns = [partial(FaultyEnv, "raise", "init"), partial(FaultyEnv, "hang", "init")]
+            before = set(children())
+            with pytest.raises(ValueError, match="broken"):
+                within(DEADLINE_S, partial(process_pool, fns, 2))
+            assert set(children()) <= before
+            return
+        pool = process_pool(fns, 2)
+        pids = pool.worker_pids
+        pool.reset(np.arange(2), [0, 1])
+        pool.recv(np.arange(2))
+        pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
+        within(DEADLINE_S, pool.close)
+        assert not any(map(alive, pids))
+
+    def test_nothing_piles_up_over_many_pools(self) -> None:
+        def cycle() -> None:
+            with closing(process_pool(env_fns(2, ALL_SPACES["dict"]), 2)) as pool:
+                pool.load_policy(0, cloudpickle.dumps(lambda obs: np.zeros(len(obs["a"]), int)))
+                pool.publish(0, 1, np.zeros(50_000, np.float32))
+                pool.reset(np.arange(2), [0, 1])
+                pool.recv(np.arange(2))
+                pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
+                pool.recv(np.arange(2))
+
+        def held() -> tuple[int, int, set[str], int]:
+            gc.collect()
+            maps = Path("/proc/self/maps").read_text().count("memfd:rayvec")
+            return len(os.listdir("/proc/self/fd")), maps, set(os.listdir("/dev/shm")), threading.active_count()
+
+        cycle()
+        before, workers = held(), set(children())
+        for _ in range(20):
+            cycle()
+        assert held() == before
+        assert set(children()) == workers
+
+
+def children() -> Iterator[int]:
+    """Yields this process's children and the forkserver's, zombies apart."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdigit() and alive(int(entry)):
+                parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid, parent in parents.items():
+        if parent == os.getpid() or parents.get(parent) == os.getpid():
+            yield pid
+
+
+class TestRollout:
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    def test_chunks_do_not_depend_on_the_number_of_workers(self, workers: int) -> None:
+        policy = TablePolicy()
+        with (
+            closing(SerialPool(factory([DriftEnv] * 5))) as serial,
+            closing(process_pool([DriftEnv] * 5, workers)) as pool,
+        ):
+            pool.load_policy(7, cloudpickle.dumps(policy))
+            for p in (serial, pool):
+                p.reset(np.arange(5), list(range(5)))
+                p.recv(np.arange(5))
+            for k in range(3):
+                expected = rollout(serial, policy, 20, noise_seed=1, first_step=20 * k)
+                got = pool.rollout(7, 20, 20 * k, 1)
+                for name in expected.__slots__:
+                    assert_identical(getattr(got, name), getattr(expected, name), name)
+
+    def test_policies_of_several_keys_and_versions(self) -> None:
+        with closing(process_pool([CountingEnv] * 3, 2)) as pool:
+            pool.reset(np.arange(3), [0, 1, 2])
+            pool.recv(np.arange(3))
+            first, second = TablePolicy(seed=1), TablePolicy(seed=2)
+            pool.load_policy(0, cloudpickle.dumps(first))
+            pool.load_policy(1, cloudpickle.dumps(first))
+            pool.publish(1, 5, second.weights())
+            by_first, by_second = pool.rollout(0, 30, 0, 3), pool.rollout(1, 30, 0, 3)
+            assert (by_first.weights_version, by_second.weights_version) == (0, 5)
+            for chunk, policy in ((by_first, first), (by_second, second)):
+                logp = policy._logp[chunk.extras["state"], chunk.act]
+                assert_identical(chunk.extras["logp"], logp)
+            assert counting_errors([by_first, by_second]) == []
+
+    def test_a_chunk_is_in_memory_of_its_own(self) -> None:
+        """Also what stands in its infos: the next chunk must not write there."""
+        with closing(process_pool([LargeInfo])) as pool:
+            pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
+            pool.reset(np.arange(1), [0])
+            pool.recv(np.arange(1))
+            chunk = pool.rollout(0, 4, 0, 0)
+            pool.rollout(0, 4, 4, 0)
+            for info in chunk.infos:
+                assert_identical(info.info["large"], np.full(20_000, chunk.rew[info.t, info.n]))
+
+    def test_a_policy_that_raises_says_where_and_leaves_the_pool_usable(self) -> None:
+        def bad(obs: Any) -> Any:
+            raise KeyError("policy")
+
+        with closing(process_pool([CountingEnv] * 2, 2)) as pool:
+            pool.load_policy(0, cloudpickle.dumps(bad))
+            with pytest.raises(KeyError, match="policy") as caught:
+                pool.rollout(0, 3, 0, 0)
+            assert isinstance(caught.value.__cause__, EnvError) and "worker" in str(caught.value.__cause__)
+            pool.reset(np.arange(2), [0, 1])
+            assert pool.recv(np.arange(2)).obs[:, 0].tolist() == [0, 1]
+
+
+def test_workers_import_neither_ray_nor_torch() -> None:
+    with closing(process_pool([Imported])) as pool:
+        pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
+        pool.rollout(0, 2, 0, 0)
+        assert pool.call("heavy", (), {}, np.arange(1))(None) == [[]]
+
+
+def test_environments_may_have_children_of_their_own() -> None:
+    with closing(process_pool([Parent])) as pool:
+        assert pool.call("child_says", (), {}, np.arange(1))(None) == [42]
+
+
+def test_registered_environments_are_known_to_workers() -> None:
+    gymnasium.register("rayvec-tests/Known-v0", entry_point=partial(SpaceEnv, spaces.Discrete(3)))
+    try:
+        from rayvec.envs import EnvFactory
+
+        with closing(ProcessPool.start(EnvFactory.build("rayvec-tests/Known-v0", 2), 2)) as pool:
+            assert pool.spaces.observation == spaces.Discrete(3)
+    finally:
+        del gymnasium.registry["rayvec-tests/Known-v0"]

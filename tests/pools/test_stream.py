@@ -1,0 +1,191 @@
+"""The stream between real sockets: who holds the key is served, everyone else is refused without harm."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayvec.pools import stream
+from rayvec.pools.stream import Listener, connect
+
+KEY = b"k" * 32
+DEADLINE_S = 20.0
+
+
+def echo(connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(connection.recv_bytes())
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", KEY, echo)
+    yield listener
+    listener.close()
+
+
+def assert_served(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        for payload in (b"", b"hello", bytes(range(256)) * 5000):
+            connection.send_bytes(payload)
+            assert connection.poll(DEADLINE_S)
+            assert connection.recv_bytes() == payload
+
+
+def stranger(listener: Listener) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S)
+    sock.settimeout(DEADLINE_S)
+    return sock
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """Returns all that the other side says until it hangs up, which it must."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while received := sock.recv(1 << 16):
+            data += received
+    return data
+
+
+def test_who_holds_the_key_is_served(listener: Listener) -> None:
+    assert_served(listener)
+    assert_served(listener)
+
+
+def test_it_listens_on_the_given_address_alone(listener: Listener) -> None:
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", listener.port), 1.0)
+
+
+def test_the_wrong_key_is_refused_on_both_sides(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises((PermissionError, ConnectionResetError, BrokenPipeError)):
+        connect("127.0.0.1", listener.port, b"x" * 32)
+    wait_until(lambda: "refused a connection" in caplog.text)
+    assert_served(listener)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 64, 100_000])
+def test_garbage_is_refused_and_logged(listener: Listener, caplog: pytest.LogCaptureFixture, size: int) -> None:
+    with stranger(listener) as sock:
+        with suppress(OSError):
+            sock.sendall(b"\x80" * size)
+            sock.shutdown(socket.SHUT_WR)
+        read_to_end(sock)
+    wait_until(lambda: "refused a connection from 127.0.0.1" in caplog.text)
+    assert caplog.records[0].levelno == logging.WARNING
+    assert_served(listener)
+
+
+def test_a_pickle_is_not_unpickled(listener: Listener, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "owned"), "w")
+
+    data = pickle.dumps(Evil())
+    for frame in (data, len(data).to_bytes(4, "big") + data):
+        with stranger(listener) as sock:
+            sock.sendall(frame.ljust(64, b"."))
+            read_to_end(sock)
+    assert_served(listener)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.fixture
+def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_HANDSHAKE_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_handshake")
+def test_the_silent_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
+    silent = [stranger(listener) for _ in range(5)]
+    assert_served(listener)
+    for sock in silent:
+        with closing(sock):
+            assert len(read_to_end(sock)) <= 64
+
+
+@pytest.mark.usefixtures("short_handshake")
+def test_those_who_drip_are_dropped_too(listener: Listener) -> None:
+    """A byte now and then must not put the deadline off."""
+    with stranger(listener) as sock:
+        stop = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not stop.wait(0.1):
+                    sock.sendall(b".")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            read_to_end(sock)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_an_answer_can_not_be_had_from_the_listener_itself(listener: Listener) -> None:
+    """Sending back the nonce that it sent makes it compute an HMAC; which must not open its own door."""
+    with stranger(listener) as first, stranger(listener) as second:
+        nonce = first.recv(32, socket.MSG_WAITALL)
+        second.recv(32, socket.MSG_WAITALL)
+        second.sendall(nonce)
+        answer = second.recv(32, socket.MSG_WAITALL)
+        first.sendall(bytes(32) + answer)
+        first.recv(32, socket.MSG_WAITALL)
+        assert read_to_end(first) == b""
+
+
+def test_an_impostor_does_not_get_the_clients_frames() -> None:
+    """Who listens without the key is found out before anything is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        heard: list[bytes] = []
+
+        def pretend() -> None:
+            sock, _ = server.accept()
+            with sock:
+                challenge = sock.recv(32, socket.MSG_WAITALL)
+                sock.sendall(bytes(32) + hmac.digest(b"guess", b"server" + challenge, "sha256"))
+                heard.append(read_to_end(sock))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(PermissionError):
+            connect("127.0.0.1", server.getsockname()[1], KEY)
+        thread.join()
+        assert len(heard[0]) == 32
+
+
+def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
+    before = threading.active_count()
+    listener = Listener("127.0.0.1", KEY, echo)
+    listener.close()
+    with pytest.raises(OSError):
+        connect("127.0.0.1", listener.port, KEY, timeout_s=2.0)
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        listener.close()
+        connection.send_bytes(b"still there")
+        assert connection.recv_bytes() == b"still there"

@@ -1,0 +1,83 @@
+"""Commands of rayvec in processes of their own, and everything that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
+DEADLINE_S = 60.0
+
+
+class Command:
+    """A running ``rayvec ...``, leader of its own session, with output in files below `directory`."""
+
+    def __init__(self, arguments: list[str], directory: Path) -> None:
+        self._mark = f"RAYVEC_TEST_MARK={uuid.uuid4()}".encode()
+        name, _, value = self._mark.decode().partition("=")
+        environment = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
+        self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
+        with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*RAYVEC, *arguments],
+                cwd=directory,
+                env={**environment, name: value},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def kill(self, number: signal.Signals) -> int:
+        """Sends a signal to the process alone; returns its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE_S)
+
+    def interrupt(self) -> int:
+        """Presses Ctrl-C, which reaches the whole foreground group; returns the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(DEADLINE_S)
+
+    def left(self) -> list[str]:
+        """Returns the command lines of the processes that it started, directly or not, and that live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+        return found
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for `condition`; fails when the command ends before."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, self.stderr.read_text()
+            assert time.monotonic() < deadline_s, "the condition never came true"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(arguments: list[str], directory: Path) -> Iterator[Command]:
+    """Runs a command, and kills what is left of it in the end."""
+    command = Command(arguments, directory)
+    try:
+        yield command
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.wait(DEADLINE_S)
+
+
+def assert_nothing_left(command: Command) -> None:
+    """Waits until nothing lives that the command started, and fails if that does not come true."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while left := command.left():
+        assert time.monotonic() < deadline_s, f"left behind: {left}"
+        time.sleep(0.05)

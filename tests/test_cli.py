@@ -1,0 +1,133 @@
+"""The command line: what works prints what it should; what can't work ends with one message and code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from processes import assert_nothing_left, running
+
+from rayvec.cli import main
+from rayvec.config import PPOConfig
+from rayvec.fields import field_names
+
+TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --workers-per-node 1 --total-steps 64".split()
+
+
+def assert_refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("rayvec: ") and output.err.count("\n") == 1
+    for word in ("Expected: ", "Got: ", "Remedy: ", *words):
+        assert word in output.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["train", "ppo"], ["eval"], ["doctor"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--help"])
+    assert exit_info.value.code == 0
+    assert f"usage: {' '.join(['rayvec', *arguments])}" in capsys.readouterr().out
+
+
+def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "ppo", "--help"])
+    text = capsys.readouterr().out
+    for name in [*field_names(PPOConfig), "resume"]:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["train"], ["train", "magic"], ["train", "ppo", "--nmu-envs", "3"], ["eval"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--num-envs 0", ["num_envs", "at least 1", "Got: 0"]),
+        ("--num-envs -4", ["num_envs", "Got: -4"]),
+        ("--total-steps 0", ["total_steps"]),
+        ("--gamma 1.5", ["gamma", "from 0 to 1", "Got: 1.5"]),
+        ("--minibatch-size 99999", ["num_envs * num_steps = 1024", "Got: 99999"]),
+        ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
+        ("--env-id no_such_module:Env-v0", ["no_such_module"]),
+        ("--resume nowhere", ["config.yaml"]),
+        ("--resume nowhere --gamma 0.5 --seed 3", ["--seed, --gamma"]),
+    ],
+)
+def test_what_cannot_work(
+    arguments: str,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(["train", "ppo", *arguments.split()], capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_directory_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], capsys, f"{tmp_path}, which exists", "--resume")
+
+
+def test_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(PPOConfig().to_yaml())
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04")
+    assert_refused(["train", "ppo", "--resume", str(tmp_path)], capsys, "truncated")
+    assert_refused(["eval", str(tmp_path)], capsys, "truncated")
+
+
+def test_evaluating_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["eval", str(tmp_path / "nowhere")], capsys, "config.yaml")
+    assert_refused(["eval", str(tmp_path), "--episodes", "0"], capsys, "episodes", "Got: 0")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "ppo", *TINY, "--env-kwargs", "wings", "2", "--run-dir", str(tmp_path / "a")]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    for word in ("Expected: ", "TypeError", "wings", "Remedy: "):
+        assert word in error
+    assert "Traceback" not in error and not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    assert main(["train", "ppo", *TINY, "--eval-episodes", "6", "--run-dir", str(run_dir)]) == 0
+    assert str(run_dir) in capsys.readouterr().out
+    assert main(["eval", str(run_dir), "--episodes", "6"]) == 0
+    printed = capsys.readouterr().out
+    first = re.search(r"-?\d+\.\d+", printed)
+    expected = json.loads((run_dir / "result.json").read_text())["eval_return_mean"]
+    assert first and float(first[0]) == pytest.approx(expected, abs=0.005)
+    assert first.start() == re.search(r"\d", printed).start()
+    assert main(["train", "ppo", "--resume", str(run_dir)]) == 0
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("python", "rayvec", "cores", "open files", "/dev/shm", "ray         answers", "at nice"):
+        assert word in printed
+
+
+def test_success_leaves_no_process(tmp_path: Path) -> None:
+    with running(["train", "ppo", *TINY, "--eval-episodes", "4"], tmp_path) as command:
+        assert command.process.wait(90) == 0, command.stderr.read_text()
+        assert_nothing_left(command)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("CartPole-v1-ppo-seed1-")
+    assert "greedy return" in command.stdout.read_text()

@@ -1,0 +1,65 @@
+"""What importing costs: a worker loads no torch, a learner no Ray, and the package itself neither."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+import rayvec
+
+HEAVY = ("ray", "torch", "gymnasium", "tianshou", "matplotlib", "tensorboard", "pandas")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Returns which of the heavy packages a fresh interpreter has loaded after `statement`."""
+    report = f"{statement}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    command = [sys.executable, "-W", "error", "-c", report]
+    return set(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+
+
+@pytest.mark.parametrize(
+    ("statement", "allowed"),
+    [
+        ("import rayvec; dir(rayvec)", set()),
+        ("import rayvec; rayvec.errors.ConfigError; rayvec.Chunk", set()),
+        ("import rayvec; rayvec.PPOConfig()", set()),
+        ("import rayvec.cli", set()),
+        ("import rayvec.pools.serial, rayvec.rollout", {"gymnasium"}),
+        ("import rayvec.pools.worker", {"gymnasium"}),
+        ("import rayvec; rayvec.Policy", {"gymnasium"}),
+        ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
+    ],
+)
+def test_imports_are_light(statement: str, allowed: set[str]) -> None:
+    assert loaded_by(statement) <= allowed
+
+
+@pytest.mark.parametrize("name", rayvec.__all__)
+def test_every_public_name_is_there_and_is_documented(name: str) -> None:
+    assert name in dir(rayvec)
+    value = getattr(rayvec, name)
+    assert value is getattr(rayvec, name)
+    assert name == "__version__" or value.__doc__
+
+
+@pytest.mark.parametrize("first", ["import rayvec.train", "from rayvec.train import resume", "import rayvec.cli"])
+def test_train_can_be_called_whatever_was_imported_before(first: str) -> None:
+    statement = f"{first}\nimport rayvec, rayvec.train\nassert callable(rayvec.train), rayvec.train"
+    subprocess.run([sys.executable, "-c", statement], check=True)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'teleport'"):
+        rayvec.teleport  # noqa: B018
+
+
+def test_the_installed_version_is_this_one() -> None:
+    try:
+        installed = version("rayvec")
+    except PackageNotFoundError:
+        pytest.skip("run from the source tree")
+    assert installed == rayvec.__version__
