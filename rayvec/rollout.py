@@ -18,7 +18,7 @@ from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.memory import tree_writer
 from rayvec.pools.supervision import RESTARTED
-from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
 __all__ = ["ActingPolicy", "CallablePolicy", "as_policy", "join_chunks", "rollout"]
 
@@ -173,10 +173,8 @@ class _Recorder:
 
     def allocate(self, group: int, ids: NDArray[np.int64], obs: Tree) -> None:
         """Learns the columns of a group, and with the first the shapes of observations."""
-        start = int(ids[0])
-        contiguous = bool((ids == np.arange(start, start + len(ids))).all())
         self._counts.append(len(ids))
-        self.columns.append(slice(start, start + len(ids)) if contiguous else ids)
+        self.columns.append(as_slice(ids))
         if group == 0:
             self._obs = _empty_like(obs, self._lead)
             self._last_obs = _empty_like(obs, self._lead[1:])

@@ -26,6 +26,7 @@ __all__ = [
     "StepBatch",
     "Topology",
     "Tree",
+    "as_slice",
     "tree_leaves",
     "tree_map",
 ]
@@ -57,6 +58,19 @@ def tree_leaves(tree: Tree) -> Iterator[Any]:
             yield from tree_leaves(value)
     else:
         yield tree
+
+
+def as_slice(env_ids: NDArray[np.int64]) -> Any:
+    """Returns ids as a slice where they are consecutive, so that indexing gives views; else as they are.
+
+    >>> as_slice(np.array([3, 4, 5])), as_slice(np.array([3, 5]))
+    (slice(3, 6, None), array([3, 5]))
+    """
+    if len(env_ids) == 0:
+        return env_ids
+    first = int(env_ids[0])
+    consecutive = np.array_equal(env_ids, np.arange(first, first + len(env_ids)))
+    return slice(first, first + len(env_ids)) if consecutive else env_ids
 
 
 class RawInfo(NamedTuple):

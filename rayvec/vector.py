@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -23,7 +22,7 @@ from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
 from rayvec.rollout import as_policy, rollout
-from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree
+from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVecEnv", "make_vec"]
@@ -117,6 +116,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         except BaseException:
             self.close()
             raise
+        self._action_layout = ArrayLayout.of(self.single_action_space)
+        self._action_shape = None if self._action_layout is None else self.single_action_space.shape
         self._everyone = np.arange(self.num_envs)
         self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, groups)
         self._merger = _InfoMerger(self.num_envs)
@@ -424,10 +425,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any]) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
-        layout = ArrayLayout.of(self.single_action_space)
+        layout = self._action_layout
         if layout is None:
             checked: Any = list(iterate(space, actions))
             _check_count(len(checked), len(ids), space)
+        elif self._action_shape is not None and np.shape(actions) == (len(ids), *self._action_shape):
+            checked = np.asarray(actions)
         else:
             checked = _checked_actions(actions, layout, len(ids), space)
         self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
@@ -466,7 +469,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _observations(self, batch: StepBatch) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
         if self._pool.layout is not None:
-            return deepcopy(batch.obs) if self.copy else batch.obs
+            return tree_map(np.copy, batch.obs) if self.copy else batch.obs
         space = self.single_observation_space
         out: Any = create_empty_array(space, len(batch.obs), np.zeros)
         return concatenate(space, list(batch.obs), out)

@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from rayvec.vector import RayVecEnv
 
+# Workers are to find the modules that stand beside this one.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
 
 

@@ -158,7 +158,7 @@ class OddInfo(CountingEnv):
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, _ = super().step(action)
         deep: Any = "bottom"
-        for _ in range(600):
+        for _ in range(200):
             deep = [deep]
         odd = (*self.ODD, deep)[self._total % 8]
         return obs, reward, terminated, truncated, {"odd": odd, f"at {self._total}": odd, "t": self._t}
@@ -174,3 +174,12 @@ class TwoFaced(CountingEnv):
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
         return (obs[:1] if self._what == "shape" else obs + 0.5), *rest
+
+
+class TellsPid(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def made_in(self) -> int:
+        return self._pid

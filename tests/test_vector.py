@@ -22,7 +22,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 from kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep, within
-from odd_envs import OddInfo, OneInfo, OwnError, SlowCall, TwoFaced
+from odd_envs import OddInfo, OneInfo, OwnError, SlowCall, TellsPid, TwoFaced
 
 import rayvec
 from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
@@ -32,6 +32,8 @@ from rayvec.vector import RayVecEnv
 
 TOPOLOGIES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "1x3": (1, 3)}
 DEADLINE_S = 20.0
+ALONE = ["box32", "image", "zero_d", "discrete", "multidiscrete_2d", "multibinary", "tuple", *OBJECT_SPACES][:-2]
+"""What stands at the top as well as in a dict."""
 EVERYTHING = {"arrays": spaces.Dict(ARRAY_SPACES), "objects": spaces.Dict(OBJECT_SPACES)}
 
 
@@ -70,28 +72,28 @@ class TestEquivalence:
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(env, sync, 12, options={"level": 2}) > 10
 
-    @pytest.mark.parametrize("kind", ALL_SPACES)
-    def test_every_space_alone_over_shared_memory_and_stream(self, make_vec: MakeVec, kind: str) -> None:
-        mode = MODES[list(ALL_SPACES).index(kind) % 3]
+    @pytest.mark.parametrize("kind", ALONE)
+    def test_every_kind_alone_over_shared_memory_and_stream(self, make_vec: MakeVec, kind: str) -> None:
+        mode = MODES[ALONE.index(kind) % 3]
         fns = env_fns(3, ALL_SPACES[kind], ALL_SPACES[kind])
         env = make_vec(fns, 2, 1, autoreset_mode=mode)
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(env, sync, 8) > 0
 
-    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize(
-        ("env_id", "env_kwargs"),
+        ("env_id", "env_kwargs", "mode"),
         [
-            ("CartPole-v1", {"sutton_barto_reward": True}),
-            ("Pendulum-v1", {"max_episode_steps": 9}),
-            ("Blackjack-v1", {"natural": True}),
-            ("Taxi-v4", {"max_episode_steps": 6}),
-            ("FrozenLake-v1", {"is_slippery": True}),
+            ("CartPole-v1", {"sutton_barto_reward": True}, "NextStep"),
+            ("CartPole-v1", {}, "SameStep"),
+            ("Pendulum-v1", {"max_episode_steps": 9}, "Disabled"),
+            ("Blackjack-v1", {"natural": True}, "SameStep"),
+            ("Blackjack-v1", {}, "NextStep"),
+            ("Taxi-v4", {"max_episode_steps": 6}, "SameStep"),
+            ("Taxi-v4", {"max_episode_steps": 6, "is_rainy": True}, "NextStep"),
+            ("FrozenLake-v1", {"is_slippery": True}, "Disabled"),
         ],
     )
-    def test_real_environments(
-        self, make_vec: MakeVec, env_id: str, env_kwargs: dict[str, Any], mode: AutoresetMode
-    ) -> None:
+    def test_real_environments(self, make_vec: MakeVec, env_id: str, env_kwargs: dict[str, Any], mode: str) -> None:
         env = make_vec(env_id, 1, 2, num_envs=3, env_kwargs=env_kwargs, autoreset_mode=mode)
         assert env.spec is not None and env.spec.id == env_id
         fns = [partial(gymnasium.make, env_id, **env_kwargs)] * 3
@@ -119,7 +121,8 @@ class TestSeeds:
     """Seeds, options and masks, on one environment for each mode."""
 
     @pytest.fixture(scope="class", params=MODES)
-    def pair(self, request: pytest.FixtureRequest, make_class_vec: MakeVec) -> Any:
+    @classmethod
+    def pair(cls, request: pytest.FixtureRequest, make_class_vec: MakeVec) -> Any:
         fns = env_fns(4, ARRAY_SPACES["box32"])
         sync = SyncVectorEnv(fns, autoreset_mode=request.param)
         yield make_class_vec(fns, 2, 1, autoreset_mode=request.param), sync
@@ -151,7 +154,7 @@ class TestSeeds:
         rng = np.random.default_rng(0)
         done = np.zeros(4, bool)
         for t in range(40):
-            if done.any() and disabled or not disabled and t % 3 == 2:
+            if (done.any() and disabled) or (not disabled and t % 3 == 2):
                 masks = [done] if disabled else [rng.random(4) < 0.5]
                 if disabled and done.sum() > 1:  # one after the other
                     masks = [np.arange(4) == i for i in np.flatnonzero(done)]
@@ -191,7 +194,7 @@ class TestSeeds:
 
     def test_a_seed_that_gymnasium_refuses_is_its_error(self, make_vec: MakeVec) -> None:
         env = make_vec(env_fns(2, ARRAY_SPACES["box32"]))
-        with pytest.raises(gymnasium.error.Error, match="seed"):
+        with pytest.raises(gymnasium.error.Error, match="Seed"):
             env.reset(seed=-5)
 
 
@@ -311,7 +314,8 @@ def all_arrays(value: Any) -> list[np.ndarray]:
 
 class TestAttributes:
     @pytest.fixture(scope="class")
-    def pair(self, make_class_vec: MakeVec) -> Any:
+    @classmethod
+    def pair(cls, make_class_vec: MakeVec) -> Any:
         fns = env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array")
         sync = SyncVectorEnv(fns)
         env = make_class_vec(fns, 2, 1)
@@ -366,7 +370,6 @@ class TestDifferingSpaces:
         with closing(SyncVectorEnv(self.FNS, observation_mode=mode)) as sync:
             in_lockstep(env, sync, 6)
 
-    @pytest.mark.parametrize("nodes", [1, 2])
     @pytest.mark.parametrize(
         ("observation", "action", "mode"),
         [
@@ -377,11 +380,11 @@ class TestDifferingSpaces:
         ],
     )
     def test_what_does_not_fit_is_explained_as_a_runtime_error(
-        self, make_vec: MakeVec, observation: Any, action: Any, mode: Any, nodes: int
+        self, make_vec: MakeVec, observation: Any, action: Any, mode: Any
     ) -> None:
         fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,)))] * 2 + [partial(SpaceEnv, observation, action)]
         with pytest.raises(RuntimeError, match="environment 2") as caught:
-            make_vec(fns, nodes, 1, observation_mode=mode)
+            make_vec(fns, 2, 1, observation_mode=mode)
         assert_explained(caught.value)
 
     def test_an_unknown_mode_is_explained(self, make_vec: MakeVec) -> None:
@@ -400,7 +403,6 @@ class TestWrappers:
             vector_wrappers.NormalizeReward,
             vector_wrappers.FlattenObservation,
             partial(vector_wrappers.ClipReward, min_reward=-0.5, max_reward=0.5),
-            partial(vector_wrappers.RescaleObservation, min_obs=-1.0, max_obs=1.0),
             lambda env: vector_wrappers.DictInfoToList(vector_wrappers.RecordEpisodeStatistics(env)),
             lambda env: vector_wrappers.NormalizeObservation(vector_wrappers.RecordEpisodeStatistics(env)),
         ],
@@ -412,7 +414,8 @@ class TestWrappers:
         assert_identical(*[without_times(result) for result in results])
 
     @pytest.fixture(scope="class")
-    def pair(self, make_class_vec: MakeVec) -> Any:
+    @classmethod
+    def pair(cls, make_class_vec: MakeVec) -> Any:
         fns = [partial(gymnasium.make, "MountainCarContinuous-v0", max_episode_steps=5)] * 3
         sync = SyncVectorEnv(fns)
         yield make_class_vec(fns, 1, 2), sync
@@ -460,7 +463,7 @@ class TestStates:
             partial(env.send, np.zeros(2, int)),
             partial(env.rollout, lambda obs: np.zeros(len(obs), int), 2),
         ):
-            with pytest.raises(AlreadyPendingCallError, match="reset|send"):
+            with pytest.raises(AlreadyPendingCallError, match=r"reset|send"):
                 late()
         for other in (env.step_wait, env.call_wait, env.recv):
             with pytest.raises(NoAsyncCallError):
@@ -498,7 +501,6 @@ class TestStates:
     def test_what_timed_out_is_waited_for_again_and_nothing_is_lost(self, make_vec: MakeVec, topology: str) -> None:
         """The first environment answers at once, with infos; the last one late."""
         env = make_vec([partial(CountingEnv, 1), partial(CountingEnv, 1, 0.5)], *TOPOLOGIES[topology])
-        env.autoreset_mode  # noqa: B018
         env.reset(seed=[0, 0])
         env.step_async(np.zeros(2, int))
         for timeout in (0, 0.0, 0.05):
@@ -522,7 +524,7 @@ class TestStates:
             env.step_wait(timeout=0.1)
         info = within(DEADLINE_S, env.step_wait)[4]
         assert info["_final_obs"].tolist() == [True, True]
-        assert info["final_obs"].tolist() == [[0, 0, 1, 1]] * 2 and info["began"].tolist() == [1, 1]
+        assert np.stack(info["final_obs"]).tolist() == [[0, 0, 1, 1]] * 2 and info["began"].tolist() == [1, 1]
 
     @pytest.mark.parametrize("topology", ["1x2", "2x1"])
     def test_calls_and_resets_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
@@ -568,13 +570,15 @@ class TestStates:
 
 class TestActions:
     @pytest.fixture(scope="class")
-    def env(self, make_class_vec: MakeVec) -> RayVecEnv:
+    @classmethod
+    def env(cls, make_class_vec: MakeVec) -> RayVecEnv:
         env = make_class_vec(env_fns(3, spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,), np.float32)), 2, 1)
         env.reset(seed=0)
         return env
 
     @pytest.fixture(scope="class")
-    def dicts(self, make_class_vec: MakeVec) -> Any:
+    @classmethod
+    def dicts(cls, make_class_vec: MakeVec) -> Any:
         fns = env_fns(3, spaces.Discrete(2), spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)}))
         sync = SyncVectorEnv(fns)
         env = make_class_vec(fns, 2, 1)
@@ -645,10 +649,6 @@ class TestActions:
         env.step(("a", "b", "c"))
 
 
-def odd_timeout() -> Exception:
-    return TimeoutError("the environment's own server does not answer")
-
-
 ERRORS: dict[str, Callable[[], Exception]] = {
     "plain": partial(ValueError, "this environment is broken"),
     "timeout": partial(TimeoutError, "a server of the environment's own does not answer"),
@@ -660,9 +660,8 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 class TestErrors:
-    @pytest.mark.parametrize("kind", ERRORS)
-    @pytest.mark.parametrize("nodes", [1, 2])
-    def test_an_error_in_a_step_keeps_its_type_and_message(self, make_vec: MakeVec, nodes: int, kind: str) -> None:
+    @pytest.mark.parametrize(("kind", "nodes"), [("plain", 1), ("timeout", 1), *((kind, 2) for kind in ERRORS)])
+    def test_an_error_in_a_step_keeps_its_type_and_message(self, make_vec: MakeVec, kind: str, nodes: int) -> None:
         fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", "step", 1, ERRORS[kind])]
         env = make_vec(fns, nodes, 3 - nodes)
         env.reset(seed=100)
@@ -673,10 +672,9 @@ class TestErrors:
         assert type(caught.value) is type(expected) and str(caught.value) == str(expected)
         cause = caught.value.__cause__
         assert isinstance(cause, EnvError)
-        node = env.topology.nodes[-1] if not env.closed else None
         for words in ("node ", "worker ", "environment 2", "seed 102", "Traceback", "_maybe"):
             assert words in str(cause)
-        assert node is None and env.closed
+        assert env.closed
 
     @pytest.mark.parametrize("nodes", [1, 2])
     def test_an_error_in_a_reset(self, make_vec: MakeVec, nodes: int) -> None:
@@ -725,12 +723,11 @@ class TestErrors:
             env.step(np.zeros(2, int))
         assert isinstance(caught.value, EnvError) or str(caught.value) == "odd (3)"
 
-    @pytest.mark.parametrize("fault", ["kill", "exit"])
     @pytest.mark.parametrize("nodes", [1, 2])
     @pytest.mark.parametrize("when", ["init", "reset", "step"])
-    def test_a_worker_that_ends(self, make_vec: MakeVec, nodes: int, fault: str, when: str) -> None:
+    def test_a_worker_that_ends(self, make_vec: MakeVec, nodes: int, when: str) -> None:
         def play() -> None:
-            env = make_vec([CountingEnv, partial(FaultyEnv, fault, when)], nodes, 3 - nodes)
+            env = make_vec([CountingEnv, partial(FaultyEnv, "kill", when)], nodes, 3 - nodes)
             env.reset(seed=0)
             env.step(np.zeros(2, int))
 
@@ -759,7 +756,8 @@ class TestErrors:
         env.reset(seed=0)
         os.kill(pids[-1][0], signal.SIGKILL)
         with pytest.raises((NodeLostError, WorkerLostError)) as caught:
-            for _ in range(2):
+            deadline = time.monotonic() + DEADLINE_S
+            while time.monotonic() < deadline:  # an answer or two may be under way
                 within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
         assert_explained(caught.value)
         within(DEADLINE_S, env.close)
@@ -775,10 +773,9 @@ class TestErrors:
 
 
 class TestEnd:
-    @pytest.mark.parametrize("nodes", [1, 2])
-    @pytest.mark.parametrize("pending", ["step", "reset", "call", None])
+    @pytest.mark.parametrize(("nodes", "pending"), [(1, "step"), (2, "step"), (2, "reset"), (1, "call"), (2, None)])
     def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
-        before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+        fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
         env = make_vec([partial(SlowCall, seconds=0.2)] * 4, nodes, 2)
         pids = [pid for node in pids_of(env) for pid in node]
         assert len(pids) == 3 * nodes and all(map(alive, pids))
@@ -791,9 +788,9 @@ class TestEnd:
             env.call_async("slow", 0.2)
         within(DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
-        assert set(os.listdir("/dev/shm")) == before[0]
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "its shared memory is gone")
         gc.collect()
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before[1] + 4, "its descriptors are closed")
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "its descriptors are closed")
 
     def test_close_although_an_environment_hangs(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv, partial(FaultyEnv, "hang")], 2)
@@ -874,16 +871,18 @@ class TestInput:
             assert_explained(caught.value)
 
     @pytest.fixture(scope="class")
-    def small(self, make_class_vec: MakeVec) -> RayVecEnv:
+    @classmethod
+    def small(cls, make_class_vec: MakeVec) -> RayVecEnv:
         return make_class_vec([CountingEnv] * 2)
 
-    @pytest.mark.parametrize("nodes", [1, 2])
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
-    @pytest.mark.parametrize("shape", [(1,), (3, 1), (7,), ()])
+    @pytest.mark.parametrize(
+        ("inference", "shape"),
+        [("worker", (1,)), ("worker", (3, 1)), ("worker", ()), ("driver", (1,)), ("driver", (6, 1)), ("driver", (7,))],
+    )
     def test_policies_that_return_a_wrong_number_of_actions(
-        self, make_vec: MakeVec, nodes: int, inference: Any, shape: tuple[int, ...]
+        self, make_vec: MakeVec, inference: Any, shape: tuple[int, ...]
     ) -> None:
-        env = make_vec([CountingEnv] * 6, nodes)
+        env = make_vec([CountingEnv] * 6, 2)
 
         def policy(obs: Any) -> Any:
             return np.zeros(shape, int)
@@ -938,15 +937,6 @@ class TestConstruction:
         pids = env.call("made_in")
         assert os.getpid() not in pids
         assert set(pids) == {pid for node in pids_of(env) for pid in node[1:]}
-
-
-class TellsPid(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self._pid = os.getpid()
-
-    def made_in(self) -> int:
-        return self._pid
 
 
 def test_many_steps_stay_equal_over_every_topology(make_vec: MakeVec) -> None:

@@ -27,7 +27,7 @@ from rayvec.pools.link import LOOK_S, WorkerLink
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.supervision import RestartBudget
 from rayvec.pools.wire import NodeBlock, Op, travels
-from rayvec.types import RawInfo, StepBatch, Tree, tree_leaves, tree_map
+from rayvec.types import RawInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
 __all__ = ["LastAnswers", "PoolClient", "Respawn"]
 
@@ -75,32 +75,42 @@ class _Plan:
 class LastAnswers:
     """What environments last answered, so that no more than that is told of an episode that is cut.
 
-    Kept only where workers are restarted: a worker may end in the midst of writing.
+    Kept only where something is restarted: whoever ends may do so in the midst of writing.
+
+    Args:
+        obs: Tree of ``[N, *obs_shape]`` to be like; None where observations are objects.
+        num_envs: N.
+
+    Attributes:
+        obs: Last observation of each environment, in arrays of its own.
     """
 
     def __init__(self, obs: Tree, num_envs: int) -> None:
         self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
-        self.mid_episode = np.zeros(num_envs, bool)
+        self._leaves = [] if obs is None else list(tree_leaves(self.obs))
+        self._done = np.ones(num_envs, bool)
+        self._stays = np.zeros(num_envs, bool)
 
-    def keep(self, select: Any, obs: Tree, done: NDArray[np.bool_], stays: NDArray[np.bool_]) -> None:
-        """Takes note of answers: the episode goes on if it is not done, or was reset within the step.
+    def started(self, select: Any, stays: bool) -> None:
+        """Takes note of what was asked for: whether the environments are within an episode afterwards in any case."""
+        self._stays[select] = stays
 
-        Args:
-            select: Whose; `obs`, `done` and `stays` have rows for these alone.
-            obs: Their observations.
-            done: Whether an episode ended.
-            stays: Whether the environment is within an episode even so.
-        """
-        self.mid_episode[select] = ~done | stays
-        if self.obs is not None:
-            for kept, array in zip(tree_leaves(self.obs), tree_leaves(obs), strict=True):
+    def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Takes note of answers, whose arrays have rows for `select` alone."""
+        self._done[select] = terminated | truncated
+        if self._leaves:
+            for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
                 kept[select] = array
+
+    def mid_episode(self, select: Any) -> NDArray[np.bool_]:
+        """Returns which environments were in the midst of an episode when they last answered."""
+        going_on: NDArray[np.bool_] = ~self._done[select] | self._stays[select]
+        return going_on
 
     def restore(self, select: Any, obs: Tree) -> None:
         """Writes the last observations of some environments back into arrays of all."""
-        if self.obs is not None:
-            for kept, array in zip(tree_leaves(self.obs), tree_leaves(obs), strict=True):
-                array[select] = kept[select]
+        for kept, array in zip(self._leaves, tree_leaves(obs) if self._leaves else (), strict=True):
+            array[select] = kept[select]
 
 
 class PoolClient:
@@ -140,7 +150,6 @@ class PoolClient:
         self._plans: dict[bytes, _Plan] = {}
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
-        self._stays = np.zeros(self.num_envs, bool)
         self._last = LastAnswers(self._obs, self.num_envs) if supervision.restart else None
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
@@ -178,14 +187,15 @@ class PoolClient:
         if begin:
             self._start(plan, True, lambda part: part.link.post(Op.READY, part.rows))
         else:
-            self._start(plan, False, lambda part: part.link.post(Op.LOOK, part.rows))
+            self._start(plan, None, lambda part: part.link.post(Op.LOOK, part.rows))
 
-    def _start(self, plan: _Plan, stays: bool, post: Callable[[_Part], int]) -> None:
+    def _start(self, plan: _Plan, stays: bool | None, post: Callable[[_Part], int]) -> None:
         for part in plan.parts:
             part.number = post(part)
             self._command_of[part.link.start + part.rows] = part.number
         self._under_way[plan.select] = True
-        self._stays[plan.select] = stays
+        if self._last is not None and stays is not None:
+            self._last.started(plan.select, stays)
         plan.under_way = True
 
     def recv(
@@ -207,9 +217,10 @@ class PoolClient:
         plan.under_way = False
         self._under_way[plan.select] = False
         self._raise_failures()
+        batch = self._batch(plan)
         if self._last is not None:
-            self._keep_last(plan.select)
-        return self._batch(plan)
+            self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
+        return batch
 
     @property
     def event_fd(self) -> int:
@@ -296,7 +307,7 @@ class PoolClient:
         rows = slice(link.start, link.stop)
         lost = np.flatnonzero(~self._mask(self._finished(link)))
         self._last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
-        self._arrays["cut"][rows] |= self._last.mid_episode[rows]
+        self._arrays["cut"][rows] |= self._last.mid_episode(rows) & self._arrays["started"][rows]
         self._arrays["restarts"][rows] += 1
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
@@ -315,9 +326,8 @@ class PoolClient:
 
     def _keep_last(self, select: Any) -> None:
         assert self._last is not None
-        done = self._arrays["terminated"][select] | self._arrays["truncated"][select]
         obs = None if self._obs is None else index_tree(self._obs, select)
-        self._last.keep(select, obs, done, self._stays[select])
+        self._last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -441,5 +451,4 @@ class PoolClient:
             places = np.flatnonzero(owner == k)
             link = self._links[k]
             parts.append(_Part(link, ids[places] - link.start, places))
-        consecutive = len(ids) > 0 and bool((ids == np.arange(ids[0], ids[0] + len(ids))).all())
-        return _Plan(ids, slice(int(ids[0]), int(ids[0]) + len(ids)) if consecutive else ids, parts)
+        return _Plan(ids, as_slice(ids), parts)

@@ -312,7 +312,7 @@ class ProcessPool(PoolClient):
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""
         if self._last is not None:
-            self._stays[:] = False
+            self._last.started(slice(None), False)
             self._keep_last(slice(None))
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
 from rayvec.pools.supervision import RESTARTED, NodeState
 from rayvec.rollout import join_chunks
-from rayvec.types import Chunk, StepBatch, Topology, Tree, tree_map
+from rayvec.types import Chunk, StepBatch, Topology, Tree, as_slice, tree_map
 
 __all__ = ["RayPool"]
 
@@ -73,6 +73,19 @@ class _Part:
     start: int
     ids: NDArray[np.int64]
     places: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a set of ids means for the nodes, worked out once for each set.
+
+    Attributes:
+        parts: One for each node concerned.
+        select: The ids, as a slice where they are consecutive.
+    """
+
+    parts: list[_Part]
+    select: Any
 
 
 class RayPool:
@@ -118,14 +131,13 @@ class RayPool:
         self._nodes: list[_Node] = []
         self._handles = [NodeHandle(node_slice, supervision) for node_slice in topology.nodes]
         self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
-        self._plans: dict[bytes, list[_Part]] = {}
+        self._plans: dict[bytes, _Plan] = {}
         self._under_way: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
         self._policies: dict[int, bytes] = {}
         self._weights: dict[int, tuple[int, Any]] = {}
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
-        self._stays = np.zeros(self.num_envs, bool)
         self._last: LastAnswers | None = None
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
@@ -216,8 +228,7 @@ class RayPool:
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        parts = self._plan(env_ids)
-        self._stays[env_ids] = autoreset == Autoreset.SAME_STEP
+        parts = self._plan(env_ids).parts
         for part in parts:
             share = actions if len(parts) == 1 else self._take(actions, part.places)
 
@@ -225,30 +236,36 @@ class RayPool:
                 pool.send(ids, share, autoreset)
 
             self._ask(part, ask)
+        self._note_started(env_ids, autoreset == Autoreset.SAME_STEP)
+
+    def _note_started(self, env_ids: NDArray[np.int64], stays: bool) -> None:
         self._under_way[env_ids.tobytes()] = env_ids
+        if self._last is not None:
+            self._last.started(self._plan(env_ids).select, stays)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._stays[env_ids] = True
         for env_id, seed in zip(env_ids.tolist(), seeds, strict=True):
             self._seeds[env_id] = self._seeds[env_id] if seed is None else seed
-        for part in self._plan(env_ids):
+        for part in self._plan(env_ids).parts:
             by_id = dict(zip(part.ids.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
 
             def ask(pool: NodePool, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
                 pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
 
             self._ask(part, ask)
-        self._under_way[env_ids.tobytes()] = env_ids
+        self._note_started(env_ids, True)
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._stays[env_ids] = begin
-        for part in self._plan(env_ids):
+        for part in self._plan(env_ids).parts:
             self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
-        self._under_way[env_ids.tobytes()] = env_ids
+        if begin:
+            self._note_started(env_ids, True)
+        else:
+            self._under_way[env_ids.tobytes()] = env_ids
 
     def _ask(self, part: _Part, ask: Callable[[NodePool, NDArray[np.int64]], None]) -> None:
         node = self._nodes[part.node]
@@ -281,7 +298,7 @@ class RayPool:
 
     def _recv_parts(self, env_ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
         key = env_ids.tobytes()
-        parts = self._plan(env_ids)
+        parts = self._plan(env_ids).parts
         held = self._held.setdefault(key, {})  # what came before a timeout is kept for the next attempt
         for part in parts:
             if part.node not in held:
@@ -289,7 +306,7 @@ class RayPool:
                 self._answered(self._nodes[part.node], part.ids)
         del self._held[key]
         if len(parts) == 1 and parts[0].start == 0:
-            return replace(held[parts[0].node], env_ids=env_ids)
+            return held[parts[0].node]
         return _join_batches(env_ids, [(p.start, p.places) for p in parts], [held[p.node] for p in parts])
 
     def _recv_each(self, deadline: float | None) -> StepBatch:
@@ -342,7 +359,7 @@ class RayPool:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        parts = self._plan(env_ids)
+        parts = self._plan(env_ids).parts
         pending = {part.node: self._nodes[part.node].pool.call(name, args, kwargs, part.ids) for part in parts}
         in_order: list[Any] = [None] * len(env_ids)
 
@@ -360,7 +377,7 @@ class RayPool:
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        for part in self._plan(env_ids):
+        for part in self._plan(env_ids).parts:
             self._nodes[part.node].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
 
     def load_policy(self, key: int, policy: bytes) -> None:
@@ -391,7 +408,8 @@ class RayPool:
         parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
         chunk = join_chunks([chunk for chunk, _ in parts])
         if self._last is not None:
-            self._last.keep(slice(None), chunk.last_obs, chunk.done[-1], np.ones(self.num_envs, bool))
+            self._last.started(slice(None), True)
+            self._last.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
             np.add.at(self._restarts, chunk.restarts[:, 1], 1)
         return chunk, max(seconds for _, seconds in parts)
 
@@ -438,7 +456,7 @@ class RayPool:
         )
         handle.get(self._start(handle))
         obs = None if self._last.obs is None else tree_map(lambda leaf: leaf[rows], self._last.obs)
-        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._last.mid_episode[rows])
+        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._last.mid_episode(rows))
         shape = handle.call("allocate", *self._spaces, state)
         self._handles[number] = handle
         node.handle, node.pool = handle, self._connect(handle, shape)
@@ -453,9 +471,7 @@ class RayPool:
 
     def _keep_last(self, batch: StepBatch) -> None:
         assert self._last is not None
-        ids = batch.env_ids
-        obs = None if self.layout is None else batch.obs
-        self._last.keep(ids, obs, batch.terminated | batch.truncated, self._stays[ids])
+        self._last.keep(self._plan(batch.env_ids).select, batch.obs, batch.terminated, batch.truncated)
         for info in batch.info:
             if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
                 self._restarts[info.env_id] += 1
@@ -478,19 +494,23 @@ class RayPool:
             self._session.release()
             self._session = None
 
-    def _plan(self, env_ids: NDArray[np.int64]) -> list[_Part]:
+    def _plan(self, env_ids: NDArray[np.int64]) -> _Plan:
         key = env_ids.tobytes()
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > _MOST_PLANS:  # random subsets would otherwise be kept for ever
                 self._plans.clear()
-            owner = np.searchsorted(self._starts, env_ids, side="right") - 1
-            plan = self._plans[key] = []
-            for k in np.unique(owner).tolist():
-                places = np.flatnonzero(owner == k)
-                start = int(self._starts[k])
-                plan.append(_Part(k, start, env_ids[places] - start, places))
+            plan = self._plans[key] = self._make_plan(env_ids)
         return plan
+
+    def _make_plan(self, env_ids: NDArray[np.int64]) -> _Plan:
+        owner = np.searchsorted(self._starts, env_ids, side="right") - 1
+        parts = []
+        for k in np.unique(owner).tolist():
+            places = np.flatnonzero(owner == k)
+            start = int(self._starts[k])
+            parts.append(_Part(k, start, env_ids[places] - start, places))
+        return _Plan(parts, as_slice(env_ids))
 
     @staticmethod
     def _take(actions: Tree, places: NDArray[np.int64]) -> Tree:

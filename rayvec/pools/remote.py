@@ -230,6 +230,7 @@ class StreamPool:
         self._loose = loose
         self._frames = FrameFormat(ArrayLayout.of(shape.observation), ArrayLayout.of(shape.action))
         self._connection = connect(node.slice.address, port, key)
+        self._seeds: dict[int, int] = {}
         self._answers: dict[int, tuple[StepBatch, int]] = {}
         self._whole: dict[bytes, StepBatch] = {}
 
@@ -242,6 +243,7 @@ class StreamPool:
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`NodePool`."""
+        self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
         self._ask(frame, (list(seeds), options), keep)
 
@@ -331,7 +333,8 @@ class StreamPool:
         if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
             env_id = self._node.slice.env_range.start + info.env_id
             worker = int(np.searchsorted(self._node.slice.worker_bounds, env_id, side="right")) - 1
-            logger.warning("node %s, worker %d restarted environment %d", self._node.slice.name, worker, env_id)
+            name, seed = self._node.slice.name, self._seeds.get(info.env_id)
+            logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, env_id, seed)
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

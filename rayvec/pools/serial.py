@@ -243,6 +243,7 @@ class SerialPool:
                 infos.pop()  # of an attempt before this one, whose reset raised
             infos.append(RawInfo(self._first_id + row, {}, deepcopy(index_tree(self.obs, row)), {RESTARTED: True}))
             self._reset_within_step(row, same_step, infos)
+            infos[-1] = infos[-1]._replace(info={**infos[-1].info, RESTARTED: True})
         else:
             self._between_episodes[row] = True
             infos.append(RawInfo(self._first_id + row, {RESTARTED: True}))

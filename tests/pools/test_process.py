@@ -428,16 +428,17 @@ class TestEnd:
                 pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
                 pool.recv(np.arange(2))
 
-        def held() -> tuple[int, int, set[str], int]:
+        def held() -> tuple[int, int, int]:
             gc.collect()
             maps = Path("/proc/self/maps").read_text().count("memfd:rayvec")
-            return len(os.listdir("/proc/self/fd")), maps, set(os.listdir("/dev/shm")), threading.active_count()
+            return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
 
         cycle()
-        before, workers = held(), set(children())
+        before, names, workers = held(), set(os.listdir("/dev/shm")), set(children())
         for _ in range(20):
             cycle()
         assert held() == before
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "no name in /dev/shm is left")
         assert set(children()) == workers
 
 

@@ -1,0 +1,34 @@
+"""rayvec in the place of Tianshou's own parts.
+
+The names below are imported when they are first used, since Tianshou brings torch: a worker that steps
+environments for Tianshou imports neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayvec.tianshou.vector_env import RayVectorEnv as RayVectorEnv
+    from rayvec.tianshou.vector_env import RayVectorEnvType as RayVectorEnvType
+
+_HOMES = {
+    "RayVectorEnv": "rayvec.tianshou.vector_env",
+    "RayVectorEnvType": "rayvec.tianshou.vector_env",
+}
+"""Where each public name is defined."""
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rayvec.tianshou' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
