@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs bench clean
+.PHONY: help demo test soak check format docs bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest
+
+soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10)
+	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10)
 
 check: $(STAMP) ## Lint, formatting, types, and the examples in docstrings
 	$(BIN)/ruff check .

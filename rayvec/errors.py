@@ -35,6 +35,7 @@ __all__ = [
     "RayvecError",
     "RemoteFailure",
     "WorkerLostError",
+    "check_choice",
     "check_count",
     "message",
 ]
@@ -96,6 +97,23 @@ def check_count(name: str, value: Any) -> int:
             )
         )
     return int(value)
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is not one of `choices`.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if value not in choices or isinstance(value, bool):
+        raise ConfigError(
+            message(
+                f"{name} is one of a few.",
+                expected=" or ".join(map(repr, choices)),
+                got=repr(value),
+                remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,22 @@ class FreeNode:
     cpus: int
 
 
-def free_nodes() -> list[FreeNode]:
-    """Returns the living nodes of the connected cluster that have cores, the driver's own first."""
+def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
+    """Returns the living nodes of the connected cluster that have cores, the driver's own first.
+
+    Args:
+        claimed_too: Whether to count cores that somebody has claimed, for who does without a claim.
+    """
     from ray._private.state import available_resources_per_node
 
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
     nodes = [
-        FreeNode(node["NodeID"], node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get("CPU", 0)))
+        FreeNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"]["CPU"] if claimed_too else free.get(node["NodeID"], {}).get("CPU", 0)),
+        )
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
     ]
@@ -153,7 +161,8 @@ def place_again(lost: NodeSlice, error: NodeLostError) -> NodeSlice:
     """
     deadline = time.monotonic() + _PLACE_AGAIN_S
     while True:
-        nodes = [node for node in free_nodes() if node.node_id != lost.node_id and node.cpus >= 1]
+        candidates = free_nodes(claimed_too=lost.num_cpus == 0)
+        nodes = [node for node in candidates if node.node_id != lost.node_id and node.cpus >= 1]
         if nodes:
             break
         if time.monotonic() >= deadline:

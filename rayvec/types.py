@@ -9,7 +9,7 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -301,3 +301,7 @@ class Topology:
     def num_envs(self) -> int:
         """How many environments there are in all."""
         return sum(len(node.env_range) for node in self.nodes)
+
+    def without_claims(self) -> Topology:
+        """Returns the same without a claim to any core."""
+        return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))

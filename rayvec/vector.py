@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, concaten
 from numpy.typing import NDArray
 
 from rayvec.envs import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_count, message
+from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
@@ -91,9 +91,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         address: str | None = None,
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
-        _check_choice("groups", groups, (1, 2))
-        _check_choice("on_env_error", on_env_error, ("raise", "restart"))
-        _check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+        check_choice("groups", groups, (1, 2))
+        check_choice("on_env_error", on_env_error, ("raise", "restart"))
+        check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
@@ -163,6 +163,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def transports(self) -> tuple[str, ...]:
         """How each node is reached: ``"shm"`` or ``"tcp"``."""
         return self._pool.transports
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids of each node's actor and, after it, of its workers, by the node's name."""
+        self._assert_idle("worker_pids")
+        return self._pool.worker_pids()
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -314,7 +319,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             seed: Resets all environments first, with base + index, and is the seed of the noise.
         """
         self._assert_idle("rollout")
-        _check_choice("inference", inference, ("worker", "driver"))
+        check_choice("inference", inference, ("worker", "driver"))
         if seed is not None:
             self.reset(seed=seed)
             self._chunk_steps, self._noise_seed = 0, seed
@@ -532,18 +537,6 @@ class _InfoMerger(VectorEnv[Any, Any, Any]):
                 merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
             merged = self._add_info(merged, info, env_id)
         return merged
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or isinstance(value, bool):
-        raise ConfigError(
-            message(
-                f"{name} is one of a few.",
-                expected=" or ".join(map(repr, choices)),
-                got=repr(value),
-                remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
-            )
-        )
 
 
 def _split(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:

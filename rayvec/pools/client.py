@@ -150,6 +150,7 @@ class PoolClient:
         self._plans: dict[bytes, _Plan] = {}
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
+        self._look_at_s = 0.0
         self._last = LastAnswers(self._obs, self.num_envs) if supervision.restart else None
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
@@ -229,10 +230,16 @@ class PoolClient:
         return self._block.event_fd
 
     def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``."""
+        """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``.
+
+        Now and then it sees to workers that have ended or hang, however many others go on answering.
+        """
         event = self.event_fd  # from here on, whatever is done is told
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(event)
+        if time.monotonic() >= self._look_at_s:
+            self._look_at_s = time.monotonic() + LOOK_S
+            self._look_after_all()
         for link in self._links:
             link.poll()
         done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
@@ -249,11 +256,9 @@ class PoolClient:
                 return done
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{len(done)} of {min_ready} environments have answered in time")
-            if not select.select([self.event_fd], [], [], LOOK_S)[0]:
-                self.look_after()
+            select.select([self.event_fd], [], [], LOOK_S)
 
-    def look_after(self) -> None:
-        """Restarts workers that have ended, or take too long; for who calls :meth:`ready_ids`."""
+    def _look_after_all(self) -> None:
         for link in self._links:
             if link.num_done < link.num_posted:
                 self._look_after(link)
@@ -323,6 +328,12 @@ class PoolClient:
         mask = np.zeros(self.num_envs, bool)
         mask[ids] = True
         return mask
+
+    def stepped_by_another(self) -> None:
+        """Takes note that another process has let the environments take steps, each reset within its last one."""
+        if self._last is not None:
+            self._last.started(slice(None), True)
+            self._keep_last(slice(None))
 
     def _keep_last(self, select: Any) -> None:
         assert self._last is not None

@@ -7,6 +7,7 @@ import os
 import pickle
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,8 @@ class NodeActor:
     """Holds the environments of one node.
 
     No method raises what an environment raised: it returns a :class:`~rayvec.errors.RemoteFailure`, which
-    the driver raises. Calls come one at a time; while the driver steps through the stream or through
-    shared memory that it was lent, none comes that touches the environments.
+    the driver raises. Calls come one at a time. While the driver steps through shared memory that it was lent,
+    none comes that touches the environments; while it steps some through the stream, one may come for others.
     """
 
     def __init__(self, node_slice: NodeSlice, supervision: Supervision) -> None:
@@ -47,6 +48,7 @@ class NodeActor:
         self._workers: Workers | None = None
         self._pool: ProcessPool | None = None
         self._listener: Listener | None = None
+        self._turn = threading.Lock()  # of the stream's thread and of calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
 
@@ -147,7 +149,8 @@ class NodeActor:
 
     def _guard(self, function: Callable[[], Any]) -> Any:
         try:
-            return function()
+            with self._turn:
+                return function()
         except Exception as error:
             return RemoteFailure.capture(error, f"node {self._slice.name}")
 
@@ -161,23 +164,22 @@ class NodeActor:
         assert pool is not None
         frames = FrameFormat(pool.layout, pool.action_layout)
         together: deque[NDArray[np.int64]] = deque()
-        loose = 0
+        num_waiting = 0
         with contextlib.suppress(EOFError, OSError):
             while True:
-                while not (together or loose) or connection.poll():
+                while not num_waiting or connection.poll():
                     request = frames.unpack_request(connection.recv_bytes())
-                    self._begin(pool, request)
-                    if request.loose:
-                        loose += len(request.env_ids)
-                    else:
+                    with self._turn:
+                        self._begin(pool, request)
+                    num_waiting += len(request.env_ids)
+                    if not request.loose:
                         together.append(request.env_ids)
-                if together:
-                    connection.send_bytes(self._answer(pool, frames, together.popleft()))
-                elif len(ready := pool.ready_ids()):
-                    connection.send_bytes(self._answer(pool, frames, ready))
-                    loose -= len(ready)
-                elif not select.select([connection.fileno(), pool.event_fd], [], [], LOOK_S)[0]:
-                    pool.look_after()
+                frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
+                num_waiting -= count
+                if frame:
+                    connection.send_bytes(frame)
+                else:
+                    select.select([connection.fileno(), pool.event_fd], [], [], LOOK_S)
 
     def _begin(self, pool: ProcessPool, request: Request) -> None:
         if request.kind in (Kind.READY, Kind.LOOK):
@@ -191,16 +193,24 @@ class NodeActor:
             actions = request.actions if request.actions is not None else self._kept_for_node.popleft()
             pool.send(request.env_ids, actions, request.autoreset)
 
-    def _answer(self, pool: ProcessPool, frames: FrameFormat, env_ids: NDArray[np.int64]) -> bytes:
+    def _answer(
+        self, pool: ProcessPool, frames: FrameFormat, which: Callable[[], NDArray[np.int64]]
+    ) -> tuple[bytes, int]:
+        """Returns the frame that answers for some environments, nothing if there are none, and their number."""
+        env_ids = np.zeros(0, np.int64)
         try:
-            batch = pool.recv(env_ids)
+            with self._turn:
+                env_ids = which()
+                if not len(env_ids):
+                    return b"", 0
+                batch = pool.recv(env_ids)
         except Exception as error:
             self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
-            return frames.pack_kept(env_ids)
+            return frames.pack_kept(env_ids), len(env_ids)
         frame, keep = frames.pack_answer(batch)
         if keep:
             self._kept_for_driver.append(batch)
-        return frame
+        return frame, len(env_ids)
 
 
 def _hand_over(name: str, fds: Sequence[int]) -> None:

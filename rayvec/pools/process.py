@@ -307,6 +307,7 @@ class ProcessPool(PoolClient):
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
         packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
+        self.stepped_by_another()
         return join_chunks([part.unpack() for part in packed])
 
     def _snapshot(self) -> None:

@@ -158,6 +158,7 @@ class RayPool:
         num_nodes: int | None = None,
         workers_per_node: int | None = None,
         worker_per_env: bool = False,
+        claim_cpus: bool = True,
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
         rehost: bool = False,
@@ -170,6 +171,7 @@ class RayPool:
             num_nodes: How many nodes to use; by default all that have free cores.
             workers_per_node: Worker processes on each; by default one for each free core.
             worker_per_env: A worker for each environment, answered as soon as it is done.
+            claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
             preload: As for the class.
             supervision: As for the class.
             rehost: As for the class.
@@ -182,9 +184,11 @@ class RayPool:
         session = RaySession(address)
 
         def plan() -> Topology:
-            return plan_topology(
-                free_nodes(), factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env
+            nodes = free_nodes(claimed_too=not claim_cpus)
+            topology = plan_topology(
+                nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env
             )
+            return topology if claim_cpus else topology.without_claims()
 
         try:
             for attempt in range(_START_ATTEMPTS):
@@ -285,8 +289,8 @@ class RayPool:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if env_ids is None:
             ids = np.sort(np.concatenate([np.zeros(0, np.int64), *self._under_way.values()]))
-            if min_ready is not None and min_ready < len(ids):
-                ids = self._wait_for(min_ready, deadline)
+            if min_ready is not None:
+                ids = self._wait_for(min(min_ready, len(ids)), deadline)
             if ids.tobytes() not in self._under_way and not self._loose:
                 return self._recv_each(deadline)
             env_ids = ids
@@ -326,9 +330,7 @@ class RayPool:
             if left == 0.0:
                 raise TimeoutError(f"{len(ids)} of {min_ready} environments have answered in time")
             events = [node.pool.event_fd for node in self._nodes]
-            if not select.select(events, [], [], LOOK_S if left is None else min(LOOK_S, left))[0]:
-                for node in self._nodes:
-                    node.pool.look_after()
+            select.select(events, [], [], LOOK_S if left is None else min(LOOK_S, left))
 
     def _forget_under_way(self, env_ids: NDArray[np.int64]) -> None:
         if self._under_way.pop(env_ids.tobytes(), None) is not None:
@@ -406,6 +408,8 @@ class RayPool:
             Their joint chunk, and the seconds that the slowest node took for its part.
         """
         parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
+        for node in self._nodes:
+            node.pool.stepped_by_another()
         chunk = join_chunks([chunk for chunk, _ in parts])
         if self._last is not None:
             self._last.started(slice(None), True)

@@ -106,11 +106,7 @@ class NodePool(Protocol):
         ...
 
     def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` would return without waiting."""
-        ...
-
-    def look_after(self) -> None:
-        """Sees to workers that have ended or hang; for who waits for an event in vain."""
+        """Returns the ids whose answers :meth:`recv` would return without waiting; to be asked again and again."""
         ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
@@ -129,6 +125,10 @@ class NodePool(Protocol):
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
         """Waits for what was started."""
+        ...
+
+    def stepped_by_another(self) -> None:
+        """Takes note that the node itself has let the environments take steps."""
         ...
 
     def call(
@@ -280,8 +280,8 @@ class StreamPool:
             self._read_answer(None)
         return np.array(sorted(self._answers), np.int64)
 
-    def look_after(self) -> None:
-        """See :class:`NodePool`; the node does that itself."""
+    def stepped_by_another(self) -> None:
+        """See :class:`NodePool`; the node knows."""
 
     def _read_answer(self, deadline: float | None) -> None:
         """Reads the next frame."""
