@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, message
 
@@ -108,7 +108,7 @@ class EnvFactory:
         """
         if isinstance(env, (str, EnvSpec)):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
-            spec = _find_spec(env) if isinstance(env, str) else env
+            spec = _spec_of(env) if isinstance(env, str) else env
             make = _MakeFromSpec(spec, dict(env_kwargs or {}), tuple(wrappers))
             return cls((make,) * count, spec, _registered_specs())
         env_fns = _checked_env_fns(env, num_envs, env_kwargs)
@@ -189,9 +189,9 @@ def _checked_env_fns(
     return env_fns
 
 
-def _find_spec(env_id: str) -> EnvSpec:
+def _spec_of(env_id: str) -> EnvSpec:
     try:
-        return gymnasium.spec(env_id)
+        return _find_spec(env_id)  # what gymnasium.make does: imports the module, completes the version
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
             message(

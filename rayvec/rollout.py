@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
-from rayvec.pools.memory import tree_writer
+from rayvec.pools.memory import ArrayLayout, tree_writer
+from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
 from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
-__all__ = ["ActingPolicy", "CallablePolicy", "as_policy", "join_chunks", "rollout"]
+__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "join_chunks", "rollout"]
 
 
 class ActingPolicy(Protocol):
@@ -44,6 +45,14 @@ class ActingPolicy(Protocol):
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Takes newly published weights, one flat vector; it must copy what it keeps."""
+        ...
+
+
+class RecurrentPolicy(ActingPolicy, Protocol):
+    """A policy that remembers: it keeps a row for each environment, acts on all of them, is told of new episodes."""
+
+    def begin_episodes(self, rows: NDArray[np.int64]) -> None:
+        """Forgets what it remembers of some environments, since their next observation begins an episode."""
         ...
 
 
@@ -122,22 +131,28 @@ def rollout(
         The chunk, in newly allocated memory.
     """
     n = pool.num_envs
-    groups = groups or [np.arange(n)]
+    begin_episodes = getattr(policy, "begin_episodes", None)
+    if groups is None or begin_episodes is not None:
+        groups = [np.arange(n)]
     noise = keyed_noise(
         policy.noise, seed=noise_seed, env_ids=first_id + np.arange(n), first_step=first_step, num_steps=num_steps
     )
-    recorder = _Recorder(num_steps, n, first_id)
+    recorder = _Recorder(num_steps, n, first_id, pool.action_layout)
     for ids in groups:
         pool.ready(ids)
     batches = [pool.recv(ids) for ids in groups]
     for group, batch in enumerate(batches):
         recorder.add_infos(-1, batch)
         recorder.allocate(group, groups[group], batch.obs)
+    if begin_episodes is not None:
+        begin_episodes(_begun(pool, batches[0]))
     for t in range(num_steps):
         for group, ids in enumerate(groups):
             if t > 0:
                 batches[group] = pool.recv(ids)
                 recorder.add_results(t - 1, group, batches[group])
+                if begin_episodes is not None:
+                    begin_episodes(_begun(pool, batches[group]))
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
@@ -147,13 +162,23 @@ def rollout(
         batch = pool.recv(ids)
         recorder.add_results(num_steps - 1, group, batch)
         recorder.add_last_obs(group, batch.obs)
+        if begin_episodes is not None:
+            begin_episodes(_begun(pool, batch))
     return recorder.chunk(first_step, weights_version)
+
+
+def _begun(pool: EnvPool, batch: StepBatch) -> NDArray[np.int64]:
+    """Returns which environments have been reset; a pool of another process knows only of those that ended."""
+    if isinstance(pool, SerialPool):
+        return pool.take_begun()
+    return np.flatnonzero(batch.terminated | batch.truncated)
 
 
 class _Recorder:
     """Writes what happens into the arrays of a chunk."""
 
-    def __init__(self, num_steps: int, num_envs: int, first_id: int) -> None:
+    def __init__(self, num_steps: int, num_envs: int, first_id: int, action_layout: ArrayLayout | None) -> None:
+        self._action_layout = action_layout
         self._lead = (num_steps, num_envs)
         self._first_id = first_id
         self._rew = np.zeros(self._lead)
@@ -186,7 +211,7 @@ class _Recorder:
         _assign(self._last_obs, self.columns[group], obs)
 
     def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
-        _check_rows(actions, extras, self._counts[group])
+        _check_rows(actions, extras, self._counts[group], self._action_layout)
         if self._act is None:
             self._act = _empty_like(actions, self._lead)
             self._extras = {name: _empty_like(extra, self._lead) for name, extra in extras.items()}
@@ -263,18 +288,28 @@ class _Recorder:
         return stacked
 
 
-def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int) -> None:
-    """Refuses what a policy returned if it has not one row for each environment."""
-    for leaf in (*tree_leaves(actions), *extras.values()):
-        if len(np.shape(leaf)) == 0 or len(leaf) != count:
-            raise ConfigError(
-                message(
-                    "A policy returns one action, and one row of what it records, for each observation.",
-                    expected=f"{count} rows",
-                    got=f"shape {np.shape(leaf)}",
-                    remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape].",
-                )
+def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
+    """Refuses what a policy returned if it has not one action, of the right shape, for each environment."""
+    if action_layout is None:
+        fits, got = len(actions) == count, f"{len(actions)} actions"
+    else:
+        try:
+            shapes = [np.shape(leaf) for leaf in action_layout.flatten(actions)]
+            fits, got = shapes == [(count, *shape) for _, shape in action_layout.leaves], f"shapes {shapes}"
+        except ValueError as error:
+            fits, got = False, str(error)
+    for name, extra in extras.items():
+        if np.shape(extra)[:1] != (count,):
+            fits, got = False, f"{name} of shape {np.shape(extra)}"
+    if not fits:
+        raise ConfigError(
+            message(
+                "A policy returns one action, and one row of what it records, for each observation.",
+                expected=f"{count} rows; actions of the action space, stacked",
+                got=got,
+                remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape].",
             )
+        )
 
 
 def _empty_like(tree: Tree, leading: tuple[int, ...]) -> Tree:
@@ -300,7 +335,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
 
     def place(infos: Callable[[Chunk], tuple[ChunkInfo, ...]]) -> tuple[ChunkInfo, ...]:
         placed = [
-            info._replace(n=info.n + offset)
+            info._replace(n=info.n + offset, info=_writable(info.info))
             for chunk, offset in zip(chunks, offsets, strict=False)
             for info in infos(chunk)
         ]
@@ -325,6 +360,15 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         weights_version=min(chunk.weights_version for chunk in chunks),
         first_step=first.first_step,
     )
+
+
+def _writable(value: Any) -> Any:
+    """Copies arrays that can't be written, as they come by Ray, wherever they are in an info."""
+    if isinstance(value, np.ndarray):
+        return value if value.flags.writeable else value.copy()
+    if type(value) is dict:
+        return {key: _writable(item) for key, item in value.items()}
+    return value
 
 
 def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:

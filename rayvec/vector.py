@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
-from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
+from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
 from rayvec.rollout import as_policy, rollout
@@ -98,7 +98,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.num_envs = factory.num_envs
         self.spec = factory.spec
         self.copy = copy
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode = _autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
         self._pool = RayPool.open(
             factory,
@@ -117,9 +117,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self.close()
             raise
         self._action_layout = ArrayLayout.of(self.single_action_space)
-        self._action_shape = None if self._action_layout is None else self.single_action_space.shape
         self._everyone = np.arange(self.num_envs)
         self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, groups)
+        shape = None if self._action_layout is None else self.single_action_space.shape
+        sizes = {self.num_envs, *map(len, self.groups)}
+        self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = _InfoMerger(self.num_envs)
         self._pending: str | None = None
         self._pending_groups: set[int] = set()
@@ -138,11 +140,13 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if mode == "same":
             self.observation_space = batch_space(spaces.observation, self.num_envs)
         elif mode == "different":
+            _check_shapes(spaces, spaces.observation)
             self.observation_space = batch_differing_spaces(
                 list(spaces.observations or (spaces.observation,) * self.num_envs)
             )
         elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
             self.observation_space, self.single_observation_space = mode
+            _check_shapes(spaces, self.single_observation_space)
         else:
             raise ConfigError(
                 message(
@@ -434,8 +438,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if layout is None:
             checked: Any = list(iterate(space, actions))
             _check_count(len(checked), len(ids), space)
-        elif self._action_shape is not None and np.shape(actions) == (len(ids), *self._action_shape):
-            checked = np.asarray(actions)
+        elif type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
+            checked = actions
         else:
             checked = _checked_actions(actions, layout, len(ids), space)
         self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
@@ -461,7 +465,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it."""
         try:
             return function()
-        except TimeoutError as error:
+        except NotReady as error:
             raise multiprocessing.TimeoutError(str(error)) from error
         except Exception:
             self.close()
@@ -539,6 +543,20 @@ class _InfoMerger(VectorEnv[Any, Any, Any]):
         return merged
 
 
+def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    try:
+        return AutoresetMode(mode)
+    except ValueError as error:
+        raise ConfigError(
+            message(
+                "autoreset_mode says when an environment is reset whose episode has ended.",
+                expected="one of " + ", ".join(repr(known.value) for known in AutoresetMode),
+                got=repr(mode),
+                remedy="Leave it out for 'NextStep', as in Gymnasium.",
+            )
+        ) from error
+
+
 def _split(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into groups, each with a share of every worker's slice."""
     parts: list[list[int]] = [[] for _ in range(groups)]
@@ -560,6 +578,9 @@ def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
             f"{spaces.observations[differ]} in environment {differ}",
             "Pass observation_mode='different' where only bounds differ.",
         )
+
+
+def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
     misfit = spaces.misfit(single)
     if misfit is not None:
         _raise_spaces(

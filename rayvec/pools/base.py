@@ -21,7 +21,7 @@ from rayvec.types import StepBatch, Tree
 if TYPE_CHECKING:
     from rayvec.pools.memory import ArrayLayout
 
-__all__ = ["RAISE", "Autoreset", "EnvPool", "PoolSpaces", "Supervision"]
+__all__ = ["RAISE", "Autoreset", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
 
 
 class Autoreset(IntEnum):
@@ -108,6 +108,10 @@ class PoolSpaces:
         return None
 
 
+class NotReady(TimeoutError):
+    """A wait that ended before what it waited for; an environment's own ``TimeoutError`` is none."""
+
+
 class EnvPool(Protocol):
     """N environments, addressed by ids from 0 to N-1.
 
@@ -120,6 +124,8 @@ class EnvPool(Protocol):
     num_envs: int
     layout: ArrayLayout | None
     """How observations lie in arrays; None where they are objects, in arrays of ``dtype=object``."""
+    action_layout: ArrayLayout | None
+    """How actions lie in arrays; None where they are objects, in lists."""
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """Starts one step of some environments.
@@ -148,7 +154,7 @@ class EnvPool(Protocol):
             The answers in the order of `env_ids`, or in ascending order of ids.
 
         Raises:
-            TimeoutError: They were not ready in time; the steps stay under way.
+            NotReady: They were not ready in time; the steps stay under way.
             WorkerLostError: A process that held some of them is gone.
             Exception: What an environment raised, its ``__cause__`` an ``EnvError``.
         """

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import WorkerLostError, message
-from rayvec.pools.base import Autoreset, Supervision
+from rayvec.errors import RemoteFailure, WorkerLostError, message
+from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.link import LOOK_S, WorkerLink
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.supervision import RestartBudget
@@ -217,7 +217,7 @@ class PoolClient:
             self._wait(part.link, number, deadline)
         plan.under_way = False
         self._under_way[plan.select] = False
-        self._raise_failures()
+        self._raise_failures(plan)
         batch = self._batch(plan)
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
@@ -255,7 +255,7 @@ class PoolClient:
             if len(done) >= min_ready:
                 return done
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{len(done)} of {min_ready} environments have answered in time")
+                raise NotReady(f"{len(done)} of {min_ready} environments have answered in time")
             select.select([self.event_fd], [], [], LOOK_S)
 
     def _look_after_all(self) -> None:
@@ -273,7 +273,7 @@ class PoolClient:
             try:
                 link.wait(number, until)
                 return
-            except TimeoutError:
+            except NotReady:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
                 assert limit_s is not None
@@ -387,7 +387,7 @@ class PoolClient:
             replies = [part.link.take_reply(number) for part, number in zip(plan.parts, numbers, strict=True)]
             for part, reply in zip(plan.parts, replies, strict=True):
                 part.link.failures += reply.failures
-            self._raise_failures()
+            self._raise_failures(plan)
             return [reply.value for reply in replies]
 
         return collect
@@ -438,12 +438,16 @@ class PoolClient:
                 objects[place] = part.link.objects.get(part.link.start + row)
         return objects
 
-    def _raise_failures(self) -> None:
-        failures = [failure for link in self._links for _, failure in link.failures]
-        for link in self._links:
-            link.failures.clear()
-        if failures:
-            raise failures[0].rebuild()
+    def _raise_failures(self, plan: _Plan) -> None:
+        """Raises what one of these environments raised; what others did is raised when they are asked for."""
+        ours: list[RemoteFailure] = []
+        for part in plan.parts:
+            if part.link.failures:
+                rows = {-1, *part.rows.tolist()}
+                ours += [failure for row, failure in part.link.failures if row in rows]
+                part.link.failures = [(row, failure) for row, failure in part.link.failures if row not in rows]
+        if ours:
+            raise ours[0].rebuild()
 
     def _plan(self, env_ids: NDArray[np.int64]) -> _Plan:
         key = env_ids.tobytes()

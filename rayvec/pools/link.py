@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.errors import RemoteFailure, WorkerLostError, message
+from rayvec.pools.base import NotReady
 from rayvec.pools.bulk import BulkReceiver, dumps
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply
 from rayvec.types import RawInfo
@@ -135,7 +136,7 @@ class WorkerLink:
         returned, by number, for :meth:`take_reply`.
 
         Raises:
-            TimeoutError: It was not done at `deadline` (of ``time.monotonic``).
+            NotReady: It was not done at `deadline` (of ``time.monotonic``).
             WorkerLostError: The worker ended.
         """
         while self._tail[0] <= number:
@@ -179,7 +180,7 @@ class WorkerLink:
             if self.ended() and not self._done.try_acquire():
                 raise self.lost()
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.where} has not answered in time")
+                raise NotReady(f"{self.where} has not answered in time")
 
     def _finish(self) -> None:
         """Takes note of the oldest command under way, which is done."""

@@ -24,7 +24,7 @@ from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
-from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
+from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.client import LastAnswers
 from rayvec.pools.link import LOOK_S
 from rayvec.pools.memory import ArrayLayout
@@ -123,6 +123,7 @@ class RayPool:
         self.topology = topology
         self.num_envs = topology.num_envs
         self.layout: ArrayLayout | None = None
+        self.action_layout: ArrayLayout | None = None
         self._factory = factory
         self._preload = tuple(preload)
         self._supervision = supervision
@@ -212,7 +213,7 @@ class RayPool:
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
         self._spaces = observation, action
-        self.layout = ArrayLayout.of(observation)
+        self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
         if self._rehost:
             obs = None if self.layout is None else self.layout.empty((self.num_envs,))
             self._last = LastAnswers(obs, self.num_envs)
@@ -328,7 +329,7 @@ class RayPool:
                 return ids
             left = _left(deadline)
             if left == 0.0:
-                raise TimeoutError(f"{len(ids)} of {min_ready} environments have answered in time")
+                raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
             events = [node.pool.event_fd for node in self._nodes]
             select.select(events, [], [], LOOK_S if left is None else min(LOOK_S, left))
 
@@ -490,7 +491,7 @@ class RayPool:
             node.pool.close()
         closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
         for handle, ref in zip(self._handles, closing, strict=False):
-            with contextlib.suppress(NodeLostError, TimeoutError):
+            with contextlib.suppress(NodeLostError, NotReady):
                 handle.get(ref, _CLOSE_S)
             ray.kill(handle.actor)
         self._nodes, self._handles, self._plans = [], [], {}

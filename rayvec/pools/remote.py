@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import NodeLostError, RemoteFailure, message
-from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.client import PoolClient
 from rayvec.pools.frames import Answer, FrameFormat
 from rayvec.pools.link import WorkerLink
@@ -64,14 +65,14 @@ class NodeHandle:
         """Waits for the result of an actor call.
 
         Raises:
-            TimeoutError: It takes longer.
+            NotReady: It takes longer.
             NodeLostError: The actor is gone.
             Exception: What an environment raised.
         """
         try:
             value = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"node {self.slice.name} has not answered in time") from error
+            raise NotReady(f"node {self.slice.name} has not answered in time") from error
         except _LOST as error:
             raise self.lost(error) from error
         if isinstance(value, RemoteFailure):
@@ -287,7 +288,7 @@ class StreamPool:
         """Reads the next frame."""
         try:
             if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"node {self._node.slice.name} has not answered in time")
+                raise NotReady(f"node {self._node.slice.name} has not answered in time")
             answer = self._frames.unpack_answer(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise self._node.lost(error) from error
@@ -302,7 +303,7 @@ class StreamPool:
     def _fetch(self, answer: Answer) -> StepBatch:
         if answer.batch is not None:
             return answer.batch
-        batch: StepBatch = self._node.call("kept")
+        batch: StepBatch = deepcopy(self._node.call("kept"))  # what comes by Ray can't be written
         return batch
 
     def _gather(self, env_ids: NDArray[np.int64]) -> StepBatch:
@@ -341,7 +342,7 @@ class StreamPool:
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`NodePool`."""
         ref = self._node.actor.call.remote(name, args, dict(kwargs), env_ids)
-        return lambda timeout_s: self._node.get(ref, timeout_s)
+        return lambda timeout_s: deepcopy(self._node.get(ref, timeout_s))  # what comes by Ray can't be written
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`NodePool`."""

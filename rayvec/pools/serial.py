@@ -77,8 +77,10 @@ class SerialPool:
                 self.close()
                 raise EnvsFailed([failure]) from error
         self._between_episodes = [False] * self.num_envs
+        self._begun: set[int] = set()
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         layout = ArrayLayout.of(self._envs[0].observation_space)
+        self.action_layout = ArrayLayout.of(self._envs[0].action_space)
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(
@@ -215,6 +217,7 @@ class SerialPool:
     def _begin_episode(self, row: int, infos: list[RawInfo], **kwargs: Any) -> None:
         obs, info = self._envs[row].reset(**kwargs)
         self._fresh.discard(row)
+        self._begun.add(row)
         self._books["started"][row] = True
         self._write_obs(row, obs)
         self.rew[row] = 0.0
@@ -229,6 +232,7 @@ class SerialPool:
         seed = self._take_next_seed(row)
         obs, info = self._envs[row].reset(**_only_if_given(seed))
         self._write_obs(row, obs)
+        self._begun.add(row)
         self._between_episodes[row] = False
         infos[-1] = infos[-1]._replace(info=_copied(info))
 
@@ -290,6 +294,12 @@ class SerialPool:
             remedy="Mend the environment; its traceback stands below.",
         )
         return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
+
+    def take_begun(self) -> NDArray[np.int64]:
+        """Returns the rows that have been reset since it was last asked, ``int64 [k]``."""
+        rows = np.array(sorted(self._begun), np.int64)
+        self._begun.clear()
+        return rows
 
     def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
         """Calls a method of some environments, or gets an attribute, through their wrappers."""
@@ -376,7 +386,8 @@ class SerialPool:
         try:
             return function(*args)
         except EnvsFailed as failed:
-            raise failed.failures[0][1].rebuild() from None
+            error = failed.failures[0][1].rebuild()
+        raise error
 
     def _batch(self, env_ids: NDArray[np.int64], infos: Sequence[RawInfo]) -> StepBatch:
         everything = len(env_ids) == self.num_envs and bool((env_ids == np.arange(self.num_envs)).all())

@@ -1,0 +1,110 @@
+"""The exception tree, its messages, and the way of an exception between processes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from odd_envs import OwnError
+
+from rayvec import errors
+from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, message
+
+OURS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
+
+
+def test_every_error_is_one_of_ours_and_of_what_people_catch() -> None:
+    for error in OURS:
+        assert issubclass(error, RayvecError)
+        assert error.__name__ in (errors.__doc__ or "")
+        if error is not RayvecError:
+            assert issubclass(error, (ValueError, RuntimeError))
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_a_message_has_four_parts() -> None:
+    text = message("Rule.", expected="this", got=[1, 2], remedy="Do that.")
+    assert text == "Rule. Expected: this. Got: [1, 2]. Remedy: Do that."
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None, float("nan"), [1]])
+def test_what_is_no_count_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="apples is a count"):
+        check_count("apples", value)
+
+
+class Twice(Exception):
+    """Says something else when it is made from its own arguments."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"bad {text}")
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a function")
+        self.function = (i for i in range(3))
+
+
+def make_local() -> Exception:
+    class Local(ValueError):
+        pass
+
+    return Local("nobody can import me")
+
+
+def captured(error: BaseException) -> RemoteFailure:
+    """Raises and captures, then sends it through bytes as between processes."""
+    try:
+        raise error
+    except BaseException as raised:
+        return pickle.loads(pickle.dumps(RemoteFailure.capture(raised, "node n, worker 2, environment 7, seed 9")))  # type: ignore[no-any-return]
+
+
+class TestRemoteFailure:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ValueError("a", 1),
+            KeyError("k"),
+            OSError(2, "no such file", "name"),
+            StopIteration(3),
+            make_local(),
+            ZeroDivisionError(),
+        ],
+        ids=repr,
+    )
+    def test_what_can_be_rebuilt_is(self, error: Exception) -> None:
+        rebuilt = captured(error).rebuild()
+        assert type(rebuilt).__qualname__ == type(error).__qualname__
+        assert (str(rebuilt), rebuilt.args) == (str(error), error.args)
+        self.check_cause(rebuilt.__cause__, error)
+
+    @pytest.mark.parametrize("error", [OwnError(3, "odd"), Twice("thing"), Unpicklable()], ids=repr)
+    def test_what_can_not_is_told_in_full(self, error: Exception) -> None:
+        rebuilt = captured(error).rebuild()
+        if type(rebuilt).__qualname__ == type(error).__qualname__:
+            assert str(rebuilt) == str(error)
+        else:
+            self.check_cause(rebuilt, error)
+
+    def test_what_was_importable_only_there_is_told_in_full(self) -> None:
+        failure = replace(captured(ValueError("x")), pickled=b"\x80\x05cno_such_module_anywhere\nError\n.")
+        self.check_cause(failure.rebuild(), ValueError("x"))
+
+    def test_what_fails_when_it_is_made_is_told_in_full(self, tmp_path: Path) -> None:
+        failure = replace(captured(ValueError("x")), pickled=b"garbage")
+        self.check_cause(failure.rebuild(), ValueError("x"))
+
+    def test_it_can_be_raised_and_keeps_its_cause(self) -> None:
+        with pytest.raises(KeyError) as caught:
+            raise captured(KeyError("k")).rebuild()
+        assert isinstance(caught.value.__cause__, EnvError)
+
+    def check_cause(self, cause: Any, error: Exception) -> None:
+        assert type(cause) is EnvError
+        for words in (type(error).__qualname__, str(error), "environment 7, seed 9", "Traceback", "raise error"):
+            assert words in str(cause)

@@ -1,0 +1,107 @@
+"""The data that travels: trees, chunks, slices."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayvec.testing import assert_identical
+from rayvec.types import Chunk, NodeSlice, Topology, tree_leaves, tree_map
+
+trees = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.dictionaries(st.text(max_size=2), inner, min_size=1, max_size=3)
+        | st.lists(inner, min_size=1, max_size=3).map(tuple)
+    ),
+    max_leaves=6,
+)
+
+
+class TestTrees:
+    @given(tree=trees)
+    def test_map_keeps_the_form_and_leaves_are_in_its_order(self, tree: Any) -> None:
+        doubled = tree_map(lambda leaf: 2 * leaf, tree)
+        assert [*tree_leaves(doubled)] == [2 * leaf for leaf in tree_leaves(tree)]
+        assert tree_map(lambda a, b: b - a, tree, doubled) == tree
+
+    def test_others_go_by_key_not_by_order(self) -> None:
+        assert tree_map(lambda a, b: (a, b), {"a": 1, "b": 2}, {"b": 20, "a": 10}) == {"a": (1, 10), "b": (2, 20)}
+
+    def test_forms_that_differ_are_errors(self) -> None:
+        with pytest.raises(KeyError):
+            tree_map(lambda a, b: a, {"a": 1}, {"b": 1})
+        with pytest.raises(ValueError, match="zip"):
+            tree_map(lambda a, b: a, (1, 2), (1,))
+
+
+def make_chunk(obs: Any, last_obs: Any, final_obs: Any, done: Any) -> Chunk:
+    steps, envs = done.shape
+    return Chunk(
+        env_ids=np.arange(envs),
+        obs=obs,
+        act=np.zeros((steps, envs), int),
+        rew=np.zeros((steps, envs)),
+        terminated=done,
+        truncated=np.zeros_like(done),
+        valid=np.ones_like(done),
+        last_obs=last_obs,
+        final_index=np.argwhere(done),
+        final_obs=final_obs,
+    )
+
+
+class TestChunk:
+    @given(data=st.data())
+    def test_next_obs_is_the_truth(self, data: st.DataObject) -> None:
+        """Against an obvious loop; also for trees, and where the last step ends an episode."""
+        steps, envs = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+        done = np.array(data.draw(st.lists(st.booleans(), min_size=steps * envs, max_size=steps * envs)))
+        done = done.reshape(steps, envs)
+        obs = np.arange(steps * envs * 2.0).reshape(steps, envs, 2)
+        last_obs, final_obs = 1000.0 + np.arange(envs * 2.0).reshape(envs, 2), -1.0 - np.arange(done.sum() * 2.0)
+        final_obs = final_obs.reshape(-1, 2)
+        chunk = make_chunk(
+            {"a": obs, "b": (obs[..., 0],)},
+            {"a": last_obs, "b": (last_obs[..., 0],)},
+            {"a": final_obs, "b": (final_obs[..., 0],)},
+            done,
+        )
+        expected = np.zeros_like(obs)
+        finals = iter(final_obs)
+        for t in range(steps):
+            for n in range(envs):
+                following = obs[t + 1, n] if t + 1 < steps else last_obs[n]
+                expected[t, n] = next(finals) if done[t, n] else following
+        before = obs.copy()
+        assert_identical(chunk.next_obs(), {"a": expected, "b": (expected[..., 0].copy(),)})
+        assert_identical(obs, before)
+
+    def test_sizes_and_edges(self) -> None:
+        done = np.array([[True, False], [False, False], [True, True]])
+        chunk = make_chunk(np.zeros((3, 2)), np.zeros(2), np.zeros(3), done)
+        truncated = dataclasses.replace(chunk, truncated=~done)
+        assert (chunk.num_steps, chunk.num_envs) == (3, 2)
+        assert_identical(chunk.done, done)
+        assert truncated.done.all()
+
+    def test_it_can_not_be_changed_and_travels(self) -> None:
+        chunk = make_chunk(np.zeros((1, 1)), np.zeros(1), np.zeros(0), np.zeros((1, 1), bool))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            chunk.rew = 3  # type: ignore[misc, assignment]
+        again = pickle.loads(pickle.dumps(chunk, 5))
+        for field in dataclasses.fields(chunk):
+            assert_identical(getattr(again, field.name), getattr(chunk, field.name))
+
+
+def test_slices_know_their_environments() -> None:
+    first = NodeSlice("a" * 40, "10.0.0.1", (0, 3, 5), 2)
+    second = NodeSlice("b" * 40, "10.0.0.2", (5, 6), 1)
+    assert (first.num_workers, first.env_range, first.name) == (2, range(0, 5), "10.0.0.1/aaaaaaaa")
+    assert Topology((first, second)).num_envs == 6

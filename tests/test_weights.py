@@ -1,0 +1,93 @@
+"""Weights by version: published once, read by every worker of every node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+
+from rayvec.errors import ConfigError
+from rayvec.noise import NO_NOISE
+from rayvec.testing import CountingEnv
+
+
+class Weighs:
+    """Records the sum of the weights it has."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._weights: Any = np.zeros(1, np.float32)
+
+    def load_weights(self, weights: Any) -> None:
+        self._weights = weights.copy()
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
+
+
+@pytest.mark.parametrize("size", [1, 17, 300_000])
+def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
+    env = make_vec([CountingEnv] * 4, 2, 2)
+    store = env.publish(Weighs())
+    for version in range(1, 4):
+        assert store.publish(np.full(size, version, np.float32)) == store.version == version
+        chunk, rollout_s = env.rollout_workers(store, 3, 0, 0)
+        assert chunk.weights_version == version and rollout_s > 0
+        assert (chunk.extras["sum"] == np.full(size, version, np.float32).sum()).all()
+
+
+def test_versions_may_be_published_without_a_rollout_between(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    for value in (1.0, 2.0, 3.0):
+        store.publish(np.array([value], np.float32))
+    chunk, _ = env.rollout_workers(store, 1, 0, 0)
+    assert (chunk.weights_version, chunk.extras["sum"].tolist()) == (3, [[3.0, 3.0]])
+
+
+def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    for wrong in (np.zeros(3), np.zeros((3, 1), np.float32), [1.0], np.zeros(2, np.int64)):
+        with pytest.raises(ConfigError) as caught:
+            store.publish(wrong)  # type: ignore[arg-type]
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+    assert store.version == 0
+    store.publish(np.ones(3, np.float32))
+    for wrong in (np.zeros(2, np.float32), np.zeros(4, np.float32), np.zeros(0, np.float32)):
+        with pytest.raises(ConfigError, match="Remedy"):
+            store.publish(wrong)
+    chunk, _ = env.rollout_workers(store, 1, 0, 0)
+    assert (store.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
+
+
+def test_weights_may_be_views_of_anything(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    buffer = np.arange(12, dtype=np.float32)
+    store.publish(buffer[::3])
+    buffer[:] = 0
+    chunk, _ = env.rollout_workers(store, 1, 0, 0)
+    assert chunk.extras["sum"].tolist() == [[18.0, 18.0]]
+
+
+def test_stores_do_not_mix(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 3, 2)
+    stores = [env.publish(Weighs()) for _ in range(3)]
+    for k, store in enumerate(stores[:2]):
+        store.publish(np.full(5, k + 1, np.float32))
+    sums = [env.rollout_workers(store, 1, 0, 0)[0].extras["sum"][0, 0] for store in stores]
+    assert sums == [5.0, 10.0, 0.0]
+
+
+def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
+    from rayvec.weights import WeightStore
+
+    env = make_vec([CountingEnv])
+    store = WeightStore(env._pool, Weighs(), first_version=7)
+    assert store.publish(np.zeros(1, np.float32)) == 8
+    assert env.rollout_workers(store, 1, 0, 0)[0].weights_version == 8

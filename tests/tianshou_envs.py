@@ -1,0 +1,173 @@
+"""Environments that Tianshou takes and that keep to no space, in a module that a worker imports quickly."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Line(gymnasium.Env[Any, Any]):
+    """Counts steps to the right; ends after `size` of them; says what it is told."""
+
+    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, size: int = 4, render_mode: str | None = None) -> None:
+        self.size = size
+        self.render_mode = render_mode
+        self.pid = os.getpid()
+        self._x, self._start = 0, 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._x, self._start = 0, float(self.np_random.random())
+        return self._obs(), {"options": options} if options else {}
+
+    def step(self, action: Any) -> Any:
+        self._x += 1
+        over = self._x >= self.size
+        info = {"action": repr(action), "deep": {"x": np.array([self._x])}} if self._x % 2 else {}
+        return self._obs(), self._reward(), over and self._x % 2 == 0, over, info
+
+    def _obs(self) -> Any:
+        return np.array([self._x, self._start], np.float32)
+
+    def _reward(self) -> Any:
+        return self._x / 3
+
+    def render(self, scale: int = 1) -> Any:
+        return np.full((2, 2), self._x * scale)
+
+
+class Told(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper with an attribute, and a space, of its own."""
+
+    outer = "outer"
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.action_space = spaces.Discrete(7)
+
+
+class Misfit(Line):
+    """Returns what its space forbids: one kind of it, or each in turn."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(size=9)
+        self._kind = kind
+
+    def _obs(self) -> Any:
+        obs = super()._obs()
+        odd = {
+            "float64": obs.astype(np.float64),
+            "list": obs.tolist(),
+            "ints": obs.astype(int),
+            "longer": np.zeros(3 + self._x),
+            "none": None,
+            "text": f"x={self._x}",
+            "dict": {"x": self._x, "obs": obs},
+        }
+        return odd.get(self._kind, obs) if self._x != 2 else obs
+
+    def _reward(self) -> Any:
+        x = self._x
+        odd = {
+            "int": x,
+            "float32": np.float32(x / 3),
+            "turns": (x, 0.5, np.float32(x / 7), True)[x % 4],
+            "agents": [x, -x],
+            "array": np.array([x / 3, 1.0]),
+            "zero_d": np.array(x / 3),
+            "huge": 2**60 + x,
+            "nan": np.float32("nan"),
+            "npfloat": np.float64(x),
+            "bool": x % 2 == 0,
+        }
+        return odd.get(self._kind, super()._reward())
+
+
+class Ragged(Line):
+    """Observations whose length is its size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.observation_space = spaces.Box(0.0, 1.0, (size,), np.float64)
+
+    def _obs(self) -> Any:
+        return np.full(self.size, self._start)
+
+
+class Bare:
+    """No Gymnasium environment at all: no spaces, no keywords, no metadata."""
+
+    def __init__(self) -> None:
+        self._x = 0
+
+    def reset(self, start: int = 0) -> Any:
+        self._x = start
+        return {"nodes": {self._x}}, {}
+
+    def step(self, action: Any) -> Any:
+        self._x += action
+        return {"nodes": set(range(self._x))}, 1, self._x > 3, False, {}
+
+    def close(self) -> None:
+        pass
+
+
+class OwnSeed(Line):
+    """Has a ``seed`` of its own, of the old kind."""
+
+    def seed(self, seed: int | None = None) -> list[int | None]:
+        return [seed, 7]
+
+
+class NoGymReset(Line):
+    def reset(self, **kwargs: Any) -> Any:
+        return self._obs()
+
+
+class Held(Line):
+    """Waits in a step with action 1 until a file is there; with action 2 it ends its process or hangs."""
+
+    def __init__(self, path: str, fault: str = "hang") -> None:
+        super().__init__(size=1000)
+        self._path, self._fault = Path(path), fault
+
+    def step(self, action: Any) -> Any:
+        while action == 1 and not self._path.exists():
+            time.sleep(0.002)
+        if action == 2:
+            if self._fault == "kill":
+                os._exit(3)
+            time.sleep(3600)
+        return super().step(action)
+
+
+class Breaks(Line):
+    """Raises in its third step, once: what is made anew in the same process is well."""
+
+    broken: set[str] = set()  # noqa: RUF012
+
+    def __init__(self, name: str, kind: str = "none") -> None:
+        super().__init__(size=6)
+        self._name, self._kind = name, kind
+
+    def step(self, action: Any) -> Any:
+        if self._x == 2 and self._name not in self.broken:
+            self.broken.add(self._name)
+            raise KeyError(f"{self._name} is broken")
+        return super().step(action)
+
+    def _obs(self) -> Any:
+        obs = super()._obs()
+        return obs.astype(np.float64) if self._kind == "float64" else obs
+
+    def _reward(self) -> Any:
+        return self._x if self._kind == "float64" else super()._reward()
