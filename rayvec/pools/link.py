@@ -20,7 +20,7 @@ from rayvec.pools.bulk import BulkReceiver, dumps
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply
 from rayvec.types import RawInfo
 
-__all__ = ["LOOK_S", "WorkerLink"]
+__all__ = ["LOOK_S", "ProcessWatch", "WorkerLink"]
 
 LOOK_S = 0.1
 """How often a wait looks whether the worker still lives."""
@@ -28,6 +28,34 @@ _PIPE_BYTES = 1 << 16
 """What surely fits into a pipe that nobody reads."""
 
 logger = logging.getLogger(__name__)
+
+
+class ProcessWatch:
+    """Tells whether a process of this machine has ended, whoever started it.
+
+    Args:
+        pid: Of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._fd = -1
+
+    def ended(self) -> bool:
+        """Whether it has."""
+        if self._fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class WorkerLink:
@@ -70,10 +98,7 @@ class WorkerLink:
     def _take(self, pipe: Connection) -> None:
         self.pipe = pipe
         self._receiver = BulkReceiver(pipe)
-        try:
-            self._pidfd = os.pidfd_open(int(self._pid[0]))
-        except ProcessLookupError:
-            self._pidfd = -1
+        self._process = ProcessWatch(int(self._pid[0]))
 
     @property
     def num_posted(self) -> int:
@@ -222,7 +247,7 @@ class WorkerLink:
 
         Its pipe would not tell: a child of the environment may hold it open.
         """
-        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], 0)[0])
+        return self._process.ended()
 
     def lost(self) -> WorkerLostError:
         """Describes that the worker is gone."""
@@ -250,6 +275,4 @@ class WorkerLink:
         """Closes the pipe, upon which the worker ends."""
         self._receiver.close()
         self.pipe.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        self._process.close()

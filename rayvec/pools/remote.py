@@ -18,11 +18,11 @@ import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.errors import NodeLostError, RemoteFailure, message
+from rayvec.errors import NodeLostError, RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.client import PoolClient
 from rayvec.pools.frames import Answer, FrameFormat
-from rayvec.pools.link import WorkerLink
+from rayvec.pools.link import ProcessWatch, WorkerLink
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.node import LEND_S, NodeActor
 from rayvec.pools.process import worker_name
@@ -169,6 +169,17 @@ class LentPool(PoolClient):
             for k, fd in enumerate(fds[2:])
         ]
         super().__init__(block, links, first_id, node.supervision, self._start_anew)
+        self._actor = ProcessWatch(node.call("worker_pids")[0])
+
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
+        if self._actor.ended():  # the worker ended because its actor did
+            raise self._node.lost(error) from error
+        super()._restart_worker(link, error)
+
+    def close(self) -> None:
+        """Lets go of what was lent."""
+        super().close()
+        self._actor.close()
 
     def _start_anew(self, index: int) -> Connection:
         return Connection(self._borrow("respawn", 1, index)[0])

@@ -1,0 +1,341 @@
+"""Environments that raise, hang and die; workers, actors and nodes that are killed: what becomes of the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from rayvec.collector import Collector
+from rayvec.errors import EnvError, NodeLostError, WorkerLostError
+from rayvec.pools.supervision import RestartBudget, restart_seed
+from rayvec.testing import CountingEnv, assert_identical
+from rayvec.vector import RayVecEnv
+
+GO, RAISE, HANG, DIE = range(4)
+SEED, EPISODE, STEP, TOTAL = range(4)
+DEADLINE_S = 60.0
+
+
+class ObedientEnv(CountingEnv):
+    """Raises, hangs or kills its process when it is told to."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def step(self, action: Any) -> Any:
+        if action == RAISE:
+            raise ValueError("told to raise")
+        if action == HANG:
+            time.sleep(3600)
+        if action == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class RaisesOnReset(CountingEnv):
+    """Every second reset of an instance raises."""
+
+    resets = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.resets += 1
+        if self.resets % 2 == 0:
+            raise OSError("no more resets")
+        return super().reset(**kwargs)
+
+
+class NeverSteps(ObedientEnv):
+    """Can't step at all."""
+
+    def step(self, action: Any) -> Any:
+        raise ArithmeticError("never")
+
+
+class EndlessEnv(ObedientEnv):
+    """Its episodes don't end."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, False, False, info
+
+
+def long_env() -> EndlessEnv:
+    return EndlessEnv()
+
+
+def slow_env() -> EndlessEnv:
+    return EndlessEnv(step_s=0.005)
+
+
+def told(num_envs: int, **orders: int) -> Any:
+    actions = np.zeros(num_envs, np.int64)
+    for name, action in orders.items():
+        actions[int(name[1:])] = action
+    return actions
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize(("fault", "slice_of"), [(RAISE, 1), (HANG, 2), (DIE, 2)], ids=["raise", "hang", "die"])
+def test_only_what_is_affected_is_restarted(make_vec: Any, nodes: int, fault: int, slice_of: int) -> None:
+    """The others' streams are those of a run in which nothing happened, bit for bit."""
+    make = ObedientEnv
+    reference = gymnasium.vector.SyncVectorEnv([make] * 8)
+    env = make_vec(
+        [make] * 8,
+        nodes=nodes,
+        workers=4 // nodes,
+        on_env_error="restart",
+        step_timeout_s=None if fault != HANG else 1.0,
+    )
+    victim = 5
+    affected = [victim] if slice_of == 1 else [4, 5]
+    others = [n for n in range(8) if n not in affected]
+    obs, _ = env.reset(seed=3)
+    expected, _ = reference.reset(seed=3)
+    faults = 0
+    for step in range(20):
+        last = obs
+        actions = told(8, **{f"n{victim}": fault}) if step == 6 else told(8)
+        obs, rew, terminated, truncated, info = env.step(actions)
+        sync = reference.step(told(8))
+        expected = sync[0]
+        for got, want in zip((obs, rew, terminated, truncated), sync, strict=False):
+            assert_identical(got[others], want[others])
+        restarted = info.get("env_restarted", np.zeros(8, bool))
+        assert not restarted[others].any()
+        if restarted.any():
+            faults += 1
+            for n in np.flatnonzero(restarted).tolist():
+                assert_identical(obs[n], last[n])
+                assert (rew[n], terminated[n], truncated[n]) == (0.0, False, True)
+    assert_identical(obs[others], expected[others])
+    assert faults == 1
+    for n in affected:
+        assert obs[n][SEED] == restart_seed(3 + n, n, 1)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_the_other_autoreset_modes(make_vec: Any, mode: str) -> None:
+    env = make_vec([long_env] * 3, workers=3, on_env_error="restart", autoreset_mode=mode)
+    env.reset(seed=1)
+    last = env.step(told(3))[0]
+    obs, rew, terminated, truncated, info = env.step(told(3, n1=RAISE))
+    assert info["env_restarted"].tolist() == [False, True, False]
+    assert (rew[1], terminated[1], truncated[1]) == (0.0, False, True)
+    if mode == "SameStep":
+        assert_identical(info["final_obs"][1], last[1])
+        assert obs[1].tolist() == [restart_seed(2, 1, 1), 0, 0, 0]
+    else:
+        assert_identical(obs[1], last[1])
+        obs, _ = env.reset(options={"reset_mask": truncated})
+        assert obs[1].tolist() == [restart_seed(2, 1, 1), 0, 0, 0]
+    assert env.step(told(3))[0][:, TOTAL].tolist() == [3, 1, 3]
+
+
+def test_a_killed_worker_of_a_bare_slice_answers_for_both_groups(make_vec: Any) -> None:
+    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
+    env.reset(seed=1)
+    env.send(told(2, n0=DIE), group=0)
+    env.send(told(2), group=1)
+    for group in (0, 1):
+        batch = env.recv(group)
+        assert batch.info["env_restarted"].all()
+        assert batch.obs[:, TOTAL].tolist() == [0, 0]
+    assert env.step(told(4))[0][:, TOTAL].tolist() == [0, 0, 0, 0], "the next step resets"
+    assert env.step(told(4))[0][:, TOTAL].tolist() == [1, 1, 1, 1]
+
+
+def test_an_idle_environment_of_a_killed_worker_says_so_with_its_next_step(make_vec: Any) -> None:
+    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
+    env.reset(seed=1)
+    env.step(told(4))
+    env.send(told(2, n0=DIE), group=0)
+    env.recv(0)
+    env.send(told(2), group=1)
+    batch = env.recv(1)
+    assert batch.info["env_restarted"].all() and batch.truncated.all()
+    assert batch.obs[:, TOTAL].tolist() == [1, 1], "the last true observation"
+
+
+def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: pytest.LogCaptureFixture) -> None:
+    env = make_vec([long_env] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=10)
+    with caplog.at_level(logging.WARNING, "rayvec"):
+        env.step(told(4, n1=RAISE, n3=RAISE))
+    for index, node in ((1, 0), (3, 1)):
+        name = env.topology.nodes[node].name
+        said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
+        assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
+
+
+@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+def test_without_restarts_the_fault_is_raised_and_everything_closed(make_vec: Any, fault: int) -> None:
+    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0 if fault == HANG else None)
+    env.reset(seed=1)
+    pids = [pid for node in env.worker_pids().values() for pid in node[1:]]
+    with pytest.raises(ValueError if fault == RAISE else WorkerLostError) as caught:
+        env.step(told(2, n1=fault))
+    if fault == RAISE:
+        assert str(caught.value) == "told to raise"
+        assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 2" in str(caught.value.__cause__)
+    assert env.closed
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+def test_a_reset_that_raises_is_made_good(make_vec: Any) -> None:
+    env = make_vec([RaisesOnReset] * 2, workers=1, on_env_error="restart")
+    obs, _ = env.reset(seed=4)
+    assert obs[:, SEED].tolist() == [4, 5]
+    obs, _ = env.reset(seed=6)
+    assert obs[:, SEED].tolist() == [restart_seed(6, 0, 1), restart_seed(7, 1, 1)]
+
+
+def test_a_crash_loop_ends(make_vec: Any) -> None:
+    env = make_vec([NeverSteps, ObedientEnv], workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match=RestartBudget.rule()) as caught:
+        for _ in range(100):
+            env.step(np.zeros(2, np.int64))
+    assert "never" in str(caught.value) and env.closed
+
+
+def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
+    """A failed step is not valid, the one before it is truncated at the last true observation."""
+    env = make_vec([long_env] * 4, workers=2, on_env_error="restart")
+    chunk = env.rollout(lambda obs: np.where((obs[:, TOTAL] == 5) & (obs[:, SEED] == 3), RAISE, GO), 10, seed=2)
+    assert chunk.restarts.tolist() == [[5, 1]]
+    assert np.argwhere(~chunk.valid).tolist() == [[5, 1]]
+    assert np.argwhere(chunk.done).tolist() == [[4, 1]] and chunk.truncated[4, 1]
+    assert_identical(chunk.next_obs()[4, 1], chunk.obs[5, 1])
+    assert chunk.obs[6, 1].tolist() == [restart_seed(3, 1, 1), 0, 0, 0]
+    assert (np.delete(chunk.obs, 1, 1)[-1][:, TOTAL] == 9).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
+    env = make_vec([slow_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
+    collector = Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)
+    collector.collect(n_step=40)
+    pids = env.worker_pids()
+    victim = pids[env.topology.nodes[-1].name][-1]
+    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    batch = collector.collect(n_step=800)
+    timer.join()
+    (chunk,) = batch.chunks
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
+    assert chunk.valid.all() and batch.stats.n_collected_episodes == 0
+    assert chunk.obs[0][:, TOTAL].tolist() == [10, 10, 0, 0]
+    assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
+
+
+def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
+    def policy(obs: Any) -> Any:
+        return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), RAISE, GO)
+
+    env = make_vec([ObedientEnv] * 2, workers=1, on_env_error="restart")
+    stats = Collector(env, policy, seed=1).collect(n_step=120).stats
+    seeds_lens = [1 + (7 * episode + 3) % 7 for episode in range(60)]
+    assert stats.n_collected_steps == 119
+    assert set(stats.lens.tolist()) <= {*seeds_lens, *range(1, 8)}
+    undisturbed = make_vec([ObedientEnv] * 2, workers=1)
+    expected = Collector(undisturbed, lambda obs: np.zeros(len(obs), np.int64), seed=1).collect(n_step=120).stats
+    assert stats.lens.sum() < expected.lens.sum(), "the steps of the cut episode belong to none"
+
+
+def kill(env: RayVecEnv, node: int) -> None:
+    os.kill(env.worker_pids()[env.topology.nodes[node].name][0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
+    env = make_vec([long_env] * 4, nodes=2, workers=1)
+    env.reset(seed=1)
+    before = env.step(told(4))[0]
+    kill(env, node)
+    lost = [2 * node, 2 * node + 1]
+    others = [n for n in range(4) if n not in lost]
+    totals = []
+    for _ in range(200):
+        obs, rew, _, truncated, info = env.step(told(4))
+        totals.append(obs[others, TOTAL].tolist())
+        if "env_restarted" in info:
+            break
+        before = obs
+    assert info["env_restarted"][lost].all() and not info["env_restarted"][others].any()
+    assert_identical(obs[lost], before[lost])
+    assert truncated[lost].all() and not rew[lost].any()
+    assert totals == [[2 + step] * 2 for step in range(len(totals))], "the others went on undisturbed"
+    obs = env.step(told(4))[0]
+    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], 1), 0, 0, 0]
+    env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+
+
+def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
+    env = make_vec([slow_env] * 4, nodes=2, workers=1)
+    policy = lambda obs: np.zeros(len(obs), np.int64)  # noqa: E731
+    env.rollout(policy, 5, seed=1)
+    pid = env.worker_pids()[env.topology.nodes[1].name][0]
+    timer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    chunk = env.rollout(policy, 100)
+    timer.join()
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
+    assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
+    assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
+
+
+def test_on_node_loss_raise(make_vec: Any) -> None:
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
+    env.reset(seed=1)
+    kill(env, 1)
+    with pytest.raises(NodeLostError, match=env.topology.nodes[1].name):
+        for _ in range(1000):
+            env.step(told(2))
+    assert env.closed
+
+
+def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:
+    """The whole node goes; its environments go on elsewhere, the others never notice."""
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 6, nodes=3, workers=1)
+    env.reset(seed=1)
+    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
+    lost = [2 * number, 2 * number + 1]
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    until = time.monotonic() + DEADLINE_S
+    info: dict[str, Any] = {}
+    while "env_restarted" not in info:
+        assert time.monotonic() < until
+        obs, _, _, _, info = env.step(told(6))
+    assert np.flatnonzero(info["env_restarted"]).tolist() == lost
+    assert extra.node_id not in [node.node_id for node in env.topology.nodes]
+    assert len({int(obs[n][TOTAL]) for n in range(6) if n not in lost}) == 1
+
+
+def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any) -> None:
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 3, nodes=3, workers=1)
+    env.reset(seed=1)
+    make_vec([long_env] * 64, nodes=None, workers=None)  # takes every core that is left
+    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    kill(env, number)
+    with pytest.raises(NodeLostError, match="No other node has a free core"):
+        for _ in range(1000):
+            env.step(told(3))
