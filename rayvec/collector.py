@@ -24,14 +24,14 @@ _CHUNK_STEPS = 64
 
 
 class CollectorProtocol(Protocol):
-    """What whoever trains may ask of a collector."""
+    """What whoever trains may ask of a collector, this one or :class:`rayvec.tianshou.Collector`."""
 
     def collect(self, n_step: int | None = None, n_episode: int | None = None) -> Any:
-        """Collects that many steps or episodes."""
+        """Collects that many steps or episodes; what it returns, or its ``stats``, counts ``n_collected_steps``."""
         ...
 
-    def reset(self, seed: int | None = None) -> None:
-        """Begins new episodes."""
+    def reset(self) -> Any:
+        """Begins new episodes everywhere."""
         ...
 
 
@@ -137,6 +137,8 @@ class Collector:
             seed: Of the environments, base + index; None lets each go on with its own generator.
         """
         self._env.reset(seed=seed)
+        if hasattr(self._policy, "begin_episodes"):  # what acts in workers is told there
+            self._policy.begin_episodes(np.arange(self._env.num_envs))
         self._tracker.clear()
         self._started = True
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -21,7 +24,7 @@ from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
-from rayvec.rollout import as_policy, rollout
+from rayvec.rollout import StopwatchPolicy, as_policy, rollout, two_groups_pay
 from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
@@ -54,7 +57,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores.
         workers_per_node: Worker processes on each; by default one for each free core.
-        groups: 1, or 2 so that the policy works on one half while the other half steps.
+        groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` measures
+            both in the first chunk for which the policy acts in the driver, and decides.
         step_timeout_s: A worker that takes longer for one step of its environments is taken to hang and is
             killed; no limit by default.
         on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
@@ -83,7 +87,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         num_nodes: int | None = None,
         workers_per_node: int | None = None,
-        groups: Literal[1, 2] = 1,
+        groups: Literal[1, 2, "auto"] = 1,
         step_timeout_s: float | None = None,
         on_env_error: Literal["raise", "restart"] = "raise",
         on_node_loss: Literal["rehost", "raise"] = "rehost",
@@ -91,7 +95,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         address: str | None = None,
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
-        check_choice("groups", groups, (1, 2))
+        check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
@@ -118,7 +122,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise
         self._action_layout = ArrayLayout.of(self.single_action_space)
         self._everyone = np.arange(self.num_envs)
-        self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, groups)
+        self._groups_undecided = groups == "auto"
+        self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, 2 if groups == 2 else 1)
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
@@ -350,10 +355,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     ) -> Chunk:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
-        return self._guarded(
+        acting = StopwatchPolicy(as_policy(policy))
+        begin = time.perf_counter()
+        chunk = self._guarded(
             lambda: rollout(
                 self._pool,
-                as_policy(policy),
+                acting if self._groups_undecided else as_policy(policy),
                 num_steps,
                 noise_seed=noise_seed,
                 first_step=first_step,
@@ -361,6 +368,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 weights_version=weights_version,
             )
         )
+        if self._groups_undecided:
+            self._groups_undecided = False
+            stepping_s = time.perf_counter() - begin - acting.elapsed_s
+            if two_groups_pay(acting.elapsed_s, stepping_s):
+                self.groups = _split(self._pool.topology, 2)
+        return chunk
 
     def publish(self, policy: Any) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights."""
@@ -516,15 +529,40 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             )
 
 
-def make_vec(env_id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> RayVecEnv:
-    """Makes a :class:`RayVecEnv` of a registered environment, as ``gymnasium.make_vec`` would.
+def make_vec(
+    env_id: str | EnvSpec,
+    num_envs: int = 1,
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] | None = None,
+    **kwargs: Any,
+) -> RayVecEnv:
+    """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
         env_id: Id or spec.
         num_envs: How many environments.
-        **kwargs: Arguments of :class:`RayVecEnv`.
+        vector_kwargs: Arguments of :class:`RayVecEnv`.
+        wrappers: Applied to each environment in order.
+        **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
+
+    >>> envs = make_vec("CartPole-v1", num_envs=4, workers_per_node=1, sutton_barto_reward=True)
+    >>> envs
+    RayVecEnv(CartPole-v1, num_envs=4)
+    >>> envs.spec.kwargs["sutton_barto_reward"]
+    True
+    >>> envs.close()
     """
-    return RayVecEnv(env_id, num_envs, **kwargs)
+    ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
+    env_kwargs = {**ours.pop("env_kwargs", {}), **kwargs}
+    env = RayVecEnv(env_id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
+    env.spec = deepcopy(env.spec)
+    assert env.spec is not None
+    env.spec.kwargs.update(env_kwargs)
+    return env
+
+
+_KEYWORDS = set(inspect.signature(RayVecEnv.__init__).parameters) - {"self", "env", "num_envs", "wrappers"}
 
 
 class _InfoMerger(VectorEnv[Any, Any, Any]):

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import os
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
-from rayvec.pools.link import LOOK_S, WorkerLink
+from rayvec.pools.link import LOOK_S, WorkerLink, readable
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.supervision import RestartBudget
 from rayvec.pools.wire import NodeBlock, Op, travels
@@ -256,7 +255,7 @@ class PoolClient:
                 return done
             if deadline is not None and time.monotonic() >= deadline:
                 raise NotReady(f"{len(done)} of {min_ready} environments have answered in time")
-            select.select([self.event_fd], [], [], LOOK_S)
+            readable([self.event_fd], LOOK_S)
 
     def _look_after_all(self) -> None:
         for link in self._links:

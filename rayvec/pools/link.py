@@ -20,7 +20,7 @@ from rayvec.pools.bulk import BulkReceiver, dumps
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply
 from rayvec.types import RawInfo
 
-__all__ = ["LOOK_S", "ProcessWatch", "WorkerLink"]
+__all__ = ["LOOK_S", "ProcessWatch", "WorkerLink", "readable"]
 
 LOOK_S = 0.1
 """How often a wait looks whether the worker still lives."""
@@ -28,6 +28,14 @@ _PIPE_BYTES = 1 << 16
 """What surely fits into a pipe that nobody reads."""
 
 logger = logging.getLogger(__name__)
+
+
+def readable(fds: Sequence[int], timeout_s: float) -> bool:
+    """Waits until one of some file descriptors is readable, for up to `timeout_s`; returns whether one is."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000.0 * timeout_s))
 
 
 class ProcessWatch:
@@ -47,9 +55,7 @@ class ProcessWatch:
         """Whether it has."""
         if self._fd < 0:
             return True
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return readable([self._fd], 0.0)
 
     def close(self) -> None:
         """Stops watching."""

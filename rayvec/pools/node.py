@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
 from rayvec.pools.frames import FrameFormat, Kind, Request
-from rayvec.pools.link import LOOK_S
+from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.process import ProcessPool, Workers
 from rayvec.pools.stream import Listener
 from rayvec.pools.supervision import NodeState
@@ -179,7 +178,7 @@ class NodeActor:
                 if frame:
                     connection.send_bytes(frame)
                 else:
-                    select.select([connection.fileno(), pool.event_fd], [], [], LOOK_S)
+                    readable([connection.fileno(), pool.event_fd], LOOK_S)
 
     def _begin(self, pool: ProcessPool, request: Request) -> None:
         if request.kind in (Kind.READY, Kind.LOOK):

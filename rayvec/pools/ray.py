@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.client import LastAnswers
-from rayvec.pools.link import LOOK_S
+from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
 from rayvec.pools.supervision import RESTARTED, NodeState
@@ -331,7 +330,7 @@ class RayPool:
             if left == 0.0:
                 raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
             events = [node.pool.event_fd for node in self._nodes]
-            select.select(events, [], [], LOOK_S if left is None else min(LOOK_S, left))
+            readable(events, LOOK_S if left is None else min(LOOK_S, left))
 
     def _forget_under_way(self, env_ids: NDArray[np.int64]) -> None:
         if self._under_way.pop(env_ids.tobytes(), None) is not None:
