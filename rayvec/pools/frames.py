@@ -91,6 +91,11 @@ class FrameFormat:
     def __init__(self, layout: ArrayLayout | None, action_layout: ArrayLayout | None) -> None:
         self._layout = layout
         self._action_layout = action_layout
+        fields = [] if layout is None else [*layout.leaves, (np.float64, ()), (np.bool_, ()), (np.bool_, ())]
+        self._answer_fields = [
+            (np.dtype(dtype), shape, math.prod(shape), np.dtype(dtype).itemsize * math.prod(shape))
+            for dtype, shape in fields
+        ]
 
     def pack_step(
         self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool
@@ -119,7 +124,7 @@ class FrameFormat:
         kind = Kind.READY if begin else Kind.LOOK
         return _REQUEST.pack(kind, 0, loose, 0, len(env_ids), 0) + env_ids.tobytes()
 
-    def unpack_request(self, frame: bytes) -> Request:
+    def unpack_request(self, frame: bytes | bytearray) -> Request:
         """Reads a request."""
         kind, autoreset, loose, num_leaves, count, payload_bytes = _REQUEST.unpack_from(frame)
         codes = frame[_REQUEST.size : _REQUEST.size + num_leaves]
@@ -159,33 +164,32 @@ class FrameFormat:
         """Returns the frame that says that the answer is kept, or what an environment raised."""
         return _ANSWER.pack(_Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
 
-    def unpack_answer(self, frame: bytes) -> Answer:
-        """Reads an answer, into arrays of its own."""
+    def unpack_answer(self, frame: bytearray) -> Answer:
+        """Reads an answer; its arrays are views of `frame`."""
         form, count, extra_bytes = _ANSWER.unpack_from(frame)
-        buffer = bytearray(frame)
-        at = _ANSWER.size
-
-        def take(dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-            nonlocal at
-            array = np.frombuffer(buffer, dtype, count * math.prod(shape), at).reshape(count, *shape)
-            at += array.nbytes
-            return array
-
-        env_ids = take(np.int64, ())
+        env_ids = np.frombuffer(frame, np.int64, count, _ANSWER.size)
         if form == _Form.KEPT:
             return Answer(env_ids, None)
         assert self._layout is not None
-        obs = self._layout.tree([take(dtype, shape) for dtype, shape in self._layout.leaves])
-        rew, terminated, truncated = take(np.float64, ()), take(np.bool_, ()), take(np.bool_, ())
+        at = _ANSWER.size + env_ids.nbytes
+        arrays = []
+        for dtype, shape, items, item_bytes in self._answer_fields:
+            array = np.frombuffer(frame, dtype, count * items, at)
+            arrays.append(array.reshape(count, *shape) if shape else array)
+            at += count * item_bytes
+        *leaves, rew, terminated, truncated = arrays
         infos: tuple[RawInfo, ...] = ()
         if form == _Form.INFOS:
-            infos = tuple(RawInfo(*fields) for fields in codec.decode(memoryview(buffer)[at : at + extra_bytes]))
-        return Answer(env_ids, StepBatch(env_ids, obs, rew, terminated, truncated, infos))
+            infos = tuple(RawInfo(*fields) for fields in codec.decode(memoryview(frame)[at : at + extra_bytes]))
+        return Answer(env_ids, StepBatch(env_ids, self._layout.tree(leaves), rew, terminated, truncated, infos))
 
     def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
         """Returns the arrays of `actions`, or None if they don't fit into a frame."""
         if self._action_layout is None or isinstance(actions, list):
             return None
+        if type(actions) is np.ndarray and len(self._action_layout.leaves) == 1:
+            fits = len(actions) == count and travels(actions, self._action_layout.leaves[0][1])
+            return [actions] if fits else None
         leaves = [np.asarray(leaf) for leaf in self._action_layout.flatten(actions)]
         fit = all(map(travels, leaves, [shape for _, shape in self._action_layout.leaves]))
         return leaves if fit and all(len(leaf) == count for leaf in leaves) else None

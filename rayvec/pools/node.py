@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from rayvec.pools.base import PoolSpaces, Supervision
 from rayvec.pools.frames import FrameFormat, Kind, Request
 from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.process import ProcessPool, Workers
-from rayvec.pools.stream import Listener
+from rayvec.pools.stream import FrameSocket, Listener
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
 from rayvec.types import Chunk, NodeSlice, StepBatch
@@ -153,7 +152,7 @@ class NodeActor:
         except Exception as error:
             return RemoteFailure.capture(error, f"node {self._slice.name}")
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: FrameSocket) -> None:
         """Does what frames ask for, until the driver hangs up.
 
         A frame that has arrived is started before an answer is awaited: that is what lets one group step
@@ -167,7 +166,7 @@ class NodeActor:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 while not num_waiting or connection.poll():
-                    request = frames.unpack_request(connection.recv_bytes())
+                    request = frames.unpack_request(connection.recv())
                     with self._turn:
                         self._begin(pool, request)
                     num_waiting += len(request.env_ids)
@@ -176,7 +175,7 @@ class NodeActor:
                 frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
                 num_waiting -= count
                 if frame:
-                    connection.send_bytes(frame)
+                    connection.send(frame)
                 else:
                     readable([connection.fileno(), pool.event_fd], LOOK_S)
 

@@ -66,12 +66,14 @@ class _Part:
         start: Global index of its first environment.
         ids: The node's own ids, ``int64 [k]``.
         places: Where they stand among the global ids.
+        select: The same as a slice where they are consecutive.
     """
 
     node: int
     start: int
     ids: NDArray[np.int64]
     places: NDArray[np.int64]
+    select: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class RayPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         parts = self._plan(env_ids).parts
         for part in parts:
-            share = actions if len(parts) == 1 else self._take(actions, part.places)
+            share = actions if len(parts) == 1 else self._take(actions, part)
 
             def ask(pool: NodePool, ids: NDArray[np.int64], share: Tree = share) -> None:
                 pool.send(ids, share, autoreset)
@@ -306,8 +308,13 @@ class RayPool:
         held = self._held.setdefault(key, {})  # what came before a timeout is kept for the next attempt
         for part in parts:
             if part.node not in held:
-                held[part.node] = self._on_node(part.node, partial(_recv_ids, ids=part.ids, deadline=deadline))
-                self._answered(self._nodes[part.node], part.ids)
+                node = self._nodes[part.node]
+                try:
+                    held[part.node] = node.pool.recv(part.ids, timeout_s=_left(deadline))
+                except NodeLostError as error:
+                    self._replace(part.node, error)
+                    held[part.node] = self._on_node(part.node, partial(_recv_ids, ids=part.ids, deadline=deadline))
+                self._answered(node, part.ids)
         del self._held[key]
         if len(parts) == 1 and parts[0].start == 0:
             return held[parts[0].node]
@@ -513,14 +520,16 @@ class RayPool:
         for k in np.unique(owner).tolist():
             places = np.flatnonzero(owner == k)
             start = int(self._starts[k])
-            parts.append(_Part(k, start, env_ids[places] - start, places))
+            parts.append(_Part(k, start, env_ids[places] - start, places, as_slice(places)))
         return _Plan(parts, as_slice(env_ids))
 
     @staticmethod
-    def _take(actions: Tree, places: NDArray[np.int64]) -> Tree:
+    def _take(actions: Tree, part: _Part) -> Tree:
+        if isinstance(actions, np.ndarray):
+            return actions[part.select]
         if isinstance(actions, list):
-            return [actions[i] for i in places.tolist()]
-        return tree_map(lambda leaf: np.asarray(leaf)[places], actions)
+            return [actions[i] for i in part.places.tolist()]
+        return tree_map(lambda leaf: np.asarray(leaf)[part.select], actions)
 
 
 def _recv_ids(pool: NodePool, ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
@@ -538,11 +547,13 @@ def _join_batches(
 
     Each part says what to add to the ids in its infos, and at which places of `env_ids` its rows stand.
     """
-    order = np.argsort(np.concatenate([places for _, places in parts]))
+    places = np.concatenate([places for _, places in parts])
+    in_order = bool((places[:-1] < places[1:]).all())
+    order = None if in_order else np.argsort(places)
 
     def join(*leaves: NDArray[Any]) -> NDArray[Any]:
-        joined: NDArray[Any] = np.concatenate(leaves)[order]
-        return joined
+        joined: NDArray[Any] = np.concatenate(leaves)
+        return joined if order is None else joined[order]
 
     infos = {
         info.env_id + start: info._replace(env_id=info.env_id + start)

@@ -34,7 +34,12 @@ from rayvec.types import NodeSlice, RawInfo, StepBatch, Tree, tree_map
 __all__ = ["LentPool", "NodeHandle", "NodePool", "StreamPool"]
 
 _FDS_PER_MESSAGE = 100
-_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +272,7 @@ class StreamPool:
         if keep:
             self._node.call("keep", kept)
         try:
-            self._connection.send_bytes(frame)
+            self._connection.send(frame)
         except OSError as error:
             raise self._node.lost(error) from error
 
@@ -276,7 +281,7 @@ class StreamPool:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         key = env_ids.tobytes()
         while key not in self._whole:
-            if all(env_id in self._answers for env_id in env_ids.tolist()):
+            if self._loose and all(env_id in self._answers for env_id in env_ids.tolist()):
                 return self._gather(env_ids)
             self._read_answer(deadline)
         return self._whole.pop(key)
@@ -300,7 +305,7 @@ class StreamPool:
         try:
             if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise NotReady(f"node {self._node.slice.name} has not answered in time")
-            answer = self._frames.unpack_answer(self._connection.recv_bytes())
+            answer = self._frames.unpack_answer(self._connection.recv())
         except (EOFError, ConnectionError) as error:
             raise self._node.lost(error) from error
         batch = self._fetch(answer)

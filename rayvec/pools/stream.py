@@ -12,20 +12,24 @@ import hmac
 import logging
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
-__all__ = ["Listener", "connect"]
+from rayvec.pools.link import readable
+
+__all__ = ["FrameSocket", "Listener", "connect"]
 
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
+_LENGTH = struct.Struct("<Q")
+_BUFFER_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
 
-def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S) -> Connection:
+def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S) -> FrameSocket:
     """Connects to a :class:`Listener` and proves that this side holds the key.
 
     Raises:
@@ -38,7 +42,7 @@ def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S
     except BaseException:
         sock.close()
         raise
-    return _as_connection(sock)
+    return FrameSocket(sock)
 
 
 class Listener:
@@ -53,7 +57,7 @@ class Listener:
         serve: Called, in the peer's thread, with each connection that has proved itself.
     """
 
-    def __init__(self, address: str, key: bytes, serve: Callable[[Connection], None]) -> None:
+    def __init__(self, address: str, key: bytes, serve: Callable[[FrameSocket], None]) -> None:
         self._key = key
         self._serve = serve
         self._socket = socket.create_server((address, 0))
@@ -81,7 +85,7 @@ class Listener:
             logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
             sock.close()
             return
-        with _as_connection(sock) as connection:
+        with FrameSocket(sock) as connection:
             self._serve(connection)
 
 
@@ -111,8 +115,72 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-def _as_connection(sock: socket.socket) -> Connection:
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Connection(sock.detach())
+class FrameSocket:
+    """Frames over a connected socket: a length of eight bytes, then so many bytes.
+
+    Mostly one system call sends a frame and one receives it, which is what a step over the network costs.
+
+    Args:
+        sock: Of a peer that has proved itself.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._filled = 0
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame."""
+        head = _LENGTH.pack(len(frame))
+        sent = self._sock.sendmsg([head, frame])
+        if sent < len(head) + len(frame):
+            self._sock.sendall((head + frame)[sent:])
+
+    def recv(self) -> bytearray:
+        """Receives a frame, into memory of its own.
+
+        Raises:
+            EOFError: The peer has hung up.
+        """
+        self._fill(_LENGTH.size)
+        end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+        self._fill(end)
+        frame = self._buffer[_LENGTH.size : end]
+        left = self._filled - end
+        self._buffer[:left] = self._buffer[end : self._filled]
+        self._filled = left
+        return frame
+
+    def _fill(self, size: int) -> None:
+        """Receives until there are this many bytes."""
+        if size > len(self._buffer):
+            self._buffer.extend(bytes(size - len(self._buffer)))
+        while self._filled < size:
+            with memoryview(self._buffer)[self._filled :] as free:
+                received = self._sock.recv_into(free)
+            if not received:
+                raise EOFError("the peer has hung up")
+            self._filled += received
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one."""
+        return self._filled > 0 or readable([self._sock.fileno()], timeout_s)
+
+    def fileno(self) -> int:
+        """Returns the socket's file descriptor."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._sock.close()
+
+    def __enter__(self) -> FrameSocket:
+        """Returns itself; leaving the block hangs up."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Hangs up."""
+        self.close()

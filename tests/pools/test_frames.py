@@ -96,7 +96,7 @@ def test_an_answer_arrives_as_it_was_sent_in_memory_of_its_own(kind: str, infos:
         info,
     )
     frame, kept = frames.pack_answer(batch)
-    answer = frames.unpack_answer(frame)
+    answer = frames.unpack_answer(bytearray(frame))
     assert not kept and answer.batch is not None
     for name in batch.__slots__:
         assert_identical(getattr(answer.batch, name), getattr(batch, name), name)
@@ -115,7 +115,7 @@ def test_an_answer_with_infos_that_are_not_plain_is_kept() -> None:
             (RawInfo(3, {"x": value}),),
         )
         frame, kept = frames.pack_answer(batch)
-        answer = frames.unpack_answer(frame)
+        answer = frames.unpack_answer(bytearray(frame))
         assert kept and answer.batch is None
         assert_identical(answer.env_ids, np.array([3]))
 

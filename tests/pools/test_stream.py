@@ -10,23 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayvec.pools import stream
-from rayvec.pools.stream import Listener, connect
+from rayvec.pools.stream import FrameSocket, Listener, connect
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0
 
 
-def echo(connection: Connection) -> None:
+def echo(connection: FrameSocket) -> None:
     with suppress(EOFError, OSError):
         while True:
-            connection.send_bytes(connection.recv_bytes())
+            connection.send(bytes(connection.recv()))
 
 
 @pytest.fixture
@@ -39,9 +38,9 @@ def listener() -> Iterator[Listener]:
 def assert_served(listener: Listener) -> None:
     with connect("127.0.0.1", listener.port, KEY) as connection:
         for payload in (b"", b"hello", bytes(range(256)) * 5000):
-            connection.send_bytes(payload)
+            connection.send(payload)
             assert connection.poll(DEADLINE_S)
-            assert connection.recv_bytes() == payload
+            assert connection.recv() == payload
 
 
 def stranger(listener: Listener) -> socket.socket:
@@ -187,5 +186,5 @@ def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
 def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -> None:
     with connect("127.0.0.1", listener.port, KEY) as connection:
         listener.close()
-        connection.send_bytes(b"still there")
-        assert connection.recv_bytes() == b"still there"
+        connection.send(b"still there")
+        assert connection.recv() == b"still there"

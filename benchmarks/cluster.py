@@ -1,0 +1,252 @@
+"""A cluster of simulated nodes, reached by the network: efficiency, double buffering, start, cost of a frame.
+
+    python benchmarks/cluster.py efficiency --nodes 2 --workers-per-node 8 --step-duration 1 0.1 0.01 0.001
+    python benchmarks/cluster.py groups
+    python benchmarks/cluster.py startup --nodes 2 --workers-per-node 48
+    python benchmarks/cluster.py frames --nodes 8
+
+Cores are emulated by environments that sleep. The floor of the efficiency is as many independent processes that
+step the same environments without any communication, measured in the same run, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from measure import cpu_s, heading, markdown, ratio, simulated_cluster, spread, tree
+
+from rayvec.testing import TimedEnv
+from rayvec.vector import RayVecEnv
+
+
+def timed(step_s: float, busy: bool = False) -> Callable[[], TimedEnv]:
+    """Returns what makes an environment that takes so long for a step."""
+    return lambda: TimedEnv(step_s, busy=busy)
+
+
+def still(obs: Any) -> Any:
+    """A policy that costs nothing."""
+    return np.zeros(len(obs), np.int64)
+
+
+def alone(step_s: float, pipe: Connection) -> None:
+    """Steps one environment whenever it is told for how long; answers with steps per second."""
+    env = TimedEnv(step_s)
+    env.reset(seed=0)
+    while (seconds := pipe.recv()) is not None:
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            _, _, terminated, truncated, _ = env.step(0)
+            if terminated or truncated:
+                env.reset()
+            count += 1
+        pipe.send(count / (time.perf_counter() - begin))
+
+
+class Floor:
+    """Independent processes, each with one environment."""
+
+    def __init__(self, count: int, step_s: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._pipes, self._processes = [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=alone, args=(step_s, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def measure(self, seconds: float) -> float:
+        """Returns steps per second of all."""
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        return float(sum(pipe.recv() for pipe in self._pipes))
+
+    def close(self) -> None:
+        """Ends them."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+def rate(advance: Callable[[], int], seconds: float) -> float:
+    """Returns steps per second of something that advances by so many steps a call."""
+    begin, steps = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        steps += advance()
+    return steps / (time.perf_counter() - begin)
+
+
+def efficiency(args: argparse.Namespace) -> None:
+    """Steps per second over the floor, from the driver and in chunks."""
+    count = args.nodes * args.workers_per_node
+    rows = []
+    with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
+        for step_s in args.step_duration:
+            seconds, repeats = max(2.0, 10 * step_s), 3 if step_s >= 0.1 else args.repeats
+            chunk_steps = min(128, max(1, round(2.0 / step_s)))
+            actions = np.zeros(count, np.int64)
+            floor = Floor(count, step_s)
+            with RayVecEnv([timed(step_s)] * count, workers_per_node=args.workers_per_node) as env:
+                env.reset(seed=0)
+                transport = "+".join(sorted(set(env.transports)))
+
+                def step(env: RayVecEnv = env, actions: Any = actions) -> int:
+                    env.step(actions)
+                    return count
+
+                def chunk(env: RayVecEnv = env, chunk_steps: int = chunk_steps) -> int:
+                    return env.rollout(still, chunk_steps).rew.size
+
+                rates: dict[str, list[float]] = {"floor": [], "driver": [], "chunks": []}
+                step(), chunk()
+                for _ in range(repeats):
+                    rates["floor"].append(floor.measure(seconds))
+                    rates["driver"].append(rate(step, seconds))
+                    rates["chunks"].append(rate(chunk, max(seconds, 2 * chunk_steps * step_s)))
+            floor.close()
+            ideal = count / step_s
+            rows.append(
+                [
+                    f"{step_s:g}",
+                    transport,
+                    f"{statistics.median(rates['floor']) / ideal:.3f}",
+                    ratio(rates["driver"], rates["floor"]),
+                    ratio(rates["chunks"], rates["floor"]),
+                ]
+            )
+    print(f"{args.nodes} simulated nodes x {args.workers_per_node} workers x 1 environment that sleeps\n")
+    print(markdown(["step duration, s", "transport", "floor / ideal", "driver / floor", "chunks / floor"], rows))
+
+
+def groups(args: argparse.Namespace) -> None:
+    """Double buffering: two groups against one."""
+    rows = []
+    cases = [
+        ("shm", 1, 32, timed(1e-4, busy=True), 1.6e-3, True),
+        ("tcp", 2, 16, timed(1e-2), 1e-2, False),
+    ]
+    for transport, workers, num_envs, make, policy_s, busy in cases:
+        cpus = (workers,) if transport == "shm" else (0, workers)
+        with simulated_cluster(*cpus):
+
+            def policy(obs: Any, policy_s: float = policy_s, busy: bool = busy) -> Any:
+                until = time.perf_counter() + policy_s
+                if not busy:
+                    time.sleep(policy_s)
+                while time.perf_counter() < until:
+                    pass
+                return np.zeros(len(obs), np.int64)
+
+            rates: dict[str, list[float]] = {"worker alone": [], "groups=1": [], "groups=2": []}
+            for _ in range(args.repeats):
+                for name, kwargs in (("groups=1", {"groups": 1}), ("groups=2", {"groups": 2})):
+                    with RayVecEnv([make] * num_envs, workers_per_node=workers, **kwargs) as env:
+                        env.rollout(policy, 8, inference="driver", seed=0)
+                        steps = max(8, round(2.0 / (policy_s * 2)))
+                        begin = time.perf_counter()
+                        env.rollout(policy, steps, inference="driver")
+                        rates[name].append(steps * num_envs / (time.perf_counter() - begin))
+                        if name == "groups=1":
+                            begin = time.perf_counter()
+                            env.rollout(still, steps)
+                            rates["worker alone"].append(steps * num_envs / (time.perf_counter() - begin))
+        rows.append(
+            [
+                f"{workers} workers, {num_envs} environments, policy {policy_s * 1e3:g} ms {'busy' if busy else 'asleep'}",
+                transport,
+                spread(rates["groups=1"]),
+                spread(rates["groups=2"]),
+                ratio(rates["groups=2"], rates["groups=1"]),
+                ratio(rates["groups=2"], rates["worker alone"]),
+            ]
+        )
+    print(markdown(["", "transport", "one group", "two groups", "two / one", "two / worker alone"], rows))
+
+
+def startup(args: argparse.Namespace) -> None:
+    """Time from a running cluster to the first observations, and unique memory of a worker."""
+    count = args.nodes * args.workers_per_node
+    times, memory = [], []
+    for _ in range(args.repeats):
+        with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
+            before = set(tree(os.getpid()))
+            begin = time.perf_counter()
+            with RayVecEnv("CartPole-v1", count) as env:
+                env.reset(seed=0)
+                times.append(time.perf_counter() - begin)
+                actors = [pids[0] for pids in env.worker_pids().values()]
+                workers = [pid for pids in env.worker_pids().values() for pid in pids[1:]]
+                assert before.isdisjoint(actors)
+                memory += [unique_mib(pid) for pid in workers]
+    cell = f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+    uss = f"{statistics.median(memory):.1f} ({min(memory):.1f} to {max(memory):.1f})"
+    print(
+        markdown(
+            ["environments", "nodes x workers", "ready after, s", "unique memory of a worker, MiB"],
+            [[count, f"{args.nodes} x {args.workers_per_node}", cell, uss]],
+        )
+    )
+
+
+def unique_mib(pid: int) -> float:
+    """Returns the memory that only this process has, in MiB."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        fields = [line.split() for line in file]
+    return sum(int(field[1]) for field in fields if field[0] in ("Private_Clean:", "Private_Dirty:")) / 1024
+
+
+def frames(args: argparse.Namespace) -> None:
+    """CPU time of the driver for each node and step, at 48 environments of 4 floats for each node."""
+    rows = []
+    with simulated_cluster(0, *[1] * args.nodes):
+        count = 48 * args.nodes
+        with RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
+            env.reset(seed=0)
+            pool, ids = env.unwrapped._pool, np.arange(count)
+            actions = np.zeros(count, np.int64)
+            per_frame, per_step = [], []
+            for _ in range(args.repeats):
+                cpu, begin = cpu_s([os.getpid()]), time.perf_counter()
+                for _ in range(args.steps):
+                    pool.send(ids, actions, 0)
+                    pool.recv(ids)
+                per_frame.append((cpu_s([os.getpid()]) - cpu) / args.steps / args.nodes * 1e6)
+                per_step.append((time.perf_counter() - begin) / args.steps * 1e6)
+    rows.append([args.nodes, 48, spread(per_frame), spread(per_step)])
+    print(
+        markdown(
+            ["nodes", "environments on each", "driver CPU for each node's frame, us", "wall time of a step of all, us"],
+            rows,
+        )
+    )
+
+
+def main() -> None:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for function, repeats in ((efficiency, 5), (groups, 5), (startup, 3), (frames, 7)):
+        command = commands.add_parser(function.__name__, help=function.__doc__)
+        command.set_defaults(function=function)
+        command.add_argument("--repeats", type=int, default=repeats)
+        command.add_argument("--nodes", type=int, default=8 if function is frames else 2)
+        command.add_argument("--workers-per-node", type=int, default=48 if function is startup else 8)
+        command.add_argument("--step-duration", type=float, nargs="+", default=[1.0, 0.1, 0.01, 0.001])
+        command.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    print(heading())
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()
