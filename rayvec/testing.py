@@ -55,30 +55,32 @@ def assert_identical(got: Any, expected: Any, path: str = "value") -> None:
     Traceback (most recent call last):
     AssertionError: value: dtype float64, expected float32
     """
-    assert type(got) is type(expected), f"{path}: {type(got).__name__}, expected {type(expected).__name__}"
+    _demand(type(got) is type(expected), path, type(got).__name__, type(expected).__name__)
     if isinstance(expected, dict):
-        assert list(got) == list(expected), f"{path}: keys {list(got)}, expected {list(expected)}"
+        _demand(list(got) == list(expected), path, f"keys {list(got)}", list(expected))
         for key in expected:
             assert_identical(got[key], expected[key], f"{path}[{key!r}]")
     elif isinstance(expected, (tuple, list)):
-        assert len(got) == len(expected), f"{path}: {len(got)} items, expected {len(expected)}"
+        _demand(len(got) == len(expected), path, f"{len(got)} items", len(expected))
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert_identical(a, b, f"{path}[{i}]")
-    elif isinstance(expected, np.ndarray):
-        assert got.dtype == expected.dtype, f"{path}: dtype {got.dtype}, expected {expected.dtype}"
-        assert got.shape == expected.shape, f"{path}: shape {got.shape}, expected {expected.shape}"
+    elif isinstance(expected, (np.ndarray, np.generic)):
+        _demand(got.dtype == expected.dtype, path, f"dtype {got.dtype}", expected.dtype)
+        _demand(got.shape == expected.shape, path, f"shape {got.shape}", expected.shape)
         if expected.dtype == object:
             for i, (a, b) in enumerate(zip(got.flat, expected.flat, strict=True)):
                 assert_identical(a, b, f"{path}.flat[{i}]")
         else:
-            assert got.tobytes() == expected.tobytes(), f"{path}: {got!r}, expected {expected!r}"
-    elif isinstance(expected, np.generic):
-        assert got.dtype == expected.dtype, f"{path}: dtype {got.dtype}, expected {expected.dtype}"
-        assert got.tobytes() == expected.tobytes(), f"{path}: {got!r}, expected {expected!r}"
+            _demand(got.tobytes() == expected.tobytes(), path, repr(got), repr(expected))
     elif isinstance(expected, float):
-        assert got == expected or (got != got and expected != expected), f"{path}: {got!r}, expected {expected!r}"
+        _demand(got.hex() == expected.hex(), path, repr(got), repr(expected))
     else:
-        assert got == expected, f"{path}: {got!r}, expected {expected!r}"
+        _demand(bool(got == expected), path, repr(got), repr(expected))
+
+
+def _demand(holds: bool, path: str, got: object, expected: object) -> None:
+    if not holds:
+        raise AssertionError(f"{path}: {got}, expected {expected}")
 
 
 def describe(value: Any) -> str:

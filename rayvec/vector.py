@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -439,7 +440,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def __del__(self) -> None:
         """Closes what was not closed."""
-        if not getattr(self, "closed", True):
+        if not getattr(self, "closed", True) and not sys.is_finalizing():
             self.close()
 
     # What the public methods share.

@@ -30,6 +30,8 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec.cli", set()),
         ("import rayvec.pools.serial, rayvec.rollout", {"gymnasium"}),
         ("import rayvec.pools.worker", {"gymnasium"}),
+        ("import rayvec.tianshou; dir(rayvec.tianshou)", set()),
+        ("import rayvec.tianshou.pool_env", {"gymnasium"}),
         ("import rayvec; rayvec.Policy", {"gymnasium"}),
         ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
     ],

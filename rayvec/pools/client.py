@@ -209,6 +209,9 @@ class PoolClient:
         if env_ids is None:
             env_ids = self._wait_for(min_ready, deadline)
         plan = self._plan(env_ids)
+        if not plan.under_way:  # another grouping than was asked for: what that plan knows of numbers is out of date
+            for other in self._plans.values():
+                other.under_way = False
         for part in plan.parts:
             number = part.number
             if not plan.under_way:

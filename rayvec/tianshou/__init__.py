@@ -10,12 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayvec.tianshou.buffers import add_chunk as add_chunk
+    from rayvec.tianshou.collector import Collector as Collector
+    from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
     from rayvec.tianshou.vector_env import RayVectorEnv as RayVectorEnv
     from rayvec.tianshou.vector_env import RayVectorEnvType as RayVectorEnvType
 
 _HOMES = {
+    "Collector": "rayvec.tianshou.collector",
     "RayVectorEnv": "rayvec.tianshou.vector_env",
     "RayVectorEnvType": "rayvec.tianshou.vector_env",
+    "TianshouPolicy": "rayvec.tianshou.policies",
+    "add_chunk": "rayvec.tianshou.buffers",
 }
 """Where each public name is defined."""
 

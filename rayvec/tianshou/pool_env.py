@@ -24,6 +24,9 @@ APART = "rayvec_apart"
 FLOAT = "d"
 """The ``dtype.char`` that rewards have until an environment says otherwise, and again after a reset."""
 
+_FLOATS = (float, np.float64)
+_KNOWN = ("action_space", "metadata", "observation_space", "reward_range", "spec")
+
 
 class AnySpace(Space[Any]):
     """A space of which nothing is known, whose elements are handled as objects."""
@@ -65,7 +68,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         self.metadata = dict(getattr(env, "metadata", None) or {})
         self.render_mode = getattr(env, "render_mode", None)
         layout = ArrayLayout.of(self.observation_space)
-        self._fits: Callable[[Any], bool] = _everything if layout is None else fits(self.observation_space)
+        self._fits: Callable[[Any], bool] = _is_something if layout is None else fits(self.observation_space)
         self._blank = None if layout is None else layout.empty(())
         self._rew_char = FLOAT
 
@@ -87,17 +90,12 @@ class PoolEnv(gymnasium.Env[Any, Any]):
 
     def _seed(self, seed: int | None) -> tuple[Any, dict[str, Any]]:
         """Seeds the space of actions and the environment, by its ``seed`` method or else by a reset."""
-        if self.has_spaces:
+        if not isinstance(self.action_space, AnySpace):
             self.action_space.seed(seed)
         if not hasattr(self._env, "seed"):
             obs, info = self._first(self._env.reset(seed=seed))
             return obs, {**info, APART: {"seeds": [seed]}}
         return self._blank, {APART: {"seeds": self._env.seed(seed)}}
-
-    @property
-    def has_spaces(self) -> bool:
-        """Whether the environment has a space of actions."""
-        return not isinstance(self.action_space, AnySpace)
 
     def _first(self, result: Any) -> tuple[Any, dict[str, Any]]:
         assert isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict), (
@@ -112,7 +110,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         """Steps; what does not fit goes apart."""
         obs, rew, terminated, truncated, info = self._env.step(action)
         apart: dict[str, Any] = {}
-        if type(rew) is not float or self._rew_char != FLOAT:
+        if type(rew) not in _FLOATS or self._rew_char != FLOAT:
             rew = self._plain_reward(rew, apart)
         if not self._fits(obs):
             apart["obs"], obs = obs, self._blank
@@ -121,7 +119,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
     def _plain_reward(self, rew: Any, apart: dict[str, Any]) -> float:
         """Returns a reward as a float, and says what it was if that is not what it was before."""
         array = np.asarray(rew)
-        if array.shape != () or array.dtype.kind not in "biuf" or float(array) != array:
+        if array.shape != () or array.dtype.kind not in "biuf" or array.dtype.type(float(array)) != array:
             apart["rew"] = rew
             return 0.0
         if array.dtype.char != self._rew_char:
@@ -133,10 +131,15 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         self._env.close()
 
     def get_env_attr(self, name: str) -> Any:
-        """Returns an attribute, of the outermost wrapper that has it."""
-        if isinstance(self._env, gymnasium.Wrapper):
-            return self._env.get_wrapper_attr(name)
-        return getattr(self._env, name)
+        """Returns an attribute of the outermost wrapper that has it; None if none has one that Gymnasium knows."""
+        try:
+            if isinstance(self._env, gymnasium.Wrapper):
+                return self._env.get_wrapper_attr(name)
+            return getattr(self._env, name)
+        except AttributeError:
+            if name in _KNOWN:
+                return None
+            raise
 
     def set_env_attr(self, name: str, value: Any) -> None:
         """Sets an attribute within all wrappers."""
@@ -152,8 +155,8 @@ def _space(env: Any, name: str) -> Space[Any]:
     return space if isinstance(space, Space) else AnySpace()
 
 
-def _everything(obs: Any) -> bool:
-    return True
+def _is_something(obs: Any) -> bool:
+    return obs is not None  # which a pool takes for no observation at all
 
 
 def fits(space: Space[Any], *, inner: bool = False) -> Callable[[Any], bool]:

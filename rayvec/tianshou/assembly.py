@@ -1,0 +1,118 @@
+"""From a pool's answers to the arrays that Tianshou would have made of what environments returned.
+
+The counterpart of :mod:`rayvec.tianshou.pool_env`: what travelled apart from the arrays is put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.pools.memory import index_tree
+from rayvec.pools.supervision import RESTARTED
+from rayvec.tianshou.pool_env import APART, FLOAT
+from rayvec.types import StepBatch, tree_map
+
+__all__ = ["Assembler", "StepResult"]
+
+StepResult = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+"""Observations, rewards, terminated, truncated and infos, each with one row for each environment."""
+
+
+class Assembler:
+    """Makes Tianshou's arrays of a pool's answers, and keeps what has to be known of earlier ones for that."""
+
+    def __init__(self) -> None:
+        self._obs_apart: dict[int, Any] = {}
+        self._rew_chars: dict[int, str] = {}
+
+    @property
+    def any_apart(self) -> bool:
+        """Whether the last observation of some environment did not fit into the arrays."""
+        return bool(self._obs_apart)
+
+    def reset(self, batch: StepBatch) -> tuple[NDArray[Any] | list[Any], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns observations, infos, and what travelled apart, one for each environment, not stacked."""
+        for env_id in batch.env_ids.tolist():
+            self._rew_chars.pop(env_id, None)
+        infos, apart = _split(batch)
+        return self._observations(batch, infos, apart), infos, apart
+
+    def step(self, batch: StepBatch, env_ids: Sequence[int] | NDArray[Any]) -> StepResult:
+        """Returns what a step returns.
+
+        Args:
+            batch: The answers.
+            env_ids: The ids as the caller wrote them, which stand in the infos.
+        """
+        infos, apart = _split(batch)
+        rewards = self._rewards(batch, infos, apart)
+        obs = stack(self._observations(batch, infos, apart))
+        for env_id, info in zip(env_ids, infos, strict=True):
+            info["env_id"] = env_id
+        return obs, rewards, batch.terminated.copy(), batch.truncated.copy(), objects(infos)
+
+    def _observations(
+        self, batch: StepBatch, infos: Sequence[dict[str, Any]], apart: Sequence[dict[str, Any]]
+    ) -> NDArray[Any] | list[Any]:
+        """Returns observations in memory of their own, as one array if they are all in one, else one by one."""
+        env_ids = batch.env_ids.tolist()
+        for env_id, info, extra in zip(env_ids, infos, apart, strict=True):
+            if "obs" in extra:
+                self._obs_apart[env_id] = extra["obs"]
+            elif RESTARTED not in info:  # after a restart it is the last true one, which may have come apart
+                self._obs_apart.pop(env_id, None)
+        obs = tree_map(np.copy, batch.obs)
+        if isinstance(obs, np.ndarray) and obs.dtype != object and not self._obs_apart:
+            return obs
+        return [
+            self._obs_apart[env_id] if env_id in self._obs_apart else index_tree(obs, row)
+            for row, env_id in enumerate(env_ids)
+        ]
+
+    def _rewards(
+        self, batch: StepBatch, infos: Sequence[dict[str, Any]], apart: Sequence[dict[str, Any]]
+    ) -> NDArray[Any]:
+        """Returns rewards with the data type of ``np.stack`` over what the environments returned."""
+        if not (batch.info or self._rew_chars):
+            return batch.rew.copy()
+        env_ids = batch.env_ids.tolist()
+        for env_id, info, extra in zip(env_ids, infos, apart, strict=True):
+            if "rew_char" in extra:
+                self._rew_chars[env_id] = extra["rew_char"]
+            elif RESTARTED in info:
+                self._rew_chars.pop(env_id, None)
+        dtypes = [np.dtype(self._rew_chars.get(env_id, FLOAT)) for env_id in env_ids]
+        if any("rew" in extra for extra in apart):
+            rows = zip(batch.rew, dtypes, apart, strict=True)
+            return np.stack([extra.get("rew", dtype.type(rew)) for rew, dtype, extra in rows])
+        return batch.rew.astype(np.result_type(*dtypes))
+
+
+def _split(batch: StepBatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns, for each row, what the environment said, and what travelled apart."""
+    said = {info.env_id: info.info for info in batch.info}
+    infos = [said.get(env_id) or {} for env_id in batch.env_ids.tolist()]
+    return infos, [info.pop(APART, {}) for info in infos]
+
+
+def stack(obs: NDArray[Any] | list[Any]) -> NDArray[Any]:
+    """Stacks observations as Tianshou does, which leaves dicts, and what can't be stacked, as objects."""
+    if isinstance(obs, np.ndarray):
+        return obs
+    if all(type(value) is dict for value in obs):
+        return objects(obs)
+    try:
+        return np.stack(obs)
+    except ValueError:
+        return np.array(obs, dtype=object)
+
+
+def objects(values: Sequence[Any]) -> NDArray[Any]:
+    """Returns an array of objects, ``[len(values)]``."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,583 @@
+"""The Tianshou face against Tianshou's own vector environments, step for step; and under Tianshou's own tools."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
+from tianshou.data import Batch, Collector, VectorReplayBuffer
+from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
+from tianshou.env.worker import EnvWorker
+from tianshou_envs import Bare, Breaks, Held, Line, Misfit, NoGymReset, OwnSeed, Ragged, Told
+
+from rayvec.errors import ConfigError, EnvError, WorkerLostError
+from rayvec.testing import CountingEnv, assert_identical
+from rayvec.tianshou import RayVectorEnv, RayVectorEnvType
+
+DEADLINE_S = 20.0
+EnvFns = Sequence[Callable[[], Any]]
+MakeVenv = Callable[..., RayVectorEnv]
+
+
+@pytest.fixture
+def make(ray_cluster: object) -> Iterator[MakeVenv]:
+    """Makes vector environments on the shared cluster, by default on one worker, and closes them in the end."""
+    made: list[RayVectorEnv] = []
+
+    def make_one(fns: EnvFns, *args: Any, nodes: int = 1, workers: int = 1, **kwargs: Any) -> RayVectorEnv:
+        made.append(RayVectorEnv(fns, *args, num_nodes=nodes, workers_per_node=workers, **kwargs))
+        return made[-1]
+
+    yield make_one
+    for venv in made:
+        with suppress(AssertionError):  # closed already
+            venv.close()
+
+
+def canonical(value: Any) -> Any:
+    """The same with the keys of dicts in order: Tianshou's shared memory does not keep theirs either."""
+    if isinstance(value, dict):
+        return {key: canonical(value[key]) for key in sorted(value)}
+    if isinstance(value, (tuple, list)):
+        items = map(canonical, value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        flat = np.empty(value.size, dtype=object)
+        flat[:] = [canonical(item) for item in value.flat]
+        return flat.reshape(value.shape)
+    return value
+
+
+def assert_same(got: Any, expected: Any, what: str = "value") -> None:
+    assert_identical(canonical(got), canonical(expected), what)
+
+
+def both(ours: BaseVectorEnv, theirs: BaseVectorEnv, do: Callable[[BaseVectorEnv], Any], what: str = "result") -> Any:
+    """Does the same to both; asserts that the same comes out, be it an error."""
+
+    def outcome(venv: BaseVectorEnv) -> Any:
+        try:
+            return do(venv), None
+        except (TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
+            return None, error
+
+    (got, our_error), (expected, their_error) = outcome(ours), outcome(theirs)
+    assert type(our_error) is type(their_error), (our_error, their_error)
+    if their_error is None:
+        assert_same(got, expected, what)
+    return expected
+
+
+def in_lockstep(ours: BaseVectorEnv, theirs: BaseVectorEnv, num_steps: int, groups: Any = None) -> int:
+    """Steps both alike, subsets in any order; returns how many episodes ended."""
+    random = np.random.default_rng(3)
+    n = len(theirs)
+    assert len(ours) == n
+    both(ours, theirs, lambda v: v.seed(5))
+    both(ours, theirs, lambda v: v.reset(), "first reset")
+    both(ours, theirs, lambda v: v.reset([n - 1, 0], seed=9), "reset with a seed")
+    action_spaces = theirs.action_space
+    ended = 0
+    for t in range(num_steps):
+        ids: Any = random.permutation(n)[: random.integers(1, n + 1)] if groups is None else groups[t % len(groups)]
+        action = np.stack([action_spaces[i].sample() for i in ids])
+        ids = [None, ids.tolist(), ids][t % 3] if groups is None and len(ids) == n else ids
+        step = both(ours, theirs, partial(_step, action=action, ids=ids), f"step {t} of {ids}")
+        done = step[2] | step[3]
+        ended += int(done.sum())
+        if done.any():
+            over = (np.arange(n) if ids is None else np.asarray(ids))[done]
+            both(ours, theirs, partial(_reset, ids=over), f"reset after step {t}")
+    return ended
+
+
+def _step(venv: BaseVectorEnv, action: Any, ids: Any) -> Any:
+    return venv.step(action, ids)
+
+
+def _reset(venv: BaseVectorEnv, ids: Any) -> Any:
+    return venv.reset(ids)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        time.sleep(0.02)
+
+
+class TestEquality:
+    @pytest.mark.parametrize("reference", [DummyVectorEnv, SubprocVectorEnv])
+    def test_cartpole_on_two_nodes(self, make: MakeVenv, reference: Any) -> None:
+        fns = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=12)] * 5
+        ours, theirs = make(fns, nodes=2), reference(fns)
+        assert ours.transports == ("shm", "tcp")
+        ours.seed(), theirs.seed()  # what it returns is another matter
+        with closing(theirs), pytest.MonkeyPatch.context() as patch:
+            if reference is SubprocVectorEnv:  # tells nothing of its seeds
+                patch.setattr(RayVectorEnv, "seed", lambda self, seed: [None for _ in _SEED(self, seed)])
+            assert in_lockstep(ours, theirs, 60) > 5
+
+    @pytest.mark.parametrize("kind", ["arrays", "objects"])
+    def test_a_dict_of_every_space(self, make: MakeVenv, kind: str) -> None:
+        space = spaces.Dict(ARRAY_SPACES if kind == "arrays" else OBJECT_SPACES)
+        fns = env_fns(4, space, ARRAY_SPACES["box32"])
+        assert in_lockstep(make(fns, nodes=2), DummyVectorEnv(fns), 25) > 10
+
+    @pytest.mark.parametrize("kind", ["zero_d", "tuple"])
+    def test_spaces_alone(self, make: MakeVenv, kind: str) -> None:
+        fns = env_fns(3, ARRAY_SPACES[kind], ARRAY_SPACES["multidiscrete"])
+        assert in_lockstep(make(fns, workers=2), DummyVectorEnv(fns), 20) > 5
+
+    def test_observations_and_rewards_that_fit_no_array(self, make: MakeVenv) -> None:
+        kinds = ["float64", "list", "ints", "longer", "none", "text", "dict", "fits", "int", "float32", "turns"]
+        kinds += ["agents", "array", "zero_d", "huge", "nan", "npfloat", "bool"]
+        fns = [partial(Misfit, kind) for kind in kinds for _ in range(2)]
+        groups = [[2 * i + 1, 2 * i] for i in range(len(kinds))] + [[14, 16, 18], [16, 20], [20, 18, 0]]
+        assert in_lockstep(make(fns, nodes=2), DummyVectorEnv(fns), 6 * len(groups), groups) > 5
+
+    def test_observations_of_different_lengths(self, make: MakeVenv) -> None:
+        fns = [partial(Ragged, size) for size in (2, 3, 3, 5)]
+        assert in_lockstep(make(fns, nodes=2), DummyVectorEnv(fns), 30) > 5
+
+    def test_what_is_hardly_an_environment(self, make: MakeVenv) -> None:
+        ours, theirs = make([Bare] * 2), DummyVectorEnv([Line] * 2)
+        theirs.workers = [_Direct(Bare()) for _ in range(2)]
+        both(ours, theirs, lambda v: v.reset([0], start=1))
+        both(ours, theirs, lambda v: v.reset())
+        for t in range(5):
+            both(ours, theirs, lambda v, t=t: v.step([1, t], [1, 0]))
+
+    def test_actions_arrive_as_they_were_sent(self, make: MakeVenv) -> None:
+        ours, theirs = make([Line] * 3, nodes=2), DummyVectorEnv([Line] * 3)
+        actions = [[1, 2, 0], np.array([1, 2, 0]), np.array([1, 0, 2], np.int8), [np.int64(1), 2.5, {"any": "thing"}]]
+        for action in [*actions, np.array([0, "a", ()], dtype=object), (1, 0, 2)]:
+            both(ours, theirs, lambda v: v.reset(seed=1))
+            both(ours, theirs, partial(_step, action=action, ids=None), str(action))
+        ours.reset()
+        told = ours.step(torch.tensor([2, 1, 0]))[-1][0]["action"]
+        assert told == repr(np.int64(2))  # a worker need not know torch
+
+    def test_dict_actions(self, make: MakeVenv) -> None:
+        space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(-1.0, 1.0, (2,))})
+        fns = env_fns(2, spaces.Discrete(4), space)
+        ours, theirs = make(fns), DummyVectorEnv(fns)
+        both(ours, theirs, lambda v: v.seed(1))
+        both(ours, theirs, lambda v: v.step([space.sample() | {"a": 1, "b": 0.5} for _ in range(2)]))
+
+
+_SEED = RayVectorEnv.seed
+
+
+class _Direct:
+    """What `DummyVectorEnv` asks of a worker, for an environment that its own worker refuses."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def send(self, action: Any, **kwargs: Any) -> None:
+        self._result = self._env.reset(**kwargs) if action is None else self._env.step(action)
+
+    def recv(self) -> Any:
+        return self._result
+
+
+class TestInterface:
+    def test_it_is_one_of_tianshou_s(self, make: MakeVenv) -> None:
+        fns = [lambda size=size: Told(Line(size)) for size in (3, 4, 5)]
+        venv = make(fns, nodes=2)
+        assert isinstance(venv, BaseVectorEnv)
+        assert (len(venv), venv.env_num, venv.is_async, venv.is_closed, venv.wait_num) == (3, 3, False, False, 3)
+        assert venv.action_space == [spaces.Discrete(7)] * 3
+        assert venv.observation_space == [Line.observation_space] * 3
+        assert venv.metadata == [Line.metadata] * 3
+        assert venv.spec == [None] * 3
+        assert (venv.waiting_id, venv.ready_id, venv.timeout) == ([], [0, 1, 2], None)
+        assert venv.reward_range == [None] * 3  # as `SubprocVectorEnv` has it
+        assert venv.get_env_attr("size") == [3, 4, 5]
+        assert venv.get_env_attr("size", 1) == venv.get_env_attr("size", np.int64(1)) == [4]
+        assert venv.get_env_attr("size", [2, 0]) == venv.get_env_attr("size", np.array([-1, 0])) == [5, 3]
+        assert venv.get_env_attr("outer") == ["outer"] * 3
+        assert os.getpid() not in venv.get_env_attr("pid")
+        venv.set_env_attr("size", 8, [0, 2])
+        venv.set_env_attr("outer", 1, 1)
+        assert venv.get_env_attr("size") == [8, 4, 8]
+        assert venv.get_env_attr("outer", 1) == ["outer"]  # as in Tianshou: set within, read without
+        with pytest.raises(AttributeError, match="nothing"):
+            venv.get_env_attr("nothing")
+        assert venv.get_env_attr("size", []) == []
+
+    def test_environments_are_never_made_here(self, make: MakeVenv) -> None:
+        driver = os.getpid()
+
+        def make_env() -> Line:
+            assert os.getpid() != driver
+            return Line()
+
+        assert make([make_env] * 2).reset()[0].shape == (2, 2)
+
+    def test_workers(self, make: MakeVenv) -> None:
+        venv = make([Line] * 2)
+        assert issubclass(venv.worker_class, EnvWorker)
+        first, second = venv.workers
+        assert isinstance(first, venv.worker_class)
+        second.set_env_attr("size", 9)
+        assert (first.get_env_attr("size"), second.get_env_attr("size")) == (4, 9)
+        assert first.action_space == Line.action_space
+        obs, info = second.reset(seed=3, options={"a": 1})
+        assert_same((obs, info), Line().reset(seed=3, options={"a": 1}))
+        first.send(None)
+        assert first.recv()[0][0] == 0
+        second.send(2)
+        assert second.recv()[0][0] == 1
+        assert_same(second.render(scale=3), np.full((2, 2), 3))
+        assert_same(venv.render(), [np.full((2, 2), 0), np.full((2, 2), 1)])
+        assert not first.is_closed
+        venv.close()
+        assert first.is_closed
+
+    def test_seeds(self, make: MakeVenv) -> None:
+        fns = [Line, OwnSeed, Line]
+        ours, theirs = make(fns), DummyVectorEnv(fns)
+        assert ours.seed(4) == [[4], [5, 7], [6]] == theirs.seed(4)
+        for seed in (None, [7, 7, 9], [1, 2], [1, 2, 3, 4]):
+            both(ours, theirs, lambda v, seed=seed: [len(s) for s in v.seed(seed)])
+        both(ours, theirs, lambda v: [v.seed([1, 2, 3]), [s.sample() for s in v.action_space], v.step(np.ones(3, int))])
+        both(ours, theirs, lambda v: v.reset(seed=2))  # the same for all
+        both(ours, theirs, lambda v: v.reset([2, 0], seed=None, options={"level": {"x": (1, 2)}}))
+        with pytest.raises(TypeError, match="return_info"):
+            ours.reset(return_info=True)
+
+    def test_mistakes_that_leave_it_as_it_is(self, make: MakeVenv) -> None:
+        ours, theirs = make([Line] * 3), DummyVectorEnv([Line] * 3)
+        both(ours, theirs, lambda v: v.seed(0))
+        for mistake in (
+            lambda v: v.step(None),
+            lambda v: v.step([0, 1]),
+            lambda v: v.step([0], [1, 2]),
+            lambda v: v.step([0], [3]),
+            lambda v: v.step([], []),
+            lambda v: v.reset([]),
+            lambda v: v.reset(7),
+            lambda v: v.get_env_attr("nothing"),
+            lambda v: v.get_env_attr("size", 3),
+        ):
+            assert both(ours, theirs, mistake) is None
+        with pytest.raises(ConfigError, match="each id once"):
+            ours.step([1, 1], [0, 0])
+        both(ours, theirs, lambda v: v.step(np.zeros(2, int), [-1, 0]))
+
+    @pytest.mark.parametrize("arguments", [{"wait_num": 3}, {"wait_num": -1}, {"timeout": 0}, {"timeout": -1.0}])
+    def test_arguments_that_tianshou_refuses(self, ray_cluster: object, arguments: dict[str, Any]) -> None:
+        for kind in (DummyVectorEnv, RayVectorEnv):
+            with pytest.raises(AssertionError, match=next(iter(arguments))):
+                kind([Line] * 2, **arguments)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"on_env_error": "ignore"}, {"on_node_loss": 1}, {"workers_per_node": 0}, {"env_fns": []}, {"env_fns": "x"}],
+    )
+    def test_arguments_that_we_refuse(self, ray_cluster: object, arguments: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            RayVectorEnv(**({"env_fns": [Line] * 2} | arguments))
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+
+    def test_nothing_can_be_called_after_close(self, make: MakeVenv) -> None:
+        venv = make([Line])
+        venv.close()
+        calls = [venv.reset, venv.seed, venv.render, venv.close, partial(venv.step, [1]), partial(venv.step, None)]
+        calls += [partial(venv.get_env_attr, "size"), partial(venv.set_env_attr, "size", 1)]
+        for call in [*calls, lambda: venv.action_space]:
+            with pytest.raises(AssertionError, match="cannot be called after close"):
+                call()
+        assert len(venv) == 1
+
+    def test_cores_are_shared(self, make: MakeVenv) -> None:
+        """As many as one likes: Tianshou has training and test environments at once."""
+        cores = sum(node.num_workers for node in make([Line] * 40, nodes=None, workers=None).topology.nodes)
+        again = make([Line] * 40, nodes=None, workers=None)
+        assert sum(node.num_workers for node in again.topology.nodes) == cores >= 16
+        assert again.reset()[0].shape == (40, 2)
+
+
+class TestAsync:
+    def test_nobody_waits_for_one_that_is_slow(self, make: MakeVenv, tmp_path: Path) -> None:
+        """Environments 0 and 3, one on each node, are held until a file is there; the others go on."""
+        fns = [partial(Held, str(tmp_path / str(i))) for i in range(4)]
+        venv = make(fns, nodes=2, wait_num=1)
+        assert venv.is_async
+        assert venv.transports == ("shm", "tcp")
+        venv.reset()
+        action = np.array([1, 0, 0, 1])
+        counts, ids = [0] * 4, list(range(4))
+        for _ in range(40):
+            obs, _, _, _, infos = within(DEADLINE_S, partial(venv.step, action[ids], ids))
+            ids = [info["env_id"] for info in infos]
+            for row, env_id in enumerate(ids):
+                counts[env_id] += 1
+                assert obs[row, 0] == counts[env_id]
+            assert not {0, 3} & set(ids)
+        held = venv.waiting_id.copy()
+        assert {0, 3} <= set(held)
+        assert sorted(held + venv.ready_id) == [0, 1, 2, 3]
+        for env_id in held:
+            for call in (venv.reset, partial(venv.step, [0]), partial(venv.get_env_attr, "size")):
+                with pytest.raises(AssertionError, match=f"{env_id} which is stepping"):
+                    call([env_id])
+        with pytest.raises(AssertionError, match="stepping"):
+            venv.seed(1)
+        with pytest.raises(RuntimeError, match="still stepping"):
+            venv.render()
+        while set(venv.waiting_id) != {0, 3}:
+            within(DEADLINE_S, partial(venv.step, None))
+        for env_id in (1, 2):  # in the midst of the others' steps
+            assert within(DEADLINE_S, partial(venv.get_env_attr, "size", env_id)) == [1000]
+            within(DEADLINE_S, partial(venv.set_env_attr, "size", 99, env_id))
+            assert within(DEADLINE_S, partial(venv.reset, env_id))[0][0, 0] == 0
+        assert venv.get_env_attr("size", [2, 1]) == [99, 99]
+        (tmp_path / "3").touch()
+        assert [info["env_id"] for info in within(DEADLINE_S, partial(venv.step, None))[-1]] == [3]
+        (tmp_path / "0").touch()
+        obs, _, _, _, infos = within(DEADLINE_S, partial(venv.step, None))
+        assert infos[0]["env_id"] == 0
+        assert obs[0, 0] == 1
+        assert venv.waiting_id == []
+        with pytest.raises(RuntimeError, match="Remedy"):
+            venv.step(None)
+
+    def test_what_waits_is_what_waits_in_tianshou(self, make: MakeVenv, tmp_path: Path) -> None:
+        """The same script for both: who is let go, and who must therefore have answered."""
+
+        def story(venv: BaseVectorEnv, held: Path) -> list[Any]:
+            told = []
+
+            def note(result: Any) -> None:
+                rows = sorted((info["env_id"], obs.tolist()) for obs, info in zip(result[0], result[-1], strict=True))
+                told.append((rows, venv.waiting_id.copy(), sorted(venv.ready_id)))
+
+            with closing(venv):
+                venv.seed(0)
+                note(venv.step([1, 1, 0, 0]))
+                note(venv.step([0, 0], [3, 2]))
+                (held / "1").touch()
+                note(venv.step(np.array([0]), np.array([3])))
+                venv.reset(2)
+                (held / "0").touch()
+                note(venv.step(None))
+                return told
+
+        stories = []
+        for name in ("ours", "theirs"):
+            held = tmp_path / name
+            held.mkdir()
+            fns = [partial(Held, str(held / str(i))) for i in range(4)]
+            venv = make(fns, 2, None) if name == "ours" else SubprocVectorEnv(fns, 2, None)
+            stories.append(within(DEADLINE_S, partial(story, venv, held)))
+        assert [waiting for _, waiting, _ in stories[0]] == [[0, 1], [0, 1], [0], []]
+        assert stories[0] == stories[1]
+
+    def test_a_timeout_returns_what_is_there(self, make: MakeVenv, tmp_path: Path) -> None:
+        fns = [partial(Held, str(tmp_path / str(i))) for i in range(4)]
+        venv = make(fns, nodes=2, timeout=0.2)
+        assert (venv.is_async, venv.wait_num) == (True, 4)
+        for part in venv.reset(seed=1):
+            assert len(part) == 4
+        infos = within(DEADLINE_S, partial(venv.step, np.array([1, 0, 0, 1])))[-1]
+        assert sorted(info["env_id"] for info in infos) == [1, 2]
+        assert venv.waiting_id == [0, 3]
+        (tmp_path / "3").touch()
+        assert [info["env_id"] for info in within(DEADLINE_S, partial(venv.step, None))[-1]] == [3]
+        (tmp_path / "0").touch()
+        assert [info["env_id"] for info in within(DEADLINE_S, partial(venv.step, [], []))[-1]] == [0]
+
+    def test_a_timeout_longer_than_any_step_is_as_good_as_none(self, make: MakeVenv) -> None:
+        fns = env_fns(3, spaces.Dict(ARRAY_SPACES), ARRAY_SPACES["box32"])
+        venv = make(fns, nodes=2, timeout=DEADLINE_S)
+        assert in_lockstep(venv, DummyVectorEnv(fns), 8, [[0, 1, 2]]) > 2
+
+    @pytest.mark.parametrize("fault", ["hang", "kill"])
+    def test_only_what_is_lost_is_restarted_while_others_go_on(
+        self, make: MakeVenv, tmp_path: Path, fault: str
+    ) -> None:
+        fns = [partial(Held, str(tmp_path / "never"), fault) for _ in range(4)]
+        venv = make(fns, nodes=2, wait_num=1, on_env_error="restart", step_timeout_s=1.5 if fault == "hang" else None)
+        venv.seed(3)
+        counts, ids, lost = [0] * 4, list(range(4)), {0, 3}
+        deadline = time.monotonic() + DEADLINE_S
+        action = np.array([2, 0, 0, 2])
+        while lost:
+            assert time.monotonic() < deadline
+            obs, rew, terminated, truncated, infos = within(DEADLINE_S, partial(venv.step, action[ids], ids))
+            ids = [info["env_id"] for info in infos]
+            for row, env_id in enumerate(ids):
+                if env_id in lost:
+                    assert infos[row] == {"env_restarted": True, "env_id": env_id}
+                    assert (obs[row, 0], rew[row], terminated[row], truncated[row]) == (0.0, 0.0, False, True)
+                    lost.discard(env_id)
+                    action[env_id] = 0
+                    venv.reset([env_id])
+                else:
+                    counts[env_id] += 1
+                    assert obs[row, 0] == counts[env_id] or env_id in (0, 3)
+        assert min(counts[1], counts[2]) > 3
+
+    def test_a_worker_that_ends_on_another_node_is_told(self, make: MakeVenv, tmp_path: Path) -> None:
+        venv = make([partial(Held, str(tmp_path / "never"), "kill")] * 2, nodes=2, wait_num=1)
+        venv.reset()
+        action, ids = np.array([0, 2]), [0, 1]
+        with pytest.raises(WorkerLostError):
+            for _ in range(100_000):
+                ids = [info["env_id"] for info in within(DEADLINE_S, partial(venv.step, action[ids], ids))[-1]]
+        assert venv.is_closed
+
+
+class TestFaults:
+    def test_an_environment_that_raises_closes_all(self, make: MakeVenv) -> None:
+        venv = make([Line, partial(Breaks, "one")], nodes=2)
+        venv.seed(3)
+        with pytest.raises(KeyError, match="one is broken") as caught:
+            for _ in range(5):
+                venv.step(np.zeros(2, int))
+        assert isinstance(caught.value.__cause__, EnvError)
+        assert "environment 1, seed 4" in str(caught.value.__cause__)
+        assert venv.is_closed
+        with pytest.raises(AssertionError, match="after close"):
+            venv.reset()
+        venv.close()  # whoever cleans up does not hear of it again
+        with pytest.raises(AssertionError, match="after close"):
+            venv.close()
+
+    def test_a_reset_that_is_none(self, make: MakeVenv) -> None:
+        with pytest.raises(AssertionError, match="does not adhere"):
+            make([NoGymReset]).reset()
+
+    def test_a_constructor_that_raises(self, ray_cluster: object) -> None:
+        with pytest.raises(TypeError, match="Misfit"):
+            RayVectorEnv([Line, Misfit], num_nodes=1)
+
+    @pytest.mark.parametrize(("nodes", "kind"), [(1, "none"), (2, "float64")])
+    def test_restarts(self, make: MakeVenv, nodes: int, kind: str) -> None:
+        """The one that raised ends its episode at its last true observation; the others notice nothing."""
+        name = f"{nodes}{kind}"
+        ours = make([Line, partial(Breaks, name, kind)], nodes=nodes, on_env_error="restart")
+        Breaks.broken.add(name)
+        theirs = DummyVectorEnv([Line, partial(Breaks, name, kind)])
+        for venv in (ours, theirs):
+            venv.seed(3)
+        for _ in range(2):
+            last = both(ours, theirs, lambda v: v.step(np.zeros(2, int)))
+        got, expected = ours.step(np.zeros(2, int)), theirs.step(np.zeros(2, int))
+        for a, b in zip(got, expected, strict=True):
+            assert_same(a[0], b[0] if a.dtype == b.dtype else b[0].astype(a.dtype))
+        assert_same(got[0][1], last[0][1])
+        assert (got[1][1], got[2][1], got[3][1]) == (0.0, False, True)
+        assert got[4][1] == {"env_restarted": True, "env_id": 1}
+        assert ours.reset([1])[0][0, 0] == 0
+        assert ours.step(np.zeros(2, int))[4][1]["env_id"] == 1
+
+
+def cycle_policy(action_space: Any, *, stateful: bool = False) -> Any:
+    """Returns a policy whose actions follow from observations alone; with a hidden state where one is asked for."""
+    from tianshou.algorithm.algorithm_base import Policy
+
+    class Cycle(Policy):
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            obs = np.asarray(batch.obs, np.float64).reshape(len(batch.obs), -1)
+            act = (np.floor(obs.sum(1) * 1000).astype(int)) % 2
+            return Batch(act=act, state=np.zeros((len(act), 1)) if stateful else None)
+
+    return Cycle(action_space=action_space)
+
+
+class TestUnderTianshou:
+    def test_the_collector_collects_the_same(self, make: MakeVenv) -> None:
+        fns = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15)] * 3
+        buffers, returns = [], []
+        for venv in (make(fns, nodes=2), DummyVectorEnv(fns)):
+            venv.seed(7)
+            buffer = VectorReplayBuffer(300, 3)
+            collector = Collector(cycle_policy(venv.action_space[0]), venv, buffer)
+            collector.reset()
+            stats = [collector.collect(n_step=30, random=True), collector.collect(n_step=60)]
+            stats.append(collector.collect(n_episode=5))
+            returns.append([s.returns.tolist() for s in stats])
+            buffers.append(buffer)
+        assert returns[0] == returns[1]
+        ours, theirs = (buffer[:] for buffer in buffers)
+        for key in ("obs", "act", "rew", "terminated", "truncated", "done", "obs_next"):
+            assert_same(np.asarray(ours[key]), np.asarray(theirs[key]), key)
+        assert_same(np.asarray(ours.info.env_id), np.asarray(theirs.info.env_id))
+
+    def test_normalised_observations(self, make: MakeVenv) -> None:
+        fns = [partial(gymnasium.make, "CartPole-v1")] * 3
+        ours, theirs = VectorEnvNormObs(make(fns)), VectorEnvNormObs(DummyVectorEnv(fns))
+        assert len(ours) == 3
+        assert ours.action_space == theirs.action_space
+        both(ours, theirs, lambda v: [v.seed(1), v.reset()])
+        for t in range(5):
+            both(ours, theirs, lambda v, t=t: v.step(np.ones(2, int), [t % 3, (t + 1) % 3]))
+        assert_same(ours.get_obs_rms().mean, theirs.get_obs_rms().mean)
+
+    def test_the_asynchronous_collector(self, make: MakeVenv) -> None:
+        from tianshou.data import AsyncCollector
+
+        venv = make([CountingEnv] * 4, nodes=2, wait_num=2)
+        venv.seed(1)
+        with pytest.warns(UserWarning, match="extra transitions"):
+            policy = cycle_policy(CountingEnv.action_space, stateful=True)
+            collector = AsyncCollector(policy, venv, VectorReplayBuffer(200, 4))
+        collector.reset()
+        stats = within(DEADLINE_S, partial(collector.collect, n_step=60))
+        assert stats.n_collected_steps >= 60
+        assert stats.n_collected_episodes > 5
+        held = collector.buffer[:]
+        assert (held.obs_next[:, :2] == held.obs[:, :2]).all()  # no transition joins two episodes
+        assert (held.obs_next[:, 2:] == held.obs[:, 2:] + 1).all()
+        collector.reset()  # with steps under way
+        assert venv.waiting_id == []
+
+    def test_the_high_level_factory_and_a_trainer(self, make: MakeVenv) -> None:
+        from tianshou.algorithm.algorithm_base import OnPolicyAlgorithm, TrainingStats
+        from tianshou.highlevel.env import EnvFactoryRegistered, EnvMode
+        from tianshou.trainer import OnPolicyTrainerParams
+
+        class Idle(OnPolicyAlgorithm[Any]):
+            def _update_with_batch(self, *args: Any, **kwargs: Any) -> TrainingStats:
+                return TrainingStats()
+
+        kind = RayVectorEnvType(num_nodes=1, workers_per_node=1)
+        assert repr(kind) == "RayVectorEnvType(num_nodes=1, workers_per_node=1)"
+        test_envs = make([partial(gymnasium.make, "CartPole-v1")] * 2)
+        with closing(
+            EnvFactoryRegistered(task="CartPole-v1", venv_type=kind).create_venv(3, EnvMode.TRAINING, 1)
+        ) as envs:
+            assert isinstance(envs, RayVectorEnv)
+            algorithm = Idle(policy=cycle_policy(envs.action_space[0]))
+            result = algorithm.run_training(
+                OnPolicyTrainerParams(
+                    training_collector=Collector(algorithm, envs, VectorReplayBuffer(90, 3)),
+                    test_collector=Collector(algorithm, test_envs),
+                    max_epochs=1,
+                    epoch_num_steps=60,
+                    collection_step_num_env_steps=30,
+                    test_step_num_episodes=2,
+                    batch_size=16,
+                    update_step_num_repetitions=1,
+                    show_progress=False,
+                    verbose=False,
+                )
+            )
+            assert result.train_step == 60
+            assert result.best_reward > 0
