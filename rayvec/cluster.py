@@ -23,9 +23,10 @@ import ray
 
 from rayvec.errors import ConfigError, message
 
-__all__ = ["RaySession"]
+__all__ = ["CLUSTER_MARK", "RaySession"]
 
-_MARK = "RAYVEC_CLUSTER"
+CLUSTER_MARK = "RAYVEC_CLUSTER"
+"""The environment variable that names, to its processes, the directory of a private cluster."""
 _REAPER = Path(__file__).with_name("_reaper.py")
 _REAP_S = 20.0
 _PROBE_S = 5.0
@@ -123,12 +124,12 @@ def _connect(address: str) -> None:
 def _start_private() -> subprocess.Popen[bytes]:
     directory = tempfile.mkdtemp(prefix="rayvec-")
     reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_REAPER), _MARK, directory],
+        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        with _environment(RAY_AUTH_TOKEN=_TOKEN, RAY_worker_niceness="0", **{_MARK: directory}):
+        with _environment(RAY_AUTH_TOKEN=_TOKEN, RAY_worker_niceness="0", **{CLUSTER_MARK: directory}):
             ray.init(
                 address="local",
                 include_dashboard=False,

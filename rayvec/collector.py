@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError, check_count, message
-from rayvec.rollout import as_policy
+from rayvec.rollout import as_policy, counted_ends
 from rayvec.types import Batch, Chunk, CollectStats, EpisodeStats
 from rayvec.vector import RayVecEnv
 from rayvec.weights import WeightStore
@@ -52,11 +52,8 @@ class EpisodeTracker:
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
-        ends = chunk.done & chunk.valid
+        ends = counted_ends(chunk)
         cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
-        for t, n in cut_before:
-            if t > 0:
-                ends[t - 1, n] = False
         self._forget([n for t, n in cut_before if t < 0])
         returns, lens, places = [], [], []
         for t in range(chunk.num_steps):

@@ -22,7 +22,7 @@ from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
 from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
-__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "join_chunks", "rollout"]
+__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "counted_ends", "join_chunks", "rollout"]
 
 
 class ActingPolicy(Protocol):
@@ -420,3 +420,18 @@ def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple
     joined = np.concatenate([at + np.array([0, offset]) for at, offset in zip(places, offsets, strict=False)])
     order = np.lexsort((joined[:, 1], joined[:, 0]))
     return joined[order], order
+
+
+def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
+    """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut.
+
+    A fault has cut an episode where the step that failed began with the observation that ended it.
+    """
+    ended: NDArray[np.bool_] = chunk.done & chunk.valid
+    finals = {(t, n): row for row, (t, n) in enumerate(chunk.final_index.tolist())}
+    for t, n in chunk.restarts.tolist():
+        row = finals.get((t - 1, n))
+        if row is not None and not chunk.terminated[t - 1, n]:
+            pairs = zip(tree_leaves(chunk.final_obs), tree_leaves(chunk.obs), strict=True)
+            ended[t - 1, n] &= not all(np.array_equal(final[row], obs[t, n]) for final, obs in pairs)
+    return ended

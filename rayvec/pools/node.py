@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
@@ -13,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.cluster import CLUSTER_MARK
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
 from rayvec.pools.frames import FrameFormat, Kind, Request
@@ -30,6 +35,7 @@ __all__ = ["LEND_S", "NodeActor"]
 
 LEND_S = 10.0
 _FDS_PER_MESSAGE = 100
+_LONGEST_PATH = 75
 
 
 class NodeActor:
@@ -45,6 +51,7 @@ class NodeActor:
         self._supervision = supervision
         self._workers: Workers | None = None
         self._pool: ProcessPool | None = None
+        self._tempdir: str | None = None
         self._listener: Listener | None = None
         self._turn = threading.Lock()  # of the stream's thread and of calls
         self._kept_for_driver: deque[Any] = deque()
@@ -54,6 +61,7 @@ class NodeActor:
         """Starts the workers, which make their environments; returns what these say of themselves."""
 
         def begin() -> PoolSpaces:
+            self._tempdir = _use_tempdir_of_session()
             self._workers = Workers(
                 pickle.loads(factory), self._slice.worker_bounds, self._slice.name, preload, self._supervision
             )
@@ -144,6 +152,8 @@ class NodeActor:
             self._pool.close()
         elif self._workers is not None:
             self._workers.close()
+        if self._tempdir is not None:
+            shutil.rmtree(self._tempdir, ignore_errors=True)
 
     def _guard(self, function: Callable[[], Any]) -> Any:
         try:
@@ -209,6 +219,17 @@ class NodeActor:
         if keep:
             self._kept_for_driver.append(batch)
         return frame, len(env_ids)
+
+
+def _use_tempdir_of_session() -> str | None:
+    """Lets multiprocessing keep its sockets where they go with the session, since an actor is ended by a kill."""
+    node: Any = ray._private.worker._global_node
+    parent = os.environ.get(CLUSTER_MARK) or node.get_session_dir_path()
+    if len(parent) > _LONGEST_PATH:  # the name of a socket has room for 107 characters
+        return None
+    directory = tempfile.mkdtemp(prefix="mp-", dir=parent)
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    return directory
 
 
 def _hand_over(name: str, fds: Sequence[int]) -> None:

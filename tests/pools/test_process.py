@@ -400,11 +400,13 @@ class TestEnd:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
     @pytest.mark.parametrize("when", ["init", "step"])
-    def test_close_while_an_environment_hangs(self, when: Any) -> None:
+    def test_close_while_an_environment_hangs(self, when: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The constructor is interrupted by the error of another environment."""
+        monkeypatch.setattr("rayvec.pools.process._END_S", 0.5)
         fns = [partial(FaultyEnv, "hang", when), partial(FaultyEnv, "raise", "init" if when == "init" else "step", 5)]
         if when == "init":
             fns = [partial(FaultyEnv, "raise", "init"), partial(FaultyEnv, "hang", "init")]
+            process_pool([CountingEnv]).close()  # the forkserver and its helper stay
             before = set(children())
             with pytest.raises(ValueError, match="broken"):
                 within(DEADLINE_S, partial(process_pool, fns, 2))
