@@ -1,4 +1,4 @@
-"""Whole chunks into a VectorReplayBuffer against Tianshou's ``add`` of the same steps; run it with a Python that has rayvec.
+"""Whole chunks into a VectorReplayBuffer against Tianshou's ``add`` of the same steps.
 
     python benchmarks/bulk_insert.py [--rounds 15]
 

@@ -160,9 +160,10 @@ def groups(args: argparse.Namespace) -> None:
                             begin = time.perf_counter()
                             env.rollout(still, steps)
                             rates["worker alone"].append(steps * num_envs / (time.perf_counter() - begin))
+        work = "busy" if busy else "asleep"
         rows.append(
             [
-                f"{workers} workers, {num_envs} environments, policy {policy_s * 1e3:g} ms {'busy' if busy else 'asleep'}",
+                f"{workers} workers, {num_envs} environments, policy of {policy_s * 1e3:g} ms, {work}",
                 transport,
                 spread(rates["groups=1"]),
                 spread(rates["groups=2"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -151,18 +151,25 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def place_again(lost: NodeSlice, error: NodeLostError) -> NodeSlice:
+def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError) -> NodeSlice:
     """Finds a node for the environments of one that is lost: that with the most free cores.
 
-    It waits for at most 8 s for a node that returns or for cores that come free.
+    It waits for at most 8 s for a node that returns or for cores that come free. The driver's own node is never
+    excluded: where the driver runs, that node lives, and only the actor was lost.
+
+    Args:
+        lost: What is to be placed.
+        excluded: Ids of nodes that are lost.
+        error: How the node was lost.
 
     Raises:
-        NodeLostError: There is none.
+        NodeLostError: There is none; `error` is its cause.
     """
+    gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
     deadline = time.monotonic() + _PLACE_AGAIN_S
     while True:
         candidates = free_nodes(claimed_too=lost.num_cpus == 0)
-        nodes = [node for node in candidates if node.node_id != lost.node_id and node.cpus >= 1]
+        nodes = [node for node in candidates if node.node_id not in gone and node.cpus >= 1]
         if nodes:
             break
         if time.monotonic() >= deadline:

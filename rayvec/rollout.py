@@ -116,6 +116,8 @@ class StopwatchPolicy:
         self.noise = policy.noise
         self.elapsed_s = 0.0
         self._policy = policy
+        if hasattr(policy, "begin_episodes"):
+            self.begin_episodes = policy.begin_episodes
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Acts against the clock."""

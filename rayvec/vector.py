@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import gymnasium
 import numpy as np
@@ -20,13 +21,23 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
+from rayvec.batching import (
+    InfoMerger,
+    check_number,
+    check_shapes,
+    check_spaces,
+    checked_actions,
+    checked_mask,
+    parse_autoreset_mode,
+    split_groups,
+)
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
 from rayvec.rollout import StopwatchPolicy, as_policy, rollout, two_groups_pay
-from rayvec.types import Chunk, RawInfo, StepBatch, Topology, Tree, tree_map
+from rayvec.types import Chunk, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVecEnv", "make_vec"]
@@ -60,8 +71,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` measures
             both in the first chunk for which the policy acts in the driver, and decides.
-        step_timeout_s: A worker that takes longer for one step of its environments is taken to hang and is
-            killed; no limit by default.
+        step_timeout_s: A worker that takes longer for one step of its environments (for T steps of a chunk: T
+            times as long) is taken to hang and is killed; no limit by default.
         on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
             ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
             that failed the last true observation is returned, with reward 0, truncated, and
@@ -99,11 +110,20 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+        if step_timeout_s is not None and not step_timeout_s > 0:
+            raise ConfigError(
+                message(
+                    "step_timeout_s is how long a worker may take for a step of its environments.",
+                    expected="seconds, more than 0, or None for no limit",
+                    got=repr(step_timeout_s),
+                    remedy="Leave it out, or pass several times what the slowest step takes.",
+                )
+            )
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
         self.copy = copy
-        self.autoreset_mode = _autoreset_mode(autoreset_mode)
+        self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
         self._pool = RayPool.open(
             factory,
@@ -124,17 +144,17 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._action_layout = ArrayLayout.of(self.single_action_space)
         self._everyone = np.arange(self.num_envs)
         self._groups_undecided = groups == "auto"
-        self.groups: tuple[NDArray[np.int64], ...] = _split(self._pool.topology, 2 if groups == 2 else 1)
+        self.groups: tuple[NDArray[np.int64], ...] = split_groups(self._pool.topology, 2 if groups == 2 else 1)
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
-        self._merger = _InfoMerger(self.num_envs)
+        self._merger = InfoMerger(self.num_envs)
         self._pending: str | None = None
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
         self._chunk_steps = 0
-        self._noise_seed = 0
+        self._noise_seed = secrets.randbits(63)
         self._local_policy: tuple[Any, WeightStore] | None = None
 
     def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
@@ -146,13 +166,13 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if mode == "same":
             self.observation_space = batch_space(spaces.observation, self.num_envs)
         elif mode == "different":
-            _check_shapes(spaces, spaces.observation)
+            check_shapes(spaces, spaces.observation)
             self.observation_space = batch_differing_spaces(
                 list(spaces.observations or (spaces.observation,) * self.num_envs)
             )
         elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
             self.observation_space, self.single_observation_space = mode
-            _check_shapes(spaces, self.single_observation_space)
+            check_shapes(spaces, self.single_observation_space)
         else:
             raise ConfigError(
                 message(
@@ -162,7 +182,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                     remedy="Leave it out where all environments have the same space.",
                 )
             )
-        _check_spaces(spaces, mode, self.single_observation_space)
+        check_spaces(spaces, mode, self.single_observation_space)
 
     @property
     def topology(self) -> Topology:
@@ -212,8 +232,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         seeds = env_seeds(seed, self.num_envs)
         options = None if options is None else dict(options)
         mask = None if options is None else options.pop("reset_mask", None)
-        ids = self._everyone if mask is None else np.flatnonzero(self._checked_mask(mask))
-        self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
+        ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
+        self._guarded(lambda: self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options))
+        if isinstance(seed, int):
+            self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
         self._reset_ids = ids
         self._pending = "reset"
@@ -227,8 +249,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         batch = self._wait("reset", self._reset_ids if self._pending == "reset" else self._everyone, timeout)
         if len(batch.env_ids) < self.num_envs:
-            self._pool.ready(self._everyone, begin=False)
-            batch = replace(self._recv(self._everyone, None), info=batch.info)
+            self._guarded(lambda: self._pool.ready(self._everyone, begin=False))
+            batch = replace(self._recv(self._everyone, timeout), info=batch.info)
         return self._observations(batch), self._merger.merge(batch.info)
 
     def step(
@@ -307,7 +329,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             batch.rew.copy(),
             batch.terminated.copy(),
             batch.truncated.copy(),
-            _InfoMerger(len(ids)).merge(infos),
+            InfoMerger(len(ids)).merge(infos),
         )
 
     def rollout(
@@ -323,16 +345,17 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
         Args:
             policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
-                been passed before is not sent again.
+                been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
+                :class:`rayvec.Collector` publishes weights.
             num_steps: T.
             inference: Where the policy acts: in every worker over its own slice, or in this process.
-            seed: Resets all environments first, with base + index, and is the seed of the noise.
+            seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
+                :meth:`reset` with one int is; without either, the noise can't be repeated.
         """
         self._assert_idle("rollout")
         check_choice("inference", inference, ("worker", "driver"))
         if seed is not None:
             self.reset(seed=seed)
-            self._chunk_steps, self._noise_seed = 0, seed
         if inference == "worker":
             if self._local_policy is None or self._local_policy[0] is not policy:
                 if self._local_policy is not None:
@@ -373,7 +396,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._groups_undecided = False
             stepping_s = time.perf_counter() - begin - acting.elapsed_s
             if two_groups_pay(acting.elapsed_s, stepping_s):
-                self.groups = _split(self._pool.topology, 2)
+                self.groups = split_groups(self._pool.topology, 2)
         return chunk
 
     def publish(self, policy: Any) -> WeightStore:
@@ -389,7 +412,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
         self._assert_idle("call_async")
-        self._collect_call = self._pool.call(name, args, kwargs, self._everyone)
+        self._collect_call = self._guarded(lambda: self._pool.call(name, args, kwargs, self._everyone))
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -451,11 +474,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         layout = self._action_layout
         if layout is None:
             checked: Any = list(iterate(space, actions))
-            _check_count(len(checked), len(ids), space)
+            check_number(len(checked), len(ids), space)
         elif type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
             checked = actions
         else:
-            checked = _checked_actions(actions, layout, len(ids), space)
+            checked = checked_actions(actions, layout, len(ids), space)
         self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
 
     def _begin_rollout(self, num_steps: int) -> None:
@@ -509,14 +532,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             )
         return self.groups[group]
 
-    def _checked_mask(self, mask: Any) -> NDArray[np.bool_]:
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            got = f"{type(mask).__name__} of {getattr(mask, 'dtype', 'no dtype')}"
-            raise TypeError(_mask_message(self.num_envs, got))
-        if mask.shape != (self.num_envs,) or not mask.any():
-            raise ValueError(_mask_message(self.num_envs, f"shape {mask.shape}, {int(mask.sum())} True"))
-        return mask
-
     def _assert_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
@@ -564,114 +579,3 @@ def make_vec(
 
 
 _KEYWORDS = set(inspect.signature(RayVecEnv.__init__).parameters) - {"self", "env", "num_envs", "wrappers"}
-
-
-class _InfoMerger(VectorEnv[Any, Any, Any]):
-    """Gymnasium's own way to merge infos, for any number of rows."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-
-    def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
-        """Merges infos in the order of environments, as ``SyncVectorEnv`` does."""
-        merged: dict[str, Any] = {}
-        for env_id, info, final_obs, final_info in infos:
-            if final_info is not None:
-                merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
-            merged = self._add_info(merged, info, env_id)
-        return merged
-
-
-def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    try:
-        return AutoresetMode(mode)
-    except ValueError as error:
-        raise ConfigError(
-            message(
-                "autoreset_mode says when an environment is reset whose episode has ended.",
-                expected="one of " + ", ".join(repr(known.value) for known in AutoresetMode),
-                got=repr(mode),
-                remedy="Leave it out for 'NextStep', as in Gymnasium.",
-            )
-        ) from error
-
-
-def _split(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
-    """Divides the ids into groups, each with a share of every worker's slice."""
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    for node in topology.nodes:
-        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
-            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
-            parts[0] += range(start, middle)
-            parts[-1] += range(middle, stop)
-    return tuple(np.array(ids, np.int64) for ids in parts if ids)
-
-
-def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
-    if spaces.actions_differ is not None:
-        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
-    if mode == "same" and spaces.observations:
-        differ = next(i for i, space in enumerate(spaces.observations) if space != single)
-        _raise_spaces(
-            "observation",
-            f"{spaces.observations[differ]} in environment {differ}",
-            "Pass observation_mode='different' where only bounds differ.",
-        )
-
-
-def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
-    misfit = spaces.misfit(single)
-    if misfit is not None:
-        _raise_spaces(
-            "observation",
-            f"another shape or dtype in environment {misfit}",
-            "Make shapes and dtypes equal by a wrapper.",
-        )
-
-
-def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
-    raise RuntimeError(
-        message(
-            f"Environments that are stepped together share one {kind} space.",
-            expected="that of environment 0",
-            got=got,
-            remedy=remedy,
-        )
-    )
-
-
-def _checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
-    """Returns actions as a tree of arrays, each ``[count, ...]``."""
-    try:
-        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
-        got = f"shapes {[leaf.shape for leaf in leaves]}"
-    except ValueError as error:
-        leaves, got = [], str(error)
-    if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
-        raise _action_error(got, space)
-    return layout.tree(leaves)
-
-
-def _check_count(got: int, count: int, space: Space[Any]) -> None:
-    if got != count:
-        raise _action_error(f"{got} actions", space)
-
-
-def _action_error(got: str, space: Space[Any]) -> ConfigError:
-    return ConfigError(
-        message(
-            "Every environment takes one action.",
-            expected=f"an element of {space}",
-            got=got,
-            remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
-        )
-    )
-
-
-def _mask_message(num_envs: int, got: str) -> str:
-    return message(
-        "options['reset_mask'] says which environments to reset.",
-        expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
-        got=got,
-        remedy="Pass terminated | truncated, as step returned them.",
-    )

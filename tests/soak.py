@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -147,9 +148,14 @@ class Faults:
             return {}
         nodes = self._env.worker_pids()
         pids = nodes[self._rng.choice(sorted(nodes))]
-        pid = self._rng.choice(pids[1:]) if kind == "kill worker" else nodes[sorted(nodes)[-1]][0]
+        pid = self._rng.choice(pids[1:]) if kind == "kill worker" else nodes[self._rng.choice(sorted(nodes))][0]
         os.kill(pid, signal.SIGKILL)
         return {}
+
+    def some_worker(self) -> int:
+        """Returns the process id of a worker."""
+        nodes = self._env.worker_pids()
+        return self._rng.choice(nodes[self._rng.choice(sorted(nodes))][1:])
 
     def _change_node(self) -> None:
         """Takes a node away, with all that runs there, and lets another come."""
@@ -203,10 +209,17 @@ def _run(env: RayVecEnv, faults: Faults, until: float, fault_every_s: float) -> 
                     if not auditor.done[n]:
                         actions[n] = action
             auditor.step(*env.step(actions))
-        if time.monotonic() >= next_fault:
-            next_fault += fault_every_s
-            faults.make()
-        auditor.chunk(env.rollout(_policy, 30))
+        timer = threading.Timer(0.02, os.kill, (faults.some_worker(), signal.SIGKILL))
+        if (
+            time.monotonic() >= next_fault - fault_every_s / 2
+            and faults.made["kill in chunk"] < sum(faults.made.values()) / 4
+        ):
+            faults.made["kill in chunk"] += 1
+            timer.start()
+            auditor.chunk(env.rollout(_policy, 30))
+            timer.join()
+        else:
+            auditor.chunk(env.rollout(_policy, 30))
         if time.monotonic() >= next_report:
             next_report += 30
             memory.append(_memory_mib())

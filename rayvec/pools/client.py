@@ -24,11 +24,11 @@ from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.link import LOOK_S, WorkerLink, readable
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
-from rayvec.pools.supervision import RestartBudget
+from rayvec.pools.supervision import LastAnswers, RestartBudget
 from rayvec.pools.wire import NodeBlock, Op, travels
-from rayvec.types import RawInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.types import RawInfo, StepBatch, Tree, as_slice
 
-__all__ = ["LastAnswers", "PoolClient", "Respawn"]
+__all__ = ["PoolClient", "Respawn"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,47 +69,6 @@ class _Plan:
     select: Any
     parts: list[_Part]
     under_way: bool = False
-
-
-class LastAnswers:
-    """What environments last answered, so that no more than that is told of an episode that is cut.
-
-    Kept only where something is restarted: whoever ends may do so in the midst of writing.
-
-    Args:
-        obs: Tree of ``[N, *obs_shape]`` to be like; None where observations are objects.
-        num_envs: N.
-
-    Attributes:
-        obs: Last observation of each environment, in arrays of its own.
-    """
-
-    def __init__(self, obs: Tree, num_envs: int) -> None:
-        self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
-        self._leaves = [] if obs is None else list(tree_leaves(self.obs))
-        self._done = np.ones(num_envs, bool)
-        self._stays = np.zeros(num_envs, bool)
-
-    def started(self, select: Any, stays: bool) -> None:
-        """Takes note of what was asked for: whether the environments are within an episode afterwards in any case."""
-        self._stays[select] = stays
-
-    def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Takes note of answers, whose arrays have rows for `select` alone."""
-        self._done[select] = terminated | truncated
-        if self._leaves:
-            for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
-                kept[select] = array
-
-    def mid_episode(self, select: Any) -> NDArray[np.bool_]:
-        """Returns which environments were in the midst of an episode when they last answered."""
-        going_on: NDArray[np.bool_] = ~self._done[select] | self._stays[select]
-        return going_on
-
-    def restore(self, select: Any, obs: Tree) -> None:
-        """Writes the last observations of some environments back into arrays of all."""
-        for kept, array in zip(self._leaves, tree_leaves(obs) if self._leaves else (), strict=True):
-            array[select] = kept[select]
 
 
 class PoolClient:
@@ -271,7 +230,7 @@ class PoolClient:
         while True:
             until = deadline
             if limit_s is not None and link.num_done <= number:
-                until = min(link.overdue_s(number, limit_s), math.inf if until is None else until)
+                until = min(link.overdue_s(limit_s), math.inf if until is None else until)
             try:
                 link.wait(number, until)
                 return
@@ -290,7 +249,7 @@ class PoolClient:
             link.poll()
             if link.num_done < link.num_posted:
                 self._restart_worker(link, link.lost())
-        elif limit_s is not None and time.monotonic() > link.overdue_s(link.num_done, limit_s):
+        elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
             self._restart_worker(link, link.hangs(limit_s))
 
     def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
@@ -311,6 +270,7 @@ class PoolClient:
                 )
             ) from error
         self._keep_last(self._finished(link))
+        link.give_up_what_is_not_repeated()
         rows = slice(link.start, link.stop)
         lost = np.flatnonzero(~self._mask(self._finished(link)))
         self._last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
@@ -331,11 +291,22 @@ class PoolClient:
         mask[ids] = True
         return mask
 
-    def stepped_by_another(self) -> None:
-        """Takes note that another process has let the environments take steps, each reset within its last one."""
+    def stepped_by_another(self, last_obs: Tree) -> None:
+        """Takes note that another process has let the environments take steps, each reset within its last one.
+
+        Args:
+            last_obs: Their observations, tree of ``[N, *obs_shape]``.
+        """
+        if self.layout is None:
+            self.know_objects(last_obs)
         if self._last is not None:
             self._last.started(slice(None), True)
             self._keep_last(slice(None))
+
+    def know_objects(self, obs: NDArray[Any]) -> None:
+        """Takes note of observations that are no arrays, ``object [N]``."""
+        for link in self._links:
+            link.objects.update((i, obs[i]) for i in range(link.start, link.stop))
 
     def _keep_last(self, select: Any) -> None:
         assert self._last is not None
@@ -373,14 +344,14 @@ class PoolClient:
         self._block.close()
 
     def _ask(
-        self, plan: _Plan, command: Callable[[_Part], tuple[Any, ...]], num_steps: int = 1
+        self, plan: _Plan, command: Callable[[_Part], tuple[Any, ...]], num_steps: int = 1, repeat: bool = True
     ) -> Callable[[float | None], list[Any]]:
         """Calls a method, which takes so many steps, on every worker concerned, all at once.
 
         Returns:
             A function that waits and returns one value for each part of the plan.
         """
-        numbers = [part.link.post_call(*command(part), num_steps=num_steps) for part in plan.parts]
+        numbers = [part.link.post_call(*command(part), num_steps=num_steps, repeat=repeat) for part in plan.parts]
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,6 +65,23 @@ class ProcessWatch:
             self._fd = -1
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A command under way.
+
+    Attributes:
+        begun_s: When the worker may have begun with it, by ``time.monotonic``.
+        num_steps: How many steps it takes.
+        payload: What went with it through the pipe.
+        repeat: Whether a worker that takes the place of this one is to do it again.
+    """
+
+    begun_s: float
+    num_steps: int
+    payload: bytes
+    repeat: bool
+
+
 class WorkerLink:
     """Commands to one worker, and what came back.
 
@@ -79,7 +97,7 @@ class WorkerLink:
         stop: Index after that of its last.
         infos: Raw infos that nobody has asked for yet, by global environment id.
         objects: Last observation of each environment whose observations are no arrays, by index on the node.
-        failures: What environments raised, likewise.
+        failures: What environments raised, by the worker's own row; -1 for what concerns all.
     """
 
     def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str, first_id: int) -> None:
@@ -92,7 +110,7 @@ class WorkerLink:
         self.objects: dict[int, Any] = {}
         self.failures: list[tuple[int, RemoteFailure]] = []
         self._replies: dict[int, Reply] = {}
-        self._posted: dict[int, tuple[float, int, bytes]] = {}
+        self._posted: dict[int, _Posted] = {}
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -130,17 +148,31 @@ class WorkerLink:
         command[at : at + count] = rows
         return self._post(b"" if payload is None else dumps(payload))
 
-    def post_call(self, name: str, *args: Any, num_steps: int = 1) -> int:
-        """Posts a call of one of the worker's methods, which takes so many steps."""
-        self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(dumps((name, args)), num_steps)
+    def post_call(self, name: str, *args: Any, num_steps: int = 1, repeat: bool = True) -> int:
+        """Posts a call of one of the worker's methods, which takes so many steps.
 
-    def _post(self, payload: bytes, num_steps: int = 1) -> int:
+        Args:
+            name: Of the method.
+            *args: Its arguments.
+            num_steps: How many steps it takes.
+            repeat: Whether a worker that takes the place of this one is to do it again.
+        """
+        self._ring[self.num_posted % self._depth][OP] = Op.CALL
+        return self._post(dumps((name, args)), num_steps, repeat)
+
+    def give_up_what_is_not_repeated(self) -> None:
+        """Takes calls that the worker's successor needs not do for done."""
+        while (oldest := self._posted.get(self.num_done)) is not None and not oldest.repeat:
+            self._replies[self.num_done] = Reply(None)
+            del self._posted[self.num_done]
+            self._tail[0] += 1
+
+    def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True) -> int:
         number = self.num_posted
         if payload:
             self._make_room(len(payload))
         self._head[0] = number + 1
-        self._posted[number] = (time.monotonic(), num_steps, payload)
+        self._posted[number] = _Posted(time.monotonic(), num_steps, payload, repeat)
         self._go.post()
         if payload:
             self._send(payload)
@@ -150,14 +182,14 @@ class WorkerLink:
         """Waits until what lies in the pipe leaves room: the worker may be writing too, and both would block."""
         with contextlib.suppress(WorkerLostError):  # as whoever waits for it finds out
             while (
-                self._posted and num_bytes + sum(len(payload) for _, _, payload in self._posted.values()) > _PIPE_BYTES
+                self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES
             ):
                 self.wait(self.num_done, None)
 
     def _send(self, payload: bytes) -> None:
         try:
             self.pipe.send_bytes(payload)
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             pass  # the worker is gone, as whoever waits for it finds out
 
     def wait(self, number: int, deadline: float | None) -> None:
@@ -174,10 +206,10 @@ class WorkerLink:
             self._acquire(deadline)
             self._finish()
 
-    def overdue_s(self, number: int, step_timeout_s: float) -> float:
-        """When a command that is under way takes too long, by ``time.monotonic``."""
-        posted_s, num_steps, _ = self._posted[number]
-        return posted_s + num_steps * step_timeout_s
+    def overdue_s(self, step_timeout_s: float) -> float:
+        """When the oldest command under way takes too long, by ``time.monotonic``."""
+        oldest = self._posted[self.num_done]
+        return oldest.begun_s + oldest.num_steps * step_timeout_s
 
     def poll(self) -> None:
         """Takes note of the commands that are done, without waiting."""
@@ -200,11 +232,10 @@ class WorkerLink:
         if not repeat:
             return
         for number in range(self.num_done, self.num_posted):
-            _, num_steps, payload = self._posted[number]
-            self._posted[number] = (time.monotonic(), num_steps, payload)
             self._go.post()
-            if payload:
-                self._send(payload)
+            if self._posted[number].payload:
+                self._send(self._posted[number].payload)
+        self._begin_next()
 
     def _acquire(self, deadline: float | None) -> None:
         while not self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
@@ -230,6 +261,13 @@ class WorkerLink:
                 self._keep(self._ring[slot], reply)
         self._tail[0] = number + 1
         self._posted.pop(number, None)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """The oldest command under way begins only now: what came before it kept the worker."""
+        oldest = self._posted.get(self.num_done)
+        if oldest is not None:
+            self._posted[self.num_done] = replace(oldest, begun_s=time.monotonic())
 
     def _keep(self, command: NDArray[np.int64], reply: Reply) -> None:
         self.failures += reply.failures

@@ -31,10 +31,10 @@ from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
 from rayvec.types import Chunk, NodeSlice, StepBatch
 
-__all__ = ["LEND_S", "NodeActor"]
+__all__ = ["FDS_PER_MESSAGE", "LEND_S", "NodeActor"]
 
 LEND_S = 10.0
-_FDS_PER_MESSAGE = 100
+FDS_PER_MESSAGE = 100
 _LONGEST_PATH = 75
 
 
@@ -236,5 +236,5 @@ def _hand_over(name: str, fds: Sequence[int]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(LEND_S)
         sock.connect("\0" + name)
-        for start in range(0, len(fds), _FDS_PER_MESSAGE):
-            socket.send_fds(sock, [b"\0"], fds[start : start + _FDS_PER_MESSAGE])
+        for start in range(0, len(fds), FDS_PER_MESSAGE):
+            socket.send_fds(sock, [b"\0"], fds[start : start + FDS_PER_MESSAGE])

@@ -227,6 +227,8 @@ class ProcessPool(PoolClient):
         self._policies: dict[int, bytes] = {}
         self._weights: dict[int, SharedBlock] = {}
         self._versions: dict[int, int] = {}
+        if state is not None and self.layout is None:
+            self.know_objects(state.obs)
 
     @classmethod
     def start(
@@ -278,7 +280,7 @@ class ProcessPool(PoolClient):
     def drop_policy(self, key: int) -> None:
         """Lets every worker forget a policy and its weights."""
         self._ask_all("drop_policy", key)
-        del self._policies[key]
+        self._policies.pop(key, None)
         self._versions.pop(key, None)
         if key in self._weights:
             self._weights.pop(key).close()
@@ -291,9 +293,11 @@ class ProcessPool(PoolClient):
         block = self._weights.get(key)
         if block is None:
             block = self._weights[key] = SharedBlock({"weights": (np.float32, (weights.size,))})
-            attached = self._ask(self._plan(self._everyone), lambda part: ("attach_weights", key, weights.size))
+            command = ("attach_weights", key, weights.size)  # whoever starts later is told when it starts
+            attached = self._ask(self._plan(self._everyone), lambda part: command, repeat=False)
             for link in self._links:
-                reduction.send_handle(link.pipe, block.fd, None)
+                with contextlib.suppress(OSError):  # one that has ended is found to have, below
+                    reduction.send_handle(link.pipe, block.fd, None)
             attached(None)
         block.arrays["weights"][:] = weights
         self._versions[key] = version
@@ -307,8 +311,9 @@ class ProcessPool(PoolClient):
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
         packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
-        self.stepped_by_another()
-        return join_chunks([part.unpack() for part in packed])
+        chunk = join_chunks([part.unpack() for part in packed])
+        self.stepped_by_another(chunk.last_obs)
+        return chunk
 
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""
@@ -318,13 +323,15 @@ class ProcessPool(PoolClient):
 
     def close(self) -> None:
         """Closes the environments, ends the workers and frees the memory; may be called again."""
-        for link in self._links:
-            link.post_call("close")
-        for block in self._weights.values():
-            block.close()
-        self._weights = {}
-        super().close()
-        self._workers.close()
+        try:
+            for link in self._links:
+                link.post_call("close")
+            for block in self._weights.values():
+                block.close()
+            self._weights = {}
+            super().close()
+        finally:
+            self._workers.close()
 
     def _ask_all(self, name: str, *args: Any) -> list[Any]:
         return self._ask(self._plan(self._everyone), lambda part: (name, *args))(None)

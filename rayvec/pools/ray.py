@@ -24,17 +24,17 @@ from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
-from rayvec.pools.client import LastAnswers
 from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
-from rayvec.pools.supervision import RESTARTED, NodeState
+from rayvec.pools.supervision import RESTARTED, LastAnswers, NodeState, RestartBudget
 from rayvec.rollout import join_chunks
-from rayvec.types import Chunk, StepBatch, Topology, Tree, as_slice, tree_map
+from rayvec.types import Chunk, NodeSlice, StepBatch, Topology, Tree, as_slice, tree_map
 
 __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
+_PLACE_S = 10.0
 _MOST_PLANS = 4096
 _START_ATTEMPTS = 3
 _T = TypeVar("_T")
@@ -141,6 +141,7 @@ class RayPool:
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
         self._last: LastAnswers | None = None
+        self._budget = RestartBudget()
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
             starting = [self._start(handle) for handle in self._handles]
@@ -216,7 +217,8 @@ class RayPool:
         self._spaces = observation, action
         self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
         if self._rehost:
-            obs = None if self.layout is None else self.layout.empty((self.num_envs,))
+            n = self.num_envs
+            obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
             self._last = LastAnswers(obs, self.num_envs)
         allocating = [handle.actor.allocate.remote(observation, action) for handle in self._handles]
         for handle, ref in zip(self._handles, allocating, strict=True):
@@ -396,9 +398,9 @@ class RayPool:
 
     def drop_policy(self, key: int) -> None:
         """Lets every worker forget a policy and its weights."""
-        del self._policies[key]
-        self._weights.pop(key, None)
         self._ask_all("ask", "drop_policy", key)
+        self._policies.pop(key, None)
+        self._weights.pop(key, None)
 
     def publish(self, key: int, version: int, weights: Any) -> None:
         """Gives every node new weights: an object reference, which each node fetches once."""
@@ -415,9 +417,10 @@ class RayPool:
             Their joint chunk, and the seconds that the slowest node took for its part.
         """
         parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
-        for node in self._nodes:
-            node.pool.stepped_by_another()
         chunk = join_chunks([chunk for chunk, _ in parts])
+        for node in self._nodes:
+            rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], chunk.last_obs))
         if self._last is not None:
             self._last.started(slice(None), True)
             self._last.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
@@ -457,28 +460,43 @@ class RayPool:
             node.pool.close()
         with contextlib.suppress(Exception):
             ray.kill(node.handle.actor)
-        old = node.handle.slice
+        excluded: set[str] = set()
+        while True:
+            if not self._budget.spend(number):
+                raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
+            excluded.add(node.handle.slice.node_id)
+            try:
+                self._start_elsewhere(number, place_again(node.handle.slice, excluded, error), error)
+                for ids, ask in node.asked:
+                    ask(node.pool, ids)
+                return
+            except NodeLostError as again:
+                if again.__cause__ is error:  # there is no other place
+                    raise
+                error = again
+
+    def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
+        """Starts the environments of a lost node anew, in the state that they last showed."""
+        assert self._last is not None
+        node, old = self._nodes[number], self._nodes[number].handle.slice
         rows = slice(old.env_range.start, old.env_range.stop)
         self._restarts[rows] += 1
-        handle = NodeHandle(place_again(old, error), self._supervision)
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, go on on node %s: %s",
-            *(old.name, rows.start, rows.stop - 1, self._seeds[rows], handle.slice.name, error),
+            *(old.name, rows.start, rows.stop - 1, self._seeds[rows], node_slice.name, error),
         )
+        handle = node.handle = self._handles[number] = NodeHandle(node_slice, self._supervision)
+        handle.wait_until_placed(_PLACE_S)
         handle.get(self._start(handle))
-        obs = None if self._last.obs is None else tree_map(lambda leaf: leaf[rows], self._last.obs)
+        obs = tree_map(lambda leaf: leaf[rows], self._last.obs)
         state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._last.mid_episode(rows))
-        shape = handle.call("allocate", *self._spaces, state)
-        self._handles[number] = handle
-        node.handle, node.pool = handle, self._connect(handle, shape)
-        nodes = (*self.topology.nodes[:number], handle.slice, *self.topology.nodes[number + 1 :])
+        node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
+        nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
         self.topology = Topology(nodes)
         for key, policy in self._policies.items():
             handle.call("ask", "load_policy", key, policy)
             if key in self._weights:
                 handle.call("publish", key, *self._weights[key])
-        for ids, ask in node.asked:
-            ask(node.pool, ids)
 
     def _keep_last(self, batch: StepBatch) -> None:
         assert self._last is not None
@@ -494,11 +512,16 @@ class RayPool:
     def close(self) -> None:
         """Closes the environments and ends every worker and actor; may be called again."""
         for node in self._nodes:
-            node.pool.close()
+            with contextlib.suppress(OSError):
+                node.pool.close()
         closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
         for handle, ref in zip(self._handles, closing, strict=False):
-            with contextlib.suppress(NodeLostError, NotReady):
+            try:
                 handle.get(ref, _CLOSE_S)
+            except (NodeLostError, NotReady):
+                pass  # gone already, or ended by force below
+            except Exception:
+                logger.exception("node %s did not close in order", handle.slice.name)
             ray.kill(handle.actor)
         self._nodes, self._handles, self._plans = [], [], {}
         if self._session is not None:

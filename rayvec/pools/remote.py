@@ -18,13 +18,13 @@ import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.errors import NodeLostError, RemoteFailure, WorkerLostError, message
+from rayvec.errors import ConfigError, NodeLostError, RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.client import PoolClient
 from rayvec.pools.frames import Answer, FrameFormat
 from rayvec.pools.link import ProcessWatch, WorkerLink
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.node import LEND_S, NodeActor
+from rayvec.pools.node import FDS_PER_MESSAGE, LEND_S, NodeActor
 from rayvec.pools.process import worker_name
 from rayvec.pools.stream import connect
 from rayvec.pools.supervision import RESTARTED
@@ -33,7 +33,6 @@ from rayvec.types import NodeSlice, RawInfo, StepBatch, Tree, tree_map
 
 __all__ = ["LentPool", "NodeHandle", "NodePool", "StreamPool"]
 
-_FDS_PER_MESSAGE = 100
 _LOST = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -88,6 +87,18 @@ class NodeHandle:
         """Calls a method of the actor and waits."""
         return self.get(getattr(self.actor, name).remote(*args), timeout_s)
 
+    def wait_until_placed(self, timeout_s: float) -> None:
+        """Waits until the actor runs.
+
+        Raises:
+            NodeLostError: It does not, in time or at all.
+        """
+        try:
+            self.call("worker_pids", timeout_s=timeout_s)
+        except NotReady as error:
+            ray.kill(self.actor)
+            raise self.lost(error) from error
+
     def lost(self, error: BaseException) -> NodeLostError:
         """Describes that the node is gone."""
         reason = str(error).splitlines()[0] if str(error) else "no reason given"
@@ -133,8 +144,8 @@ class NodePool(Protocol):
         """Waits for what was started."""
         ...
 
-    def stepped_by_another(self) -> None:
-        """Takes note that the node itself has let the environments take steps."""
+    def stepped_by_another(self, last_obs: Tree) -> None:
+        """Takes note that the node itself has let the environments take steps, which ended with these observations."""
         ...
 
     def call(
@@ -199,7 +210,10 @@ class LentPool(PoolClient):
             lending = getattr(self._node.actor, method).remote(*args, name)
             with _accept_own(listener, lambda: self._check(lending)) as sock:
                 while len(fds) < count:
-                    fds += socket.recv_fds(sock, 1, _FDS_PER_MESSAGE)[1]
+                    data, received, flags, _ = socket.recv_fds(sock, 1, FDS_PER_MESSAGE)
+                    fds += received
+                    if not data or flags & socket.MSG_CTRUNC:
+                        raise _too_few_fds(fds, count)
         self._node.get(lending)
         return fds
 
@@ -209,17 +223,27 @@ class LentPool(PoolClient):
             self._node.get(lending)
 
 
+def _too_few_fds(fds: list[int], count: int) -> ConfigError:
+    for fd in fds:
+        os.close(fd)
+    return ConfigError(
+        message(
+            "The driver holds a file descriptor for each worker of its own node, and two more.",
+            expected=f"{count} descriptors",
+            got=f"{len(fds)}: the actor ended, or the limit of open files is reached",
+            remedy="Raise the limit: ulimit -n 65536.",
+        )
+    )
+
+
 def _accept_own(listener: socket.socket, check: Callable[[], None]) -> socket.socket:
     """Accepts a connection from a process of this user; others see no more than that it is closed."""
-    deadline = time.monotonic() + LEND_S
     while True:
         listener.settimeout(1.0)
         try:
             sock, _ = listener.accept()
         except TimeoutError:
-            check()
-            if time.monotonic() > deadline:
-                raise
+            check()  # until its call has ended, the actor may be making environments
             continue
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] == os.getuid():
@@ -297,7 +321,7 @@ class StreamPool:
             self._read_answer(None)
         return np.array(sorted(self._answers), np.int64)
 
-    def stepped_by_another(self) -> None:
+    def stepped_by_another(self, last_obs: Tree) -> None:
         """See :class:`NodePool`; the node knows."""
 
     def _read_answer(self, deadline: float | None) -> None:
@@ -306,7 +330,9 @@ class StreamPool:
             if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise NotReady(f"node {self._node.slice.name} has not answered in time")
             answer = self._frames.unpack_answer(self._connection.recv())
-        except (EOFError, ConnectionError) as error:
+        except NotReady:
+            raise
+        except (EOFError, OSError) as error:
             raise self._node.lost(error) from error
         batch = self._fetch(answer)
         for info in batch.info:

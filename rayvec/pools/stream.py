@@ -25,6 +25,13 @@ _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _LENGTH = struct.Struct("<Q")
 _BUFFER_BYTES = 1 << 16
+_DEAD_PEER = {
+    socket.TCP_KEEPIDLE: 3,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 10_000,
+}
+"""A peer whose machine is gone says nothing: after about ten seconds of silence the kernel takes it for dead."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +53,7 @@ def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S
 
 
 class Listener:
-    """Accepts one authenticated peer at a time on a port of this node's own address.
+    """Accepts peers that can prove themselves, on a port of this node's own address.
 
     Each peer is checked in a thread of its own with a deadline, so that one that stays silent holds
     nobody up.
@@ -128,6 +135,8 @@ class FrameSocket:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _DEAD_PEER.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock = sock
         self._buffer = bytearray(_BUFFER_BYTES)
         self._filled = 0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.types import Tree, tree_leaves
+from rayvec.types import Tree, tree_leaves, tree_map
 
-__all__ = ["RESTARTED", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
+__all__ = ["RESTARTED", "LastAnswers", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
 
 RESTARTED = "env_restarted"
 """The key of an info dict that says: this step did not happen, the environment was made anew."""
@@ -64,7 +64,7 @@ class NodeState:
     """What a node's environments had come to when it was lost, for the node that takes its place.
 
     Attributes:
-        obs: Last observation of each, tree of ``[n, *obs_shape]``; None where they are objects.
+        obs: Last observation of each, tree of ``[n, *obs_shape]``, or ``object [n]``.
         seeds: Of each.
         restarts: How often each has been made anew, this time included, ``int64 [n]``.
         cut: Whose episode was under way, ``bool [n]``.
@@ -77,12 +77,52 @@ class NodeState:
 
     def restore(self, obs: Tree, books: Mapping[str, NDArray[Any]]) -> None:
         """Writes the state into the arrays of the node that takes the place."""
-        if self.obs is not None:
-            for array, kept in zip(tree_leaves(obs), tree_leaves(self.obs), strict=True):
-                array[:] = kept
+        for array, kept in zip(tree_leaves(obs), tree_leaves(self.obs), strict=True):
+            array[:] = kept
         for row, seed in enumerate(self.seeds):
             if seed is not None:
                 store_seed(books, row, seed)
         books["restarts"][:] = self.restarts
         books["cut"][:] = self.cut
         books["started"][:] = True
+
+
+class LastAnswers:
+    """What environments last answered, so that no more than that is told of an episode that is cut.
+
+    Kept only where something is restarted: whoever ends may do so in the midst of writing.
+
+    Args:
+        obs: Tree of ``[N, *obs_shape]`` to be like; None where observations are objects.
+        num_envs: N.
+
+    Attributes:
+        obs: Last observation of each environment, in arrays of its own.
+    """
+
+    def __init__(self, obs: Tree, num_envs: int) -> None:
+        self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
+        self._leaves = [] if obs is None else list(tree_leaves(self.obs))
+        self._done = np.ones(num_envs, bool)
+        self._stays = np.zeros(num_envs, bool)
+
+    def started(self, select: Any, stays: bool) -> None:
+        """Takes note of what was asked for: whether the environments are within an episode afterwards in any case."""
+        self._stays[select] = stays
+
+    def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Takes note of answers, whose arrays have rows for `select` alone."""
+        self._done[select] = terminated | truncated
+        if self._leaves:
+            for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
+                kept[select] = array
+
+    def mid_episode(self, select: Any) -> NDArray[np.bool_]:
+        """Returns which environments were in the midst of an episode when they last answered."""
+        going_on: NDArray[np.bool_] = ~self._done[select] | self._stays[select]
+        return going_on
+
+    def restore(self, select: Any, obs: Tree) -> None:
+        """Writes the last observations of some environments back into arrays of all."""
+        for kept, array in zip(self._leaves, tree_leaves(obs) if self._leaves else (), strict=True):
+            array[select] = kept[select]

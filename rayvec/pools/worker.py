@@ -153,7 +153,7 @@ class Worker:
         except EnvsFailed as failed:
             failures = failed.failures
         objects = self._objects(rows)
-        if not (infos or failures or objects is not None):
+        if not (infos or failures or objects is not None or self.pool.notes):
             return None
         notes, self.pool.notes = tuple(self.pool.notes), []
         return Reply(tuple(infos), failures, objects, notes)
@@ -234,7 +234,9 @@ class Worker:
 
     def drop_policy(self, key: int) -> None:
         """Forgets a policy."""
-        self._policies.pop(key).close()
+        policy = self._policies.pop(key, None)
+        if policy is not None:
+            policy.close()
 
     def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> PackedChunk:
         """Takes steps with a policy over this worker's slice."""

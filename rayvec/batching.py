@@ -1,0 +1,151 @@
+"""What belongs to a batch for Gymnasium: merged infos, groups, and the checks of what goes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError, message
+from rayvec.pools.base import PoolSpaces
+from rayvec.pools.memory import ArrayLayout
+from rayvec.types import RawInfo, Topology, Tree
+
+__all__ = [
+    "InfoMerger",
+    "check_number",
+    "check_shapes",
+    "check_spaces",
+    "checked_actions",
+    "checked_mask",
+    "parse_autoreset_mode",
+    "split_groups",
+]
+
+
+class InfoMerger(VectorEnv[Any, Any, Any]):
+    """Gymnasium's own way to merge infos, for any number of rows."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+
+    def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
+        """Merges infos in the order of environments, as ``SyncVectorEnv`` does."""
+        merged: dict[str, Any] = {}
+        for env_id, info, final_obs, final_info in infos:
+            if final_info is not None:
+                merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
+            merged = self._add_info(merged, info, env_id)
+        return merged
+
+
+def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    """Returns the mode that a user named."""
+    try:
+        return AutoresetMode(mode)
+    except ValueError as error:
+        raise ConfigError(
+            message(
+                "autoreset_mode says when an environment is reset whose episode has ended.",
+                expected="one of " + ", ".join(repr(known.value) for known in AutoresetMode),
+                got=repr(mode),
+                remedy="Leave it out for 'NextStep', as in Gymnasium.",
+            )
+        ) from error
+
+
+def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into groups, each with a share of every worker's slice."""
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for node in topology.nodes:
+        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            parts[0] += range(start, middle)
+            parts[-1] += range(middle, stop)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)
+
+
+def check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+    """Refuses environments whose spaces are not what `observation_mode` says."""
+    if spaces.actions_differ is not None:
+        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
+    if mode == "same" and spaces.observations:
+        differ = next(i for i, space in enumerate(spaces.observations) if space != single)
+        _raise_spaces(
+            "observation",
+            f"{spaces.observations[differ]} in environment {differ}",
+            "Pass observation_mode='different' where only bounds differ.",
+        )
+
+
+def check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
+    """Refuses environments whose observations don't fit into arrays of `single`."""
+    misfit = spaces.misfit(single)
+    if misfit is not None:
+        _raise_spaces(
+            "observation",
+            f"another shape or dtype in environment {misfit}",
+            "Make shapes and dtypes equal by a wrapper.",
+        )
+
+
+def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
+    raise RuntimeError(
+        message(
+            f"Environments that are stepped together share one {kind} space.",
+            expected="that of environment 0",
+            got=got,
+            remedy=remedy,
+        )
+    )
+
+
+def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
+    """Returns actions as a tree of arrays, each ``[count, ...]``."""
+    try:
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+        got = f"shapes {[leaf.shape for leaf in leaves]}"
+    except ValueError as error:
+        leaves, got = [], str(error)
+    if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
+        raise _action_error(got, space)
+    return layout.tree(leaves)
+
+
+def check_number(got: int, count: int, space: Space[Any]) -> None:
+    """Refuses another number of actions than of environments."""
+    if got != count:
+        raise _action_error(f"{got} actions", space)
+
+
+def _action_error(got: str, space: Space[Any]) -> ConfigError:
+    return ConfigError(
+        message(
+            "Every environment takes one action.",
+            expected=f"an element of {space}",
+            got=got,
+            remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
+        )
+    )
+
+
+def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
+    """Returns ``options["reset_mask"]`` if it is one; errors are of the types that Gymnasium raises."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(_mask_message(num_envs, f"{type(mask).__name__} of {getattr(mask, 'dtype', 'no dtype')}"))
+    if mask.shape != (num_envs,) or not mask.any():
+        raise ValueError(_mask_message(num_envs, f"shape {mask.shape}, {int(mask.sum())} True"))
+    return mask
+
+
+def _mask_message(num_envs: int, got: str) -> str:
+    return message(
+        "options['reset_mask'] says which environments to reset.",
+        expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
+        got=got,
+        remedy="Pass terminated | truncated, as step returned them.",
+    )

@@ -1,0 +1,325 @@
+"""Tianshou's Collector, fed by whole chunks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import tianshou.data
+import torch
+from numpy.typing import NDArray
+from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.config import ENABLE_VALIDATION
+from tianshou.data import CollectStats, ReplayBuffer
+from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
+from tianshou.env import BaseVectorEnv
+
+from rayvec.errors import ConfigError, check_choice, message
+from rayvec.rollout import counted_ends
+from rayvec.tianshou.buffers import Added, ChunkInsertion
+from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
+from rayvec.tianshou.pool_env import APART
+from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
+from rayvec.tianshou.vector_env import RayVectorEnv
+from rayvec.types import Chunk, ChunkInfo, tree_map
+from rayvec.weights import WeightStore
+
+__all__ = ["Collector"]
+
+logger = logging.getLogger(__name__)
+_made = itertools.count()
+
+
+class Collector(tianshou.data.Collector[Any]):
+    """Collects steps into a buffer, as ``tianshou.data.Collector`` does, a chunk at a time.
+
+    Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and the buffer is filled by whole
+    chunks. It takes one step of all environments at a time, as Tianshou does, where something is asked for that
+    needs it: a hook on steps, rendering, arguments for resets, stats of one's own for every step, observations
+    that are not what their space says, another vector environment.
+
+    Args:
+        policy: A policy or an algorithm of Tianshou.
+        env: The environments.
+        buffer: Where to; by default a ``VectorReplayBuffer`` for 10,000 steps of each environment.
+        exploration_noise: Whether to add the policy's exploration noise.
+        on_episode_done_hook: Called with every whole episode, as in Tianshou.
+        on_step_hook: Called with every step, as in Tianshou.
+        raise_on_nan_in_buffer: Whether to look for NaN in the buffer after every collect.
+        collect_stats_class: What ``collect`` returns.
+        inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time. A policy that can't be
+            pickled acts in the driver.
+        unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand, instead of
+            Tianshou's rule, by which short episodes come more often.
+
+    Raises:
+        ConfigError: Settings that can't work together.
+        ValueError: The buffer has no room for so many environments.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | Algorithm[Any, Any],
+        env: gymnasium.Env[Any, Any] | BaseVectorEnv,
+        buffer: ReplayBuffer | None = None,
+        exploration_noise: bool = False,
+        on_episode_done_hook: EpisodeRolloutHookProtocol | None = None,
+        on_step_hook: StepHookProtocol | None = None,
+        raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
+        collect_stats_class: type[CollectStats] = CollectStats,
+        *,
+        inference: Literal["worker", "driver"] = "worker",
+        unbiased: bool = False,
+    ) -> None:
+        check_choice("inference", inference, ("worker", "driver"))
+        super().__init__(
+            policy,
+            env,
+            buffer,
+            exploration_noise,
+            on_episode_done_hook,
+            on_step_hook,
+            raise_on_nan_in_buffer,
+            collect_stats_class,
+        )
+        self._inference = inference
+        self._unbiased = unbiased
+        self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
+        self._store: WeightStore | None = None
+        self._random_store: WeightStore | None = None
+        self._published = np.zeros(0, np.float32)
+        self._state_in_driver = False
+        self._first_step = 0
+        self._noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
+
+    def collect(self, *args: Any, **kwargs: Any) -> Any:
+        """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
+        stats = super().collect(*args, **kwargs)
+        self.collect_time += stats.collect_time
+        return stats
+
+    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Begins new episodes everywhere; returns first observations and infos."""
+        self._state_in_driver = False
+        return super().reset_env(gym_reset_kwargs)
+
+    def _collect(
+        self,
+        n_step: int | None = None,
+        n_episode: int | None = None,
+        random: bool = False,
+        render: float | None = None,
+        gym_reset_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if render or gym_reset_kwargs or not self._takes_chunks(random):
+            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
+        if self._pre_collect_obs_RO is None:
+            raise ValueError(
+                "Initial obs and info should not be None. "
+                "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
+            )
+        return self._collect_chunks(n_step, n_episode, random)
+
+    # A step at a time.
+
+    def _takes_chunks(self, random: bool) -> bool:
+        """Whether nothing stands in the way of chunks."""
+        env = self.env
+        return (
+            self._inference == "worker"
+            and isinstance(env, RayVectorEnv)
+            and not env.is_async
+            and env.gives_arrays
+            and not self._state_in_driver
+            and self._on_step_hook is None
+            and type(self).run_on_step_hook is tianshou.data.Collector.run_on_step_hook
+            and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
+            and (random or self._publish())
+        )
+
+    def _collect_steps(
+        self,
+        n_step: int | None,
+        n_episode: int | None,
+        random: bool,
+        render: float | None,
+        gym_reset_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        if n_episode and self._unbiased:
+            raise ConfigError(
+                message(
+                    "Unbiased episodes are collected in chunks.",
+                    expected="inference='worker', no hook on steps, no rendering, no arguments for resets",
+                    got="a collect that takes one step at a time",
+                    remedy="Leave unbiased=True out, or what asks for single steps.",
+                )
+            )
+        stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        self._state_in_driver = self._pre_collect_hidden_state_RH is not None
+        return stats
+
+    # A chunk at a time.
+
+    def _publish(self) -> bool:
+        """Gives the workers the policy as it is now; returns whether it can be given."""
+        weights = self._acting.weights()
+        if self._store is not None and len(weights) != len(self._published):  # another structure
+            self._store.drop()
+            self._store = None
+        if self._store is None:
+            try:
+                cloudpickle.dumps(self._acting)
+            except Exception as error:
+                logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
+                self._inference = "driver"
+                return False
+            self._store = self._pool_env.publish(self._acting)
+        elif weights.tobytes() != self._published.tobytes():
+            self._store.publish(weights)
+        self._published = weights
+        return True
+
+    @property
+    def _pool_env(self) -> RayVectorEnv:
+        return cast(RayVectorEnv, self.env)
+
+    def _collect_chunks(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
+        schedule: Schedule
+        if n_step:
+            schedule = StepCount(n_step, self.env_num)
+        else:
+            schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode or 0, self.env_num)
+        stats = self.collect_stats_class()
+        store = self._random() if random else self._store
+        assert store is not None
+        while steps := schedule.next_steps():
+            taken = self._rollout(store, steps)
+            chunk = schedule.take(taken, counted_ends(taken))
+            self._insert(chunk, stats, random, with_episodes=bool(n_episode))
+        self.collect_step += stats.n_collected_steps
+        self.collect_episode += stats.n_collected_episodes
+        if n_step:
+            self._keep_last(chunk, random)
+        else:
+            self.reset_env()
+        return stats
+
+    def _random(self) -> WeightStore:
+        if self._random_store is None:
+            self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
+        return self._random_store
+
+    def _rollout(self, store: WeightStore, num_steps: int) -> Chunk:
+        chunk = self._pool_env.rollout_workers(store, num_steps, self._first_step, self._noise_seed)
+        self._first_step += num_steps
+        return replace(chunk, infos=_plain(chunk.infos), reset_infos=_plain(chunk.reset_infos))
+
+    def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:
+        act: Any = chunk.extras.get("act", chunk.act)
+        if random:
+            lead = chunk.valid.shape
+            act = self.policy.map_action_inverse(act.reshape(-1, *act.shape[2:])).reshape(*lead, *act.shape[2:])
+        insertion = ChunkInsertion(self.buffer, chunk, act=act, policy=policy_entry(chunk.extras))
+        stats.n_collected_steps += int(chunk.valid.sum())
+        if "dist_std" in chunk.extras:
+            parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
+            stats.pred_dist_std_array = np.concatenate([*parts, chunk.extras["dist_std"][chunk.valid]])
+        if not self._looks_at_episodes():
+            added = insertion.add(0, chunk.num_steps)
+            self._count(stats, added)
+            return
+        ends = (np.flatnonzero((chunk.done & chunk.valid).any(1)) + 1).tolist()
+        start = 0
+        for stop in dict.fromkeys([*ends, chunk.num_steps]):  # a hook finds the buffer as it is after the step
+            added = insertion.add(start, stop)
+            self._finish_episodes(added, stats, with_episodes)
+            start = stop
+
+    def _looks_at_episodes(self) -> bool:
+        """Whether somebody must be shown every whole episode."""
+        return (
+            self._on_episode_done_hook is not None
+            or type(self).run_on_episode_done is not tianshou.data.Collector.run_on_episode_done
+            or self.collect_stats_class.update_at_episode_done is not CollectStats.update_at_episode_done
+        )
+
+    @staticmethod
+    def _count(stats: CollectStats, added: Added) -> None:
+        stats.returns = np.concatenate([stats.returns, added.returns[added.ended]])
+        stats.lens = np.concatenate([stats.lens, added.lens[added.ended]])
+        stats.n_collected_episodes += int(added.ended.sum())
+
+    def _finish_episodes(self, added: Added, stats: CollectStats, with_episodes: bool) -> None:
+        """Shows whoever asked for it the episodes that ended in the last of these steps."""
+        for column in np.flatnonzero(added.ended[-1]).tolist():
+            start, stop = int(added.starts[-1, column]), int(added.index[-1, column]) + 1
+            indices = self.buffer.get_buffer_indices(start, stop)
+            episode: Any = self.buffer[indices]
+            additions = self.run_on_episode_done(episode)
+            if additions is not None and not with_episodes:
+                raise ValueError(
+                    "An on_episode_done_hook with non-empty returns is not supported for n_step collection."
+                    "Such hooks should only be used when collecting full episodes. Got a on_episode_done_hook "
+                    f"that would add the following fields to the buffer: {list(additions)}.",
+                )
+            for key, values in (additions or {}).items():
+                self.buffer.set_array_at_key(values, key, index=indices)
+                episode.set_array_at_key(values, key)
+            stats.update_at_episode_done(episode_batch=episode, episode_return=float(added.returns[-1, column]))
+
+    def _keep_last(self, chunk: Chunk, random: bool) -> None:
+        """Remembers where the environments stand, for a collect that takes one step at a time."""
+        n, last = self.env_num, chunk.num_steps - 1
+        obs = chunk.last_obs
+        if isinstance(obs, dict):
+            obs = _objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
+        infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
+        for item in (*chunk.infos, *chunk.reset_infos):
+            if item.t == last and (item in chunk.reset_infos) == bool(chunk.done[last, item.n]):
+                infos[item.n] = {**item.info, **infos[item.n]}
+        self._pre_collect_obs_RO, self._pre_collect_info_R = obs, _objects(infos)
+        state = None if random else policy_entry(chunk.extras).get("hidden_state")
+        if state is not None:
+            state = state[last]
+            self._reset_hidden_state_based_on_type(np.flatnonzero(chunk.done[last]), state)
+        self._pre_collect_hidden_state_RH = state
+
+
+def _plain(infos: Sequence[ChunkInfo]) -> tuple[ChunkInfo, ...]:
+    """Returns infos without what is meant for the face of the environments.
+
+    Raises:
+        ConfigError: An observation or a reward did not fit into the chunk's arrays.
+    """
+    plain = []
+    for item in infos:
+        if APART in item.info:
+            info = dict(item.info)
+            apart = info.pop(APART)
+            if "obs" in apart or "rew" in apart:
+                what = "observation" if "obs" in apart else "reward"
+                raise ConfigError(
+                    message(
+                        "Chunks hold observations of the space's shape and data type, and one reward a step.",
+                        expected=f"such {what}s",
+                        got=f"{apart.get('obs', apart.get('rew'))!r}",
+                        remedy="Mend the environment's space, or pass inference='driver'.",
+                    )
+                )
+            item = item._replace(info=info)
+            if not info:
+                continue
+        plain.append(item)
+    return tuple(plain)
+
+
+def _objects(values: Sequence[Any]) -> NDArray[Any]:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,230 @@
+"""Tianshou's policies where the environments are.
+
+A policy travels once, pickled; after that only its state does, as one flat vector: its parameters and buffers, bit
+for bit, and the plain numbers that its modules carry, since what a policy does hangs on these too (the epsilon of
+a DQN, whether it is within a training step).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import Space
+from numpy.typing import NDArray
+from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.data import Batch, to_numpy
+from tianshou.data.collector import get_stddev_from_dist
+from tianshou.exploration import BaseNoise
+
+from rayvec.errors import ConfigError, message
+from rayvec.noise import NoiseSpec
+from rayvec.types import Tree
+
+__all__ = ["RandomActions", "TianshouPolicy", "policy_entry"]
+
+_ARRAY, _TENSOR = "array:", "tensor:"
+_KINDS: tuple[type, ...] = (bool, int, float, type(None))
+
+
+class TianshouPolicy:
+    """Acts with a policy of Tianshou, for :func:`rayvec.rollout` and both collectors.
+
+    It does what Tianshou's Collector does in one step: forward pass, exploration noise, mapping to the action
+    space. What goes into a buffer beside that stands in the extras: ``act``, the action before mapping; the
+    policy's own entry, hidden state included (:func:`policy_entry`); ``dist_std``.
+
+    Two things differ. The policy is given no infos. And what it draws comes from generators of torch and NumPy that
+    are seeded, where it acts, by the seed of the rollout: repeatable on the same topology, not across topologies.
+    In the driver these are the global ones, seeded by nobody.
+
+    Args:
+        policy: A policy, or an algorithm, whose policy is taken. It is not copied.
+        exploration_noise: Whether to add the policy's exploration noise.
+    """
+
+    noise = NoiseSpec("uniform", 1)
+
+    def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
+        self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
+        self._exploration_noise = exploration_noise
+        self._state: Any = None
+        self._seeded = True
+        # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
+        self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
+        """Chooses actions for k environments; see :class:`rayvec.rollout.ActingPolicy`."""
+        if not self._seeded:
+            self._seed(noise)
+        batch: Any = Batch(obs=obs, info=Batch())
+        with torch.set_grad_enabled(self._with_grad):
+            result = self._policy(batch, self._state)
+        act = to_numpy(result.act)
+        if self._exploration_noise:
+            act = self._policy.add_exploration_noise(act, batch)
+        self._state = _detached(result.get("state", None))
+        entry = result.get("policy", Batch())
+        extras = dict(_flatten(entry if self._state is None else Batch(entry, hidden_state=self._state), ""))
+        mapped = self._policy.map_action(act)
+        if mapped is not act:
+            extras["act"] = np.asarray(act)
+        dist = result.get("dist", None)
+        if dist is not None:
+            extras["dist_std"] = to_numpy(get_stddev_from_dist(dist)).reshape(len(act), -1)
+        return mapped, extras
+
+    def begin_episodes(self, rows: NDArray[np.int64]) -> None:
+        """Clears the hidden state of some environments."""
+        if self._state is not None and len(rows):
+            _clear_rows(self._state, rows)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns the policy's state as one flat vector; its bits are what counts, not the numbers they make."""
+        parts = [_bytes(tensor) for tensor in _tensors(self._policy)]
+        numbers = [(float(_KINDS.index(type(value))), float(value or 0)) for _, _, value in _numbers(self._policy)]
+        parts.append(np.array(numbers, np.float64).reshape(-1).view(np.uint8))
+        return np.concatenate(parts).view(np.float32)
+
+    def load_weights(self, weights: NDArray[np.float32]) -> None:
+        """Takes over what :meth:`weights` returned in another process.
+
+        Raises:
+            ConfigError: It is of a policy with other parameters.
+        """
+        stream = np.ascontiguousarray(weights).view(np.uint8)
+        tensors, numbers = list(_tensors(self._policy)), list(_numbers(self._policy))
+        sizes = [_padded(tensor) for tensor in tensors]
+        if stream.size != sum(sizes) + 16 * len(numbers):
+            raise ConfigError(
+                message(
+                    "The state of a policy is taken over by the same policy.",
+                    expected=f"{(sum(sizes) + 16 * len(numbers)) // 4} numbers",
+                    got=weights.shape,
+                    remedy="Pass what weights() of a TianshouPolicy returned; a changed policy is sent anew.",
+                )
+            )
+        start = 0
+        with torch.no_grad():
+            for tensor, size in zip(tensors, sizes, strict=True):
+                part = stream[start : start + tensor.numel() * tensor.element_size()].copy()
+                tensor.copy_(torch.from_numpy(part).view(tensor.dtype).view(tensor.shape))
+                start += size
+        values = stream[start:].copy().view(np.float64).reshape(-1, 2).tolist()
+        for (holder, name, _), (kind, value) in zip(numbers, values, strict=True):
+            holder[name] = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Goes to the processor's own memory and into evaluation mode on its way; remembers no episode."""
+        policy = self._policy
+        if any(tensor.is_cuda for tensor in _tensors(policy)):
+            policy = copy.deepcopy(policy).cpu()
+        return {"policy": policy, "exploration_noise": self._exploration_noise}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
+        self._policy.eval()
+        self._seeded = False
+
+    def _seed(self, noise: NDArray[np.float64]) -> None:
+        self._seeded = True
+        seed = _whole(noise[0, 0])
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+class RandomActions:
+    """Samples of an action space, of a generator for each environment that is seeded by the rollout's noise.
+
+    Args:
+        space: Of the actions of one environment.
+    """
+
+    noise = NoiseSpec("uniform", 1)
+
+    def __init__(self, space: Space[Any]) -> None:
+        self._space = space
+        self._spaces: list[Space[Any]] = []
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
+        """Samples; see :class:`rayvec.rollout.ActingPolicy`."""
+        if not self._spaces:
+            self._spaces = [copy.deepcopy(self._space) for _ in noise]
+            for space, number in zip(self._spaces, noise[:, 0], strict=True):
+                space.seed(_whole(number) % 2**31)
+        return np.array([space.sample() for space in self._spaces]), {}
+
+    def load_weights(self, weights: NDArray[np.float32]) -> None:
+        """Has none."""
+
+
+def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:
+    """Returns the entry ``policy`` of a chunk's steps as Tianshou has it, arrays and tensors ``[T, N, ...]``."""
+    entry = Batch()
+    for name, value in extras.items():
+        for prefix in (_ARRAY, _TENSOR):
+            if name.startswith(prefix):
+                *path, last = name.removeprefix(prefix).split("/")
+                place = entry
+                for key in path:
+                    place = place.__dict__.setdefault(key, Batch())
+                place.__dict__[last] = torch.from_numpy(value) if prefix == _TENSOR else value
+    return entry
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    if isinstance(value, dict | Batch):
+        for key, part in value.items():
+            yield from _flatten(part, f"{path}/{key}" if path else key)
+    elif isinstance(value, torch.Tensor):
+        yield _TENSOR + path, value.detach().cpu().numpy()
+    elif value is not None:
+        yield _ARRAY + path, np.asarray(value)
+
+
+def _detached(state: Any) -> Any:
+    if isinstance(state, dict | Batch):
+        return Batch({key: _detached(part) for key, part in state.items()})
+    return state.detach() if isinstance(state, torch.Tensor) else state
+
+
+def _clear_rows(state: Any, rows: NDArray[np.int64]) -> None:
+    if isinstance(state, dict | Batch):
+        for part in state.values():
+            _clear_rows(part, rows)
+    elif isinstance(state, torch.Tensor):
+        state[torch.from_numpy(rows)] = 0
+    elif isinstance(state, np.ndarray):
+        state[rows] = None if state.dtype == object else 0
+
+
+def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
+    yield from (parameter.detach() for parameter in policy.parameters())
+    yield from policy.buffers()
+
+
+def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yields the plain numbers of every module, and of its exploration noise: where they stand, and what they are."""
+    for module in policy.modules():
+        held = vars(module)
+        for holder in (held, *(vars(value) for value in held.values() if isinstance(value, BaseNoise))):
+            for name, value in holder.items():
+                if type(value) in _KINDS and name != "training":
+                    yield holder, name, value
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.concatenate([flat, np.zeros(_padded(tensor) - len(flat), np.uint8)])
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor in the vector: whole numbers of four."""
+    return -(-tensor.numel() * tensor.element_size() // 4) * 4
+
+
+def _whole(number: float) -> int:
+    return int(number * 2**53)

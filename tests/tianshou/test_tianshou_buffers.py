@@ -1,0 +1,336 @@
+"""Bulk insertion of chunks against Tianshou's own ``add`` of the same steps, one after another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    HERVectorReplayBuffer,
+    PrioritizedReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
+
+from rayvec.errors import ConfigError
+from rayvec.tianshou.buffers import ChunkInsertion, add_chunk
+from rayvec.types import Chunk, ChunkInfo, tree_map
+
+SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+    "flat": lambda rng, lead: rng.normal(size=(*lead, 3)).astype(np.float32),
+    "frames": lambda rng, lead: rng.integers(0, 255, (*lead, 2, 2, 3), dtype=np.uint8),
+    "dict": lambda rng, lead: {
+        "observation": rng.normal(size=(*lead, 2)),
+        "achieved_goal": rng.normal(size=(*lead, 2)),
+        "desired_goal": rng.normal(size=(*lead, 2)),
+    },
+    "number": lambda rng, lead: rng.integers(0, 9, lead),
+}
+INFOS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
+    "none": lambda rng: {},
+    "dense": lambda rng: {"x": float(rng.normal()), "vector": rng.normal(size=2), "on": bool(rng.random() < 0.5)},
+    "sparse": lambda rng: {"x": int(rng.integers(9))} if rng.random() < 0.1 else {},
+    "nested": lambda rng: {"episode": {"r": np.float32(rng.normal()), "l": 3}} if rng.random() < 0.3 else {"lives": 2},
+    "text": lambda rng: {"word": "ab"[: int(rng.integers(1, 3))], "n": np.int16(3)} if rng.random() < 0.5 else {},
+    "mixed": lambda rng: {"x": 1} if rng.random() < 0.5 else {"x": 1.5},
+    "objects": lambda rng: {"list": [1, 2], "none": None, "any": frozenset({1})} if rng.random() < 0.5 else {},
+}
+
+
+def make_chunk(
+    rng: np.random.Generator, steps: int, envs: int, kind: str, infos: str, end: float, invalid: float
+) -> Chunk:
+    valid = rng.random((steps, envs)) >= invalid
+    terminated = (rng.random((steps, envs)) < end) & valid
+    truncated = (rng.random((steps, envs)) < end / 2) & valid
+    final_index = np.argwhere(terminated | truncated)
+    said = []
+    for t in range(steps):
+        for n in range(envs):
+            info = INFOS[infos](rng)
+            if info:
+                said.append(ChunkInfo(t, n, info))
+    make = SHAPES[kind]
+    return Chunk(
+        env_ids=np.arange(envs),
+        obs=make(rng, (steps, envs)),
+        act=rng.integers(0, 4, (steps, envs)),
+        rew=rng.normal(size=(steps, envs)),
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        last_obs=make(rng, (envs,)),
+        final_index=final_index,
+        final_obs=make(rng, (len(final_index),)),
+        infos=tuple(said),
+    )
+
+
+def as_batch(tree: Any) -> Any:
+    return Batch({key: as_batch(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree
+
+
+def add_in_order(buffer: ReplayBuffer, chunk: Chunk, policy: Batch | None = None) -> list[dict[str, Any]]:
+    """The reference: what Tianshou's Collector does with the answers of a vector environment."""
+    following = chunk.next_obs()
+    infos = {(item.t, item.n): item.info for item in chunk.infos}
+    rows = []
+    for t in range(chunk.num_steps):
+        ids = np.flatnonzero(chunk.valid[t])
+        if not len(ids):
+            continue
+        info = np.stack([np.array({**infos.get((t, n), {}), "env_id": n}, object) for n in ids.tolist()])
+        batch = Batch(
+            obs=as_batch(tree_map(lambda leaf: leaf[t][ids], chunk.obs)),  # noqa: B023
+            act=chunk.act[t][ids],
+            policy=Batch() if policy is None else policy[t][ids],
+            obs_next=as_batch(tree_map(lambda leaf: leaf[t][ids], following)),  # noqa: B023
+            rew=chunk.rew[t][ids],
+            terminated=chunk.terminated[t][ids],
+            truncated=chunk.truncated[t][ids],
+            done=chunk.done[t][ids],
+            info=info,
+        )
+        index, returns, lens, starts = buffer.add(batch, buffer_ids=ids)
+        for row, n in enumerate(ids.tolist()):
+            rows.append(
+                {"t": t, "n": n, "index": index[row], "return": returns[row], "len": lens[row], "start": starts[row]}
+            )
+    return rows
+
+
+def assert_same_values(got: Any, expected: Any, path: str) -> None:
+    assert type(got) is type(expected), path
+    if isinstance(expected, Batch):
+        assert set(got.keys()) == set(expected.keys()), f"{path}: {set(got.keys())} {set(expected.keys())}"
+        for key in expected.keys():
+            assert_same_values(got[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype and torch.equal(got, expected), path
+    else:
+        assert got.dtype == expected.dtype and got.shape == expected.shape, f"{path}: {got.dtype} {expected.dtype}"
+        np.testing.assert_array_equal(got, expected, err_msg=path, strict=True)
+
+
+def assert_same_buffer(got: Any, expected: Any) -> None:
+    assert_same_values(got._meta, expected._meta, "meta")
+    assert len(got) == len(expected)
+    np.testing.assert_array_equal(got.last_index, expected.last_index)
+    subs = zip(getattr(got, "buffers", [got]), getattr(expected, "buffers", [expected]), strict=True)
+    for mine, theirs in subs:
+        for name in ("_insertion_idx", "_size", "_ep_return", "_ep_len", "_ep_start_idx", "last_index"):
+            assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
+        assert_same_values(mine._meta, theirs._meta, "sub-buffer")
+    if hasattr(expected, "_lengths"):
+        np.testing.assert_array_equal(got._lengths, expected._lengths)
+    if hasattr(expected, "weight"):
+        np.testing.assert_array_equal(got.weight._value, expected.weight._value)
+    if not len(expected):
+        return
+    np.testing.assert_array_equal(got.unfinished_index(), expected.unfinished_index())
+    indices = expected.sample_indices(0)
+    np.testing.assert_array_equal(got.sample_indices(0), indices)
+    if len(indices):
+        np.testing.assert_array_equal(got.prev(indices), expected.prev(indices))
+        np.testing.assert_array_equal(got.next(indices), expected.next(indices))
+        assert_same_values(got[indices], expected[indices], "rows")
+
+
+def assert_same_results(added: Any, rows: list[dict[str, Any]]) -> None:
+    t, n = (np.array([row[key] for row in rows], int) for key in ("t", "n"))
+    assert (added.index >= 0).sum() == len(rows)
+    np.testing.assert_array_equal(added.index[t, n], [row["index"] for row in rows])
+    np.testing.assert_array_equal(added.returns[t, n], [float(row["return"]) for row in rows])
+    np.testing.assert_array_equal(added.lens[t, n], [row["len"] for row in rows])
+    np.testing.assert_array_equal(added.starts[t, n], [row["start"] for row in rows])
+
+
+@st.composite
+def plans(draw: st.DrawFn, kinds: tuple[str, ...] = ("flat", "dict", "number", "frames")) -> dict[str, Any]:
+    envs = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(kinds))
+    return {
+        "seed": draw(st.integers(0, 2**32)),
+        "envs": envs,
+        "room": draw(st.integers(1, 25)) * envs,
+        "steps": draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)),
+        "end": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+        "invalid": draw(st.sampled_from([0.0, 0.0, 0.2])),
+        "kind": kind,
+        "infos": draw(st.lists(st.sampled_from(sorted(INFOS)), min_size=4, max_size=4)),
+        "pieces": draw(st.booleans()),
+        "options": {
+            "ignore_obs_next": draw(st.booleans()),
+            "save_only_last_obs": kind == "frames" and draw(st.booleans()),
+            "stack_num": draw(st.sampled_from([1, 1, 3])),
+            "sample_avail": draw(st.booleans()),
+        },
+    }
+
+
+def hold_against_add(plan: dict[str, Any], make: Callable[[], Any]) -> None:
+    got, expected = make(), make()
+    rng = np.random.default_rng(plan["seed"])
+    for steps, infos in zip(plan["steps"], plan["infos"], strict=False):
+        chunk = make_chunk(rng, steps, plan["envs"], plan["kind"], infos, plan["end"], plan["invalid"])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rows = add_in_order(expected, chunk)
+        except (ValueError, TypeError, RuntimeError) as error:  # infos that Tianshou can't hold beside those before
+            with pytest.raises(type(error)), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                add_chunk(got, chunk)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if plan["pieces"] and steps > 1:
+                insertion, middle = ChunkInsertion(got, chunk), steps // 2
+                for start, stop in ((0, middle), (middle, steps)):
+                    part = [{**row, "t": row["t"] - start} for row in rows if start <= row["t"] < stop]
+                    assert_same_results(insertion.add(start, stop), part)
+            else:
+                assert_same_results(add_chunk(got, chunk), rows)
+        assert_same_buffer(got, expected)
+
+
+@settings(max_examples=500, deadline=None)
+@given(plans())
+def test_vector_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
+    hold_against_add(plan, lambda: VectorReplayBuffer(plan["room"], plan["envs"], **plan["options"]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans())
+def test_prioritized_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
+    def make() -> Any:
+        buffer = PrioritizedVectorReplayBuffer(plan["room"], plan["envs"], alpha=0.6, beta=0.4, **plan["options"])
+        buffer._max_prio = 1.7
+        return buffer
+
+    hold_against_add(plan, make)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans())
+def test_cached_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
+    def make() -> Any:
+        return CachedReplayBuffer(ReplayBuffer(plan["room"], **plan["options"]), plan["envs"], 8)
+
+    hold_against_add(plan, make)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans(), st.booleans())
+def test_single_buffer_equals_add_step_by_step(plan: dict[str, Any], prioritized: bool) -> None:
+    def make() -> Any:
+        if prioritized:
+            return PrioritizedReplayBuffer(plan["room"], alpha=0.6, beta=0.4, **plan["options"])
+        return ReplayBuffer(plan["room"], **plan["options"])
+
+    hold_against_add({**plan, "envs": 1}, make)
+
+
+GOALS = st.fixed_dictionaries({"seed": st.integers(0, 99), "sample": st.booleans()})
+
+
+@settings(max_examples=10, deadline=None)
+@given(GOALS)
+def test_her_buffer_equals_add_step_by_step_and_restores_what_it_rewrote(plan: dict[str, Any]) -> None:
+    def make() -> Any:
+        return HERVectorReplayBuffer(60, 3, compute_reward_fn=lambda a, g: -np.abs(a - g).sum(-1), horizon=5)
+
+    got, expected = make(), make()
+    rng = np.random.default_rng(plan["seed"])
+    for _ in range(3):
+        chunk = make_chunk(rng, 9, 3, "dict", "dense", 0.3, 0.0)
+        add_in_order(expected, chunk)
+        add_chunk(got, chunk)
+        assert_same_values(got._meta, expected._meta, "meta")
+        if plan["sample"]:
+            for buffer in (got, expected):
+                np.random.seed(1)
+                buffer.sample(16)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans(kinds=("flat",)))
+def test_the_policys_entry_is_stored_with_its_tensors(plan: dict[str, Any]) -> None:
+    got, expected = (VectorReplayBuffer(plan["room"], plan["envs"]) for _ in range(2))
+    rng = np.random.default_rng(plan["seed"])
+    for number, steps in enumerate(plan["steps"]):
+        chunk = make_chunk(rng, steps, plan["envs"], "flat", "none", plan["end"], plan["invalid"])
+        lead = (steps, plan["envs"])
+        policy = Batch(hidden_state=Batch(h=torch.randn(*lead, 2)), value=rng.normal(size=lead)) if number else None
+        add_in_order(expected, chunk, policy)
+        add_chunk(got, chunk, policy=policy)
+        assert_same_buffer(got, expected)
+
+
+def bulk_and_in_order() -> list[Any]:
+    """Buffers that get their chunks in bulk, and one that gets them step by step."""
+
+    class Slow(VectorReplayBuffer):
+        def add(self, *args: Any, **kwargs: Any) -> Any:
+            return super().add(*args, **kwargs)
+
+    return [VectorReplayBuffer(40, 2), Slow(40, 2), CachedReplayBuffer(ReplayBuffer(40), 2, 20)]
+
+
+def lone_chunk(rng: np.random.Generator, steps: int, **changes: Any) -> Chunk:
+    return replace(make_chunk(rng, steps, 2, "flat", "none", 0.0, 0.0), **changes)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_restart_truncates_the_transition_that_an_earlier_chunk_brought(place: int) -> None:
+    buffer = bulk_and_in_order()[place]
+    rng = np.random.default_rng(0)
+    add_chunk(buffer, lone_chunk(rng, 4))
+    valid = np.ones((3, 2), bool)
+    valid[0, 1] = False
+    added = add_chunk(buffer, lone_chunk(rng, 3, valid=valid, restarts=np.array([[0, 1]])))
+    assert not added.ended.any()
+    rows = buffer[:]
+    cut = rows.info.env_id == 1
+    assert rows.truncated[cut].tolist() == rows.done[cut].tolist() == [False] * 3 + [True] + [False] * 2
+    assert not rows.done[~cut].any() and not rows.terminated.any()
+    sub = buffer.buffers[-1]
+    assert sub._ep_len == 2 and sub._ep_return == pytest.approx(rows.rew[cut][-2:].sum())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_episode_that_a_fault_has_cut_within_a_chunk_is_not_counted(place: int) -> None:
+    buffer = bulk_and_in_order()[place]
+    rng = np.random.default_rng(0)
+    chunk = lone_chunk(rng, 6)
+    chunk.valid[[3, 5], [0, 1]] = False
+    chunk.truncated[2, 0] = chunk.truncated[4, 1] = True
+    finals = np.stack([chunk.obs[3, 0], rng.normal(size=3).astype(np.float32)])  # the second ended by itself
+    places, restarts = np.array([[2, 0], [4, 1]]), np.array([[3, 0], [5, 1]])
+    added = add_chunk(buffer, replace(chunk, final_index=places, final_obs=finals, restarts=restarts))
+    assert np.argwhere(added.ended).tolist() == [[4, 1]]
+    assert added.lens[4, 1] == 5 and added.lens.sum() == 5 and added.returns[2, 0] == 0.0
+    assert buffer[:].truncated.sum() == 2
+    assert buffer.buffers[-2]._ep_len == 2
+
+
+@pytest.mark.parametrize("buffer", [VectorReplayBuffer(10, 1), ReplayBuffer(10), Batch()])
+def test_a_buffer_without_room_for_the_environments_is_refused(buffer: Any) -> None:
+    with pytest.raises(ConfigError, match="sub-buffer of its own"):
+        add_chunk(buffer, lone_chunk(np.random.default_rng(0), 3))
+
+
+def test_tuples_are_refused() -> None:
+    chunk = lone_chunk(np.random.default_rng(0), 3)
+    with pytest.raises(ConfigError, match="Tuple"):
+        add_chunk(VectorReplayBuffer(10, 2), replace(chunk, obs=(chunk.obs,)))

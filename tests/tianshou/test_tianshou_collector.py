@@ -1,0 +1,339 @@
+"""rayvec's Collector for Tianshou against Tianshou's own over ``DummyVectorEnv``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import tianshou.data
+import torch
+from test_tianshou_buffers import assert_same_buffer
+from tianshou.algorithm import DQN, PPO
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+from tianshou_kit import Exact, Pointed, Remembers
+
+from rayvec.collector import CollectorProtocol
+from rayvec.errors import ConfigError
+from rayvec.testing import DriftEnv, FaultyEnv
+from rayvec.tianshou import Collector, RayVectorEnv
+
+MakeVenv = Callable[..., RayVectorEnv]
+
+
+ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed}
+
+
+@pytest.fixture(scope="module")
+def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
+    """Five environments of each kind on several workers, of two nodes and of one."""
+    made = {
+        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2, preload=("tianshou_kit",))
+        for name, nodes in (("drift", 2), ("pointed", 1))
+    }
+    yield made
+    for venv in made.values():
+        with suppress(Exception):
+            venv.close()
+
+
+def pair(
+    venvs: dict[str, RayVectorEnv],
+    name: str = "drift",
+    make_policy: Callable[[], Any] = Exact,
+    make_buffer: Callable[[], Any] = lambda: VectorReplayBuffer(200, 5),
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Returns rayvec's and Tianshou's collector, reset with the same seeds."""
+    ours, theirs = venvs[name], DummyVectorEnv([ENVS[name]] * 5)
+    mine = Collector(make_policy(), ours, make_buffer(), **kwargs)
+    other = tianshou.data.Collector(make_policy(), theirs, make_buffer(), **kwargs)
+    for venv, collector in ((ours, mine), (theirs, other)):
+        venv.seed([11, 22, 33, 44, 55])
+        collector.reset()
+    return mine, other
+
+
+def assert_same_stats(got: Any, expected: Any) -> None:
+    for name in ("n_collected_steps", "n_collected_episodes"):
+        assert getattr(got, name) == getattr(expected, name), name
+    for name in ("returns", "lens", "pred_dist_std_array"):
+        mine, theirs = getattr(got, name), getattr(expected, name)
+        assert (mine is None) == (theirs is None), name
+        if theirs is not None:
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
+            assert mine.dtype == theirs.dtype
+    assert got.returns_stat == expected.returns_stat and got.lens_stat == expected.lens_stat
+
+
+def assert_same(mine: Any, other: Any) -> None:
+    assert_same_buffer(mine.buffer, other.buffer)
+    assert (mine.collect_step, mine.collect_episode) == (other.collect_step, other.collect_episode)
+
+
+def collect_both(mine: Any, other: Any, **kwargs: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # counts that are no multiples
+        assert_same_stats(mine.collect(**kwargs), other.collect(**kwargs))
+    assert_same(mine, other)
+
+
+def box_policy() -> Exact:
+    return Exact(Pointed.action_space, action_scaling=True, action_bound_method="clip")
+
+
+class TestSteps:
+    def test_fills_the_same_buffer(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs)
+        for n_step in (5, 52, 1, 300):
+            collect_both(mine, other, n_step=n_step)
+
+    @pytest.mark.parametrize("noise", [False, True])
+    def test_maps_actions_and_explores(self, venvs: dict[str, RayVectorEnv], noise: bool) -> None:
+        mine, other = pair(venvs, "pointed", box_policy, exploration_noise=noise)
+        for n_step in (20, 300):
+            collect_both(mine, other, n_step=n_step)
+        assert mine.buffer.info.episode.l.any()
+
+    @pytest.mark.parametrize(
+        "make_buffer",
+        [
+            lambda: PrioritizedVectorReplayBuffer(220, 5, alpha=0.6, beta=0.4),
+            lambda: CachedReplayBuffer(ReplayBuffer(60), 5, 40),
+            lambda: VectorReplayBuffer(264, 6, ignore_obs_next=True, stack_num=2),
+        ],
+    )
+    def test_fills_other_buffers(self, venvs: dict[str, RayVectorEnv], make_buffer: Callable[[], Any]) -> None:
+        mine, other = pair(venvs, make_buffer=make_buffer)
+        for n_step in (40, 300):
+            collect_both(mine, other, n_step=n_step)
+
+    def test_hidden_state_begins_anew_with_every_episode(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs, "drift", Remembers)
+        for n_step in (15, 100):
+            collect_both(mine, other, n_step=n_step)
+        for collector in (mine, other):
+            collector.reset()
+        collect_both(mine, other, n_step=30)
+        assert isinstance(mine.buffer.policy.hidden_state.hidden, torch.Tensor)
+
+    def test_chunks_and_single_steps_take_turns(self, venvs: dict[str, RayVectorEnv]) -> None:
+        for make_policy in (Exact, Remembers):
+            mine, other = pair(venvs, "drift", make_policy)
+            for hook in (None, lambda acts, batch: None, None):
+                mine.set_on_step_hook(hook)
+                collect_both(mine, other, n_step=35)
+
+    def test_newest_weights_act(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs)
+        for shift, eps in ((3.0, 0.0), (4.0, 0), (4.0, 1), (5.0, None or 0.5)):
+            for collector in (mine, other):
+                collector.policy.shift.data.fill_(shift)
+                collector.policy.eps = eps
+            collect_both(mine, other, n_step=25)
+
+
+class TestEpisodes:
+    @pytest.mark.parametrize("n_episode", [1, 3, 5, 17, 100])
+    def test_follows_tianshous_schedule(self, venvs: dict[str, RayVectorEnv], n_episode: int) -> None:
+        mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(1000, 5))
+        collect_both(mine, other, n_episode=n_episode)
+
+    def test_follows_it_again_where_episodes_need_no_chance(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(1000, 5))
+        collect_both(mine, other, n_step=35)
+        collect_both(mine, other, n_episode=12)
+
+    def test_episode_hook_sees_and_changes_the_same(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(260, 5))
+        seen: dict[int, list[Any]] = {}
+        for collector in (mine, other):
+            log = seen.setdefault(id(collector), [])
+
+            def hook(episode: Any, log: list[Any] = log) -> dict[str, Any]:
+                log.append((len(episode), episode.rew.tolist(), episode.obs[0].tolist()))
+                return {"togo": np.cumsum(episode.rew[::-1])[::-1].copy()}
+
+            collector.set_on_episode_done_hook(hook)
+            collector.raise_on_nan_in_buffer = False
+        collect_both(mine, other, n_episode=9)
+        assert seen[id(mine)] == seen[id(other)]
+
+    def test_unbiased_episodes_are_shared_out_beforehand(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine = Collector(Exact(), venvs["drift"], VectorReplayBuffer(5000, 5), unbiased=True)
+        mine.reset()
+        stats = mine.collect(n_episode=12)
+        assert stats.n_collected_episodes == 12
+        ends = mine.buffer[:].info.env_id[mine.buffer[:].done]
+        assert np.bincount(ends).tolist() == [3, 3, 2, 2, 2]
+        assert stats.n_collected_steps == len(mine.buffer) == stats.lens.sum()
+
+
+def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:
+    def hook(acts: Any, batch: Any) -> None:
+        batch.rew = batch.rew * 2
+
+    mine, other = pair(venvs, on_step_hook=hook)
+    collect_both(mine, other, n_step=40)
+
+
+def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> None:
+    mine = Collector(box_policy(), venvs["pointed"], VectorReplayBuffer(500, 5))
+    mine.reset()
+    stats = mine.collect(n_step=400, random=True)
+    assert stats.n_collected_steps == 400 and len(mine.buffer) == 400
+    mapped, did = mine.policy.map_action(mine.buffer.act[:400]), mine.buffer.info.pushed[:400]
+    np.testing.assert_allclose(mapped, did, atol=1e-6)
+    assert did.min() < -1.9 and did.max() > 1.9 and abs(did.mean()) < 0.2
+    assert mine.collect(n_episode=6, random=True).n_collected_episodes == 6
+
+
+def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
+    venvs: dict[str, RayVectorEnv], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Exact:
+        policy = Exact()
+        policy.held = threading.Lock()  # type: ignore[assignment]
+        return policy
+
+    mine, other = pair(venvs, make_policy=make)
+    collect_both(mine, other, n_step=30)
+    collect_both(mine, other, n_episode=7)
+    assert "can't be pickled" in caplog.text
+
+
+def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object) -> None:
+    """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
+    fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
+    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart")) as venv:
+        for first in (12, 4):
+            venv.seed([100, 200])  # episodes of many steps
+            venv.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
+            collector = Collector(Exact(), venv, VectorReplayBuffer(100, 2))
+            collector.reset()
+            stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
+            rows = collector.buffer[:]
+            steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
+            assert (steps == 1).all()  # every transition is one step of one episode
+            failing = rows.info.env_id == 1
+            assert np.flatnonzero(rows.done[failing]).tolist() == [5, 11]
+            assert np.flatnonzero(rows.truncated[failing]).tolist() == [5, 11]
+            assert not rows.done[~failing].any()
+            assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
+            assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
+            assert len(collector.buffer) == first + 24 - 2
+
+
+class TestTrainers:
+    def test_dqn(self, venvs: dict[str, RayVectorEnv]) -> None:
+        model: Any = Net(state_shape=(2,), action_shape=2, hidden_sizes=(16,))
+        policy = DiscreteQLearningPolicy(model=model, action_space=DriftEnv.action_space, eps_training=0.2)
+        algorithm: Any = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
+        collectors = [
+            Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5)),
+            Collector(policy, venvs["drift"]),
+        ]
+        seen: list[int] = []
+        result = algorithm.run_training(
+            OffPolicyTrainerParams(
+                training_collector=collectors[0],
+                test_collector=collectors[1],
+                max_epochs=1,
+                epoch_num_steps=60,
+                collection_step_num_env_steps=20,
+                test_step_num_episodes=5,
+                batch_size=16,
+                update_step_num_gradient_steps_per_sample=0.1,
+                training_fn=lambda epoch, step: (seen.append(step), policy.set_eps_training(0.5 / (1 + step)))[0],
+                verbose=False,
+                show_progress=False,
+            )
+        )
+        assert result.timing.total_time > 0 and seen
+        assert collectors[0].collect_step == 60 and collectors[1].collect_episode >= 5
+
+    def test_ppo(self, venvs: dict[str, RayVectorEnv]) -> None:
+        actor = DiscreteActor(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)), action_shape=2)
+        critic = DiscreteCritic(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)))
+        policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
+        algorithm: Any = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3))
+        training = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
+        algorithm.run_training(
+            OnPolicyTrainerParams(
+                training_collector=training,
+                test_collector=Collector(algorithm, venvs["drift"]),
+                max_epochs=1,
+                epoch_num_steps=200,
+                collection_step_num_env_steps=100,
+                test_step_num_episodes=5,
+                batch_size=32,
+                update_step_num_repetitions=1,
+                verbose=False,
+                show_progress=False,
+            )
+        )
+        assert training.collect_step == 200
+        training.reset()
+        stats = training.collect(n_step=50)
+        assert stats.pred_dist_std_array.shape == (50, 1)
+        torch_std = policy(Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
+        assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
+
+
+def test_it_is_a_collector(venvs: dict[str, RayVectorEnv]) -> None:
+    collector: CollectorProtocol = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5))
+    collector.reset()
+    assert collector.collect(n_step=10).n_collected_steps == 10
+    assert isinstance(collector, tianshou.data.BaseCollector)
+
+
+def test_before_the_first_reset_it_says_so(venvs: dict[str, RayVectorEnv]) -> None:
+    with pytest.raises(ValueError, match="Initial obs"):
+        Collector(Exact(), venvs["drift"]).collect(n_step=5)
+
+
+def test_what_cannot_be_had_together_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
+    with pytest.raises(ConfigError, match="inference"):
+        Collector(Exact(), venvs["drift"], inference="moon")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="buffers"):
+        Collector(Exact(), venvs["drift"], VectorReplayBuffer(100, 2))
+    collector = Collector(Exact(), venvs["drift"], inference="driver", unbiased=True)
+    collector.reset()
+    with pytest.raises(ConfigError, match="Unbiased"):
+        collector.collect(n_episode=5)
+
+
+def test_counters_and_time(venvs: dict[str, RayVectorEnv]) -> None:
+    mine, _ = pair(venvs)
+    first = mine.collect(n_step=20)
+    second = mine.collect(n_step=20)
+    assert mine.collect_step == 40
+    assert mine.collect_time == pytest.approx(first.collect_time + second.collect_time)
+    mine.reset()
+    assert (mine.collect_step, mine.collect_episode, mine.collect_time, len(mine.buffer)) == (0, 0, 0.0, 0)
+
+
+def test_over_other_vector_environments_it_is_tianshous() -> None:
+    env = DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    collector = Collector(Exact(), env)
+    collector.reset()
+    assert collector.collect(n_episode=3).n_collected_episodes == 3

@@ -1,0 +1,168 @@
+"""Tianshou's policies as policies of a rollout: same actions, state bit for bit, memory of one episode."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import tianshou.data
+import torch
+from conftest import MakeVec
+from gymnasium import spaces
+from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
+from tianshou.data import Batch, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.exploration import GaussianNoise
+from tianshou.utils.net.common import Net, Recurrent
+from tianshou.utils.net.continuous import ContinuousActorDeterministic, ContinuousActorProbabilistic
+from tianshou.utils.net.discrete import DiscreteActor
+from tianshou_kit import Exact, Remembers
+
+from rayvec.collector import Collector
+from rayvec.errors import ConfigError
+from rayvec.testing import DriftEnv
+from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
+
+OBS, BOX = spaces.Box(-9.0, 9.0, (2,), np.float32), spaces.Box(-2.0, 3.0, (3,), np.float32)
+NO_NOISE = np.full((4, 1), 0.5)
+
+
+def net(out: int = 0, **kwargs: Any) -> Any:
+    return Net(state_shape=OBS.shape, action_shape=out, hidden_sizes=(16,), **kwargs)
+
+
+def make_policy(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "dqn":
+        return DiscreteQLearningPolicy(model=net(2), action_space=spaces.Discrete(2), eps_inference=0.0)
+    if kind == "recurrent":
+        model = Recurrent(layer_num=1, state_shape=OBS.shape, action_shape=2, hidden_layer_size=8)
+        return DiscreteQLearningPolicy(model=model, action_space=spaces.Discrete(2))
+    if kind == "actor":
+        actor: Any = DiscreteActor(preprocess_net=net(), action_shape=2)
+        return DiscreteActorPolicy(actor=actor, action_space=spaces.Discrete(2), deterministic_eval=True)
+    if kind == "gauss":
+        actor = ContinuousActorProbabilistic(preprocess_net=net(), action_shape=3, unbounded=True)
+
+        def make_dist(parameters: Any) -> Any:
+            return torch.distributions.Independent(torch.distributions.Normal(*parameters), 1)
+
+        return ProbabilisticActorPolicy(actor=actor, dist_fn=make_dist, action_space=BOX, deterministic_eval=True)
+    actor = ContinuousActorDeterministic(preprocess_net=net(), action_shape=3)
+    return ContinuousDeterministicPolicy(
+        actor=actor, action_space=BOX, exploration_noise=GaussianNoise(sigma=0.1), action_scaling=True
+    )
+
+
+KINDS = ["dqn", "recurrent", "actor", "gauss", "ddpg"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_actions_and_what_is_stored_are_those_of_tianshous_collector(kind: str) -> None:
+    policy = make_policy(kind)
+    env = DummyVectorEnv([lambda: DriftEnv()] * 4)
+    tianshous = tianshou.data.Collector(policy, env, VectorReplayBuffer(400, 4))
+    acting = pickle.loads(pickle.dumps(TianshouPolicy(policy))) if kind != "gauss" else TianshouPolicy(policy)
+    rng, hidden = np.random.default_rng(0), None
+    for t in range(4):
+        obs = rng.normal(size=(4, 2)).astype(np.float32)
+        expected = tianshous._compute_action_policy_hidden(False, np.arange(4), obs, np.array([{}] * 4, object), hidden)
+        hidden = expected.hidden_state
+        actions, extras = acting.act(obs, NO_NOISE)
+        np.testing.assert_array_equal(actions, expected.act_normalized)
+        np.testing.assert_array_equal(extras.get("act", actions), expected.act)
+        entry = policy_entry({name: value[None] for name, value in extras.items()})
+        assert set(entry.keys()) == set(expected.policy_entry.keys())
+        if hidden is not None:
+            assert torch.equal(entry.hidden_state.hidden[0], expected.policy_entry.hidden_state.hidden)
+            if t == 1:
+                acting.begin_episodes(np.array([2]))
+                tianshous._reset_hidden_state_based_on_type(np.array([2]), hidden)
+
+
+@pytest.mark.parametrize("kind", ["dqn", "ddpg", "exact"])
+def test_state_travels_bit_for_bit(kind: str) -> None:
+    policy = Exact() if kind == "exact" else make_policy(kind)
+    acting = TianshouPolicy(policy, exploration_noise=True)
+    copy = pickle.loads(pickle.dumps(acting))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 1e-30)
+    policy.is_within_training_step = True
+    if kind == "dqn":
+        policy.eps_training = 0.1 + 0.2
+    if kind == "ddpg":
+        policy.exploration_noise._sigma = 1 / 3
+    if kind == "exact":
+        policy.steps += 2**40
+    vector = acting.weights()
+    assert vector.dtype == np.float32 and vector.ndim == 1
+    copy.load_weights(vector)
+    for mine, theirs in zip(copy._policy.state_dict().values(), policy.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert copy._policy.is_within_training_step is True and not copy._policy.training and policy.training
+    assert copy.weights().tobytes() == vector.tobytes()
+    if kind == "dqn":
+        assert copy._policy.eps_training == 0.1 + 0.2
+    if kind == "ddpg":
+        assert copy._policy.exploration_noise._sigma == 1 / 3
+    vector[:] = 0.0  # it was copied
+    assert copy.weights().tobytes() != vector.tobytes()
+
+
+def test_state_of_another_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="same policy"):
+        TianshouPolicy(make_policy("dqn")).load_weights(TianshouPolicy(make_policy("ddpg")).weights())
+
+
+def test_what_it_draws_is_a_matter_of_the_seed_where_it_acts_and_of_nobody_elses_in_the_driver() -> None:
+    policy = make_policy("ddpg")
+    obs, sent = np.zeros((4, 2), np.float32), pickle.dumps(TianshouPolicy(policy, exploration_noise=True))
+    state = np.random.get_state()[1].tolist()
+    TianshouPolicy(policy).act(obs, NO_NOISE)
+    assert np.random.get_state()[1].tolist() == state
+    drawn = []
+    for seed in (0.3, 0.3, 0.7):
+        acting = pickle.loads(sent)
+        drawn.append([acting.act(obs, np.full((4, 1), seed))[0].tolist() for _ in range(3)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_random_actions_depend_on_the_environment_only() -> None:
+    noise = np.random.default_rng(0).random((6, 1))
+    together, apart = RandomActions(BOX), [RandomActions(BOX), RandomActions(BOX)]
+    for _ in range(3):
+        parts = [policy.act(None, noise[rows])[0] for policy, rows in zip(apart, (slice(2), slice(2, 6)), strict=True)]
+        np.testing.assert_array_equal(together.act(None, noise)[0], np.concatenate(parts))
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_memory_lasts_for_one_episode(make_vec: MakeVec, inference: Any) -> None:
+    env = make_vec([DriftEnv] * 4, workers=2, groups=2, preload=("tianshou_kit",))
+    collector = Collector(env, TianshouPolicy(Remembers()), inference, seed=0)
+    count = np.zeros(4)
+    for _ in range(2):
+        for chunk in (collector.collect(n_step=4 * n).chunks[0] for n in (30, 25)):
+            remembered = policy_entry(chunk.extras).hidden_state.hidden.numpy()[..., 0]
+            for t in range(chunk.num_steps):
+                count += 1
+                np.testing.assert_array_equal(remembered[t], count)
+                count[chunk.done[t]] = 0
+        collector.reset(seed=1)
+        count[:] = 0
+
+
+def test_an_algorithm_stands_for_its_policy() -> None:
+    from tianshou.algorithm import DQN
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+
+    policy = make_policy("dqn")
+    algorithm = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
+    act, _ = TianshouPolicy(algorithm).act(np.zeros((4, 2), np.float32), NO_NOISE)
+    expected = policy(Batch(obs=np.zeros((4, 2), np.float32), info=Batch())).act
+    np.testing.assert_array_equal(act, expected)
