@@ -77,8 +77,12 @@ class Train:
 
 
 def _refuse_changes(cls: type[TrainConfig], given: dict[str, Any]) -> None:
-    defaults = {item.name: item.default for item in dataclasses.fields(cls) if item.default is not dataclasses.MISSING}
-    changed = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
+    fresh = {
+        item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        for item in dataclasses.fields(cls)
+    }
+    optional = {name: default for name, default in fresh.items() if default is not dataclasses.MISSING}
+    changed = [f"--{name.replace('_', '-')}" for name, default in optional.items() if given[name] != default]
     if changed:
         raise ConfigError(
             message(

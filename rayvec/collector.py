@@ -242,6 +242,12 @@ class Collector:
             ),
         )
 
+    def close(self) -> None:
+        """Lets the workers forget the policy; the environments stay open. May be called again."""
+        if self._store is not None and not self._env.closed:
+            self._store.drop()
+        self._store = None
+
     def state_dict(self) -> dict[str, int]:
         """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it."""
         return {"noise_seed": self._noise_seed, "first_step": self._first_step, "version": self._version}

@@ -61,8 +61,11 @@ def evaluate(
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
     policy = Policy(module, deterministic=True)
     collector = Collector(env, policy, inference=inference, seed=seed)
-    collector.reset(seed=seed)
-    stats = collector.collect(n_episode=num_episodes).stats
+    try:
+        collector.reset(seed=seed)
+        stats = collector.collect(n_episode=num_episodes).stats
+    finally:
+        collector.close()
     return Evaluation(stats.returns, stats.lens)
 
 

@@ -8,6 +8,7 @@ and spares every worker the two seconds and 40 MB of importing torch. Any other 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class _Flatten:
 
     def __call__(self, obs: NDArray[Any]) -> Float:
         if len(self.shape) != 1:
-            obs = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], -1)
+            obs = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], math.prod(self.shape))
         return obs.astype(np.float32, copy=False)
 
 

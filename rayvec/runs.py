@@ -83,8 +83,18 @@ def free_run_dir(config: TrainConfig) -> Path:
 
 def create_run_dir(run_dir: Path, config: TrainConfig) -> None:
     """Makes the directory of a run and writes its settings into it."""
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    try:
+        run_dir.mkdir(parents=True)
+        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            message(
+                "A run writes into a directory of its own.",
+                expected="a path where a directory can be made",
+                got=f"{run_dir} ({error.strerror})",
+                remedy="Pass another run_dir.",
+            )
+        ) from error
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def resume(run_dir: Path | str) -> TrainResult:
     """Goes on with a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
-    environments begin new episodes, with seeds that the run has not used before.
+    environments begin new episodes, with seeds that depend on the steps taken up to the checkpoint.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
@@ -79,7 +79,8 @@ def resume(run_dir: Path | str) -> TrainResult:
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> TrainResult:
     progress = Progress(**(state["progress"] if state else {}))
     began_s = time.monotonic() - progress.wall_s
-    with StopOnInterrupt() as stop, torch_threads(config.learner_threads), make_env(config) as env:
+    stop = StopOnInterrupt()
+    with torch_threads(config.learner_threads), make_env(config) as env:
         learner, collector = _begin(config, env, state)
         collector.reset(seed=config.train_seed(progress.steps))
         if state is None:
@@ -92,21 +93,22 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> Tr
             return time.monotonic()
 
         with RunLogger(run_dir, config, steps=progress.steps) as logger:
-            saved_s = save()
-            while progress.steps < config.total_steps and not stop.requested:
-                laps = Laps()
-                batch = collector.collect(n_step=config.steps_per_iteration)
-                laps.end("collect")
-                metrics = learner.update(batch)
-                laps.end("learn")
-                collector.set_weights(learner.weights())
-                laps.end("publish")
+            with stop:
+                saved_s = save()
+                while progress.steps < config.total_steps and not stop.requested:
+                    laps = Laps()
+                    batch = collector.collect(n_step=config.steps_per_iteration)
+                    laps.end("collect")
+                    metrics = learner.update(batch)
+                    laps.end("learn")
+                    collector.set_weights(learner.weights())
+                    laps.end("publish")
 
-                progress.add(batch.stats)
-                logger.log(progress.steps, batch.stats, metrics, laps.times_s)
-                if time.monotonic() - saved_s >= config.checkpoint_interval_s:
-                    saved_s = save()
-            save()
+                    progress.add(batch.stats)
+                    logger.log(progress.steps, batch.stats, metrics, laps.times_s)
+                    if time.monotonic() - saved_s >= config.checkpoint_interval_s:
+                        saved_s = save()
+                save()
             if stop.requested:
                 how_to_go_on = f"rayvec train {config.algorithm} --resume {run_dir}"
                 raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; go on with: {how_to_go_on}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from rayvec.vector import RayVecEnv
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
 # Workers are to find the modules that stand beside this one.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home

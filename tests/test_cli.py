@@ -62,6 +62,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--env-id no_such_module:Env-v0", ["no_such_module"]),
         ("--resume nowhere", ["config.yaml"]),
         ("--resume nowhere --gamma 0.5 --seed 3", ["--seed, --gamma"]),
+        ("--resume nowhere --env-kwargs gravity 1", ["--env-kwargs"]),
     ],
 )
 def test_what_cannot_work(

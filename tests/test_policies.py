@@ -184,6 +184,13 @@ def test_encoding_keeps_all_leading_dimensions() -> None:
     assert make_encoder(BOX)(flat) is flat
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
+    """A chunk in which no episode ended has no final observations."""
+    encoder = make_encoder(spaces.Box(-1, 1, shape, np.float32))
+    assert encoder(np.zeros((0, *shape), np.float32)).shape == (0, encoder.num_features)
+
+
 @pytest.mark.parametrize(
     "space", [spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
 )
