@@ -133,7 +133,7 @@ def groups(args: argparse.Namespace) -> None:
     rows = []
     cases = [
         ("shm", 1, 32, timed(1e-4, busy=True), 1.6e-3, True),
-        ("tcp", 2, 16, timed(1e-2), 1e-2, False),
+        ("tcp", 2, 4, timed(1e-2), 1e-2, False),
     ]
     for transport, workers, num_envs, make, policy_s, busy in cases:
         cpus = (workers,) if transport == "shm" else (0, workers)
