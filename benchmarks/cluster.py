@@ -132,11 +132,11 @@ def groups(args: argparse.Namespace) -> None:
     """Double buffering: two groups against one."""
     rows = []
     cases = [
-        ("shm", 1, 32, timed(1e-4, busy=True), 1.6e-3, True),
-        ("tcp", 2, 4, timed(1e-2), 1e-2, False),
+        (True, 1, 32, timed(1e-4, busy=True), 1.6e-3, True),
+        (False, 2, 4, timed(1e-2), 1e-2, False),
     ]
-    for transport, workers, num_envs, make, policy_s, busy in cases:
-        cpus = (workers,) if transport == "shm" else (0, workers)
+    for here, workers, num_envs, make, policy_s, busy in cases:
+        cpus = (workers,) if here else (0, workers)
         with simulated_cluster(*cpus):
 
             def policy(obs: Any, policy_s: float = policy_s, busy: bool = busy) -> Any:
@@ -151,6 +151,7 @@ def groups(args: argparse.Namespace) -> None:
             for _ in range(args.repeats):
                 for name, kwargs in (("groups=1", {"groups": 1}), ("groups=2", {"groups": 2})):
                     with RayVecEnv([make] * num_envs, workers_per_node=workers, **kwargs) as env:
+                        transport = "+".join(env.transports)
                         env.rollout(policy, 8, inference="driver", seed=0)
                         steps = max(8, round(2.0 / (policy_s * 2)))
                         begin = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, check_count, message
+from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.rollout import as_policy, counted_ends
 from rayvec.types import Batch, Chunk, CollectStats, EpisodeStats
 from rayvec.vector import RayVecEnv
@@ -106,15 +106,7 @@ class Collector:
         inference: Literal["worker", "driver"] = "worker",
         seed: int | None = None,
     ) -> None:
-        if inference not in ("worker", "driver"):
-            raise ConfigError(
-                message(
-                    "inference says where the policy acts.",
-                    expected="'worker' or 'driver'",
-                    got=repr(inference),
-                    remedy="Take 'worker' for small nets, 'driver' for what can't be pickled.",
-                )
-            )
+        check_choice("inference", inference, ("worker", "driver"))
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None

@@ -88,7 +88,7 @@ class _Timespec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-for _name in ("sem_post", "sem_trywait", "sem_wait"):
+for _name in ("sem_post", "sem_trywait"):
     getattr(_libc, _name).argtypes = [ctypes.c_void_p]
 _libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
 _libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
