@@ -19,6 +19,7 @@ __all__ = [
     "Batch",
     "Chunk",
     "ChunkInfo",
+    "ChunkRef",
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",
@@ -203,6 +204,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """A chunk that was left in Ray's object store, for whoever needs its arrays.
+
+    Attributes:
+        env_ids: Global index of the environment in each column, ``int64 [N]``.
+        num_steps: T.
+        ref: Ray's reference to the :class:`Chunk`.
+    """
+
+    env_ids: NDArray[np.int64]
+    num_steps: int
+    ref: Any
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeStats:
     """The episodes that ended in what was collected, in the order of their ends (t, then column).
 
@@ -250,12 +266,14 @@ class Batch:
     """What a collector returns: chunks in the order they were taken, and what is known of them.
 
     Attributes:
-        chunks: One or more chunks over the same environments.
+        chunks: One or more chunks over the same environments; none where they were left in the object store.
         stats: See :class:`CollectStats`.
+        chunk_refs: Where the chunks lie that were left there: of every chunk a part for each node, in order.
     """
 
     chunks: tuple[Chunk, ...]
     stats: CollectStats
+    chunk_refs: tuple[tuple[ChunkRef, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Learners on several ranks: how they sum, and how they are started, fed and restarted."""
