@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rayvec.config import CONFIGS
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = {"train_cartpole.py": 1024, "vector_env.py": 20}
+SMALL = {"own_algorithm.py": 2048, "train_cartpole.py": 1024, "vector_env.py": 20}
 
 
 def test_none_is_left_out() -> None:
@@ -21,5 +23,6 @@ def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(CONFIGS, "reinforce", raising=False)  # and again after the example that registers it
     runpy.run_path(str(EXAMPLES / name))["main"](SMALL[name])
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
