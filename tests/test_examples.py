@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,10 @@ def test_example(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(CONFIGS, "reinforce", raising=False)  # and again after the example that registers it
-    runpy.run_path(str(EXAMPLES / name))["main"](SMALL[name])
+    spec = importlib.util.spec_from_file_location(f"example_{name[:-3]}", EXAMPLES / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(module)
+    module.main(SMALL[name])
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()

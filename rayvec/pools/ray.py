@@ -19,7 +19,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.chunks import join_chunks
+from rayvec.chunks import edges_of, join_chunks, join_edges
 from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
@@ -30,7 +30,7 @@ from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
 from rayvec.pools.supervision import RESTARTED, LastAnswers, NodeState, RestartBudget
-from rayvec.types import Chunk, NodeSlice, StepBatch, Topology, Tree, as_slice, tree_map
+from rayvec.types import Chunk, ChunkEdges, ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree, as_slice, tree_map
 
 __all__ = ["RayPool"]
 
@@ -394,29 +394,47 @@ class RayPool:
         for part in self._plan(env_ids).parts:
             self._nodes[part.node].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
 
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk."""
-        self.acting.begin(key, num_steps, first_step, noise_seed)
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk.
 
-    def finish_rollout(self, timeout_s: float | None = None) -> tuple[Chunk, float]:
+        Args:
+            key: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store, a part on each node, and only its edges come.
+        """
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
         """Waits for the chunk under way.
-
-        Returns:
-            The chunk of all nodes, and the seconds that the slowest took for its part.
 
         Raises:
             NotReady: It takes longer; the chunk stays under way.
         """
-        parts = self.acting.finish(timeout_s)
-        chunk = join_chunks([chunk for chunk, _ in parts])
+        parts, waited_s = self.acting.finish(timeout_s)
+        chunk: Chunk | None = None
+        refs: tuple[ChunkRef, ...] = ()
+        if parts[0].edges is None:
+            chunk = join_chunks([part.chunk for part in parts])
+            edges = edges_of(chunk)
+        else:
+            every = [part.edges for part in parts if part.edges is not None]
+            edges = join_edges(every)
+            refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
+        self._note_rollout(edges)
+        return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+
+    def _note_rollout(self, edges: ChunkEdges) -> None:
         for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
-            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], chunk.last_obs))
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
         if self._last is not None:
             self._last.started(slice(None), True)
-            self._last.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
-            np.add.at(self._restarts, chunk.restarts[:, 1], 1)
-        return chunk, max(seconds for _, seconds in parts)
+            self._last.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
+            np.add.at(self._restarts, edges.restarts[:, 1], 1)
 
     def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
         """Does something with a node's pool; if the node is lost, with the pool that takes its place."""

@@ -343,7 +343,9 @@ class RayVectorEnv(BaseVectorEnv):
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
         self._assert_is_not_closed()
         self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
-        return self._guarded(self._pool.finish_rollout)[0]
+        chunk = self._guarded(self._pool.finish_rollout).chunk
+        assert chunk is not None
+        return chunk
 
     # What the public methods share.
 
