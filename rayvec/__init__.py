@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collector import Collector as Collector
     from rayvec.config import PPOConfig as PPOConfig
+    from rayvec.config import SACConfig as SACConfig
     from rayvec.config import TrainConfig as TrainConfig
     from rayvec.policies import Policy as Policy
     from rayvec.train import TrainResult as TrainResult
@@ -31,6 +32,7 @@ _HOMES = {
     "Chunk": "rayvec.types",
     "Collector": "rayvec.collector",
     "PPOConfig": "rayvec.config",
+    "SACConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",
     "StepBatch": "rayvec.types",

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from gymnasium import spaces
@@ -142,7 +142,7 @@ class Actor(Protocol):
 
 @dataclass
 class MLPActor:
-    """Linear layers with tanh between them, in NumPy.
+    """Linear layers with tanh or ReLU between them, in NumPy.
 
     Attributes:
         encoder: From observations to rows of numbers.
@@ -152,6 +152,7 @@ class MLPActor:
         num_weights: Length of the flat vector.
         constants: Where in the flat vector the parameters lie that are the same for every observation (logarithms
             of standard deviations), which follow those that the last layer puts out.
+        activation: What stands between the layers.
     """
 
     encoder: Encoder
@@ -159,6 +160,7 @@ class MLPActor:
     layers: tuple[tuple[int, int, int, int], ...]
     num_weights: int
     constants: slice
+    activation: Literal["tanh", "relu"] = "tanh"
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +172,10 @@ class MLPActor:
         for weight, bias in self._arrays[:-1]:
             rows = rows @ weight
             rows += bias
-            np.tanh(rows, rows)
+            if self.activation == "relu":
+                np.maximum(rows, 0, out=rows)
+            else:
+                np.tanh(rows, rows)
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias
