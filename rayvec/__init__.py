@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collector import Collector as Collector
     from rayvec.config import PPOConfig as PPOConfig
+    from rayvec.config import SACConfig as SACConfig
     from rayvec.config import TrainConfig as TrainConfig
     from rayvec.parallel.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies import Policy as Policy
@@ -33,6 +34,7 @@ _HOMES = {
     "Collector": "rayvec.collector",
     "LearnerGroup": "rayvec.parallel.learner_group",
     "PPOConfig": "rayvec.config",
+    "SACConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",
     "StepBatch": "rayvec.types",

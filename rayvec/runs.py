@@ -30,10 +30,11 @@ from typing import Any
 
 import rayvec
 from rayvec import checkpoint
-from rayvec.config import CONFIGS, PPOConfig, TrainConfig
+from rayvec.config import CONFIGS, PPOConfig, SACConfig, TrainConfig
 from rayvec.errors import CheckpointError, ConfigError, message
 from rayvec.learners.base import Learner
 from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
 from rayvec.types import CollectStats
 from rayvec.vector import RayVecEnv
 
@@ -53,7 +54,7 @@ __all__ = [
     "save_result",
 ]
 
-LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner}
+LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner, SACConfig: SACLearner}
 """What learns, by the class of its settings: called with the spaces of one environment and the settings."""
 
 _PARTS = {"weights", "learner", "collector", "progress"}
@@ -133,12 +134,25 @@ def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
 
 @contextlib.contextmanager
 def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
-    """Yields the learner of a run with its initial weights: in this process, or a group of several ranks."""
+    """Yields the learner of a run with its initial weights: in this process, or as ranks on Ray.
+
+    Ranks on other nodes than the environments claim their cores. On the same nodes they share the cores of the
+    environments' workers, which wait while they learn.
+    """
     build = _learner_builder(config, env)
-    if config.num_learners == 1:
+    if config.num_learners == 1 and not config.learners_apart:
         yield build()
         return
-    with contextlib.closing(rayvec.LearnerGroup(build, config.num_learners, config.learner_device)) as group:
+    group = rayvec.LearnerGroup(
+        build,
+        config.num_learners,
+        config.learner_device,
+        learner_threads=config.learner_threads,
+        num_cpus=None if config.learners_apart else 0,
+        avoid_nodes=[node.node_id for node in env.topology.nodes] if config.learners_apart else (),
+        address=config.address,
+    )
+    with contextlib.closing(group):
         yield group
 
 
