@@ -291,6 +291,9 @@ class PPOConfig(TrainConfig):
     shared_trunk: bool = False
     """Let policy and value share the hidden layers; those that see images are always shared."""
 
+    compile: bool = False
+    """Compile loss and gradient into one graph, kept on disk between runs; pays for long runs of small nets."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.minibatch_size > self.steps_per_iteration:

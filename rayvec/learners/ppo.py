@@ -22,6 +22,7 @@ from torch import Tensor
 from rayvec.errors import CheckpointError, LearnerError, message
 from rayvec.learners.base import FlatParameters, torch_device
 from rayvec.learners.moments import ReturnScale, RunningMoments
+from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts, global_moments
 from rayvec.returns import gae
@@ -62,9 +63,14 @@ class Rows:
         """B."""
         return len(self.logp)
 
+    @property
+    def columns(self) -> tuple[Tree, ...]:
+        """All of them, `obs` first."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
     def __getitem__(self, index: Tensor) -> Rows:
         """Returns the rows that `index` selects."""
-        return Rows(*(tree_map(lambda leaf: leaf[index], getattr(self, name)) for name in self.__slots__))
+        return Rows(*tree_map(lambda leaf: leaf[index], self.columns))
 
 
 class PPOLearner:
@@ -111,6 +117,7 @@ class PPOLearner:
         self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
         self._flat = FlatParameters(self.module)
         self._optimizer = torch.optim.Adam([self._flat.param], lr=config.learning_rate, eps=1e-5, fused=True)
+        self._compiled = CompiledGradient(self.module, self._loss, config.minibatch_size) if config.compile else None
         self._num_updates = 0
         self._num_steps = 0
 
@@ -274,27 +281,43 @@ class PPOLearner:
         Returns:
             This rank's share of the first five metrics, ``[5]``.
         """
-        config = self.config
-        params, value = self.module(rows.obs)
-        logp, entropy = self.module.distribution.logp_entropy(params, rows.sample)
-        log_ratio = logp - rows.logp
+        if self._compiled is not None:
+            gradient, shares = self._compiled(self._flat.data, rows.columns, count)
+            self._flat.grad.copy_(gradient)
+        else:
+            loss, metrics = self._loss(self.module(rows.obs), *rows.columns[1:])
+            self._flat.zero_grad()
+            torch.autograd.backward(loss.sum() / count)
+            shares = metrics.sum(1) / count
+        self.ranks.sum_(self._flat.grad)
+        return shares
+
+    def _loss(
+        self,
+        outputs: tuple[Tensor, Tensor],
+        sample: Tensor,
+        old_logp: Tensor,
+        old_value: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns each row's loss, ``[B]``, and its metrics without a graph, ``[5, B]``."""
+        config, (params, value) = self.config, outputs
+        logp, entropy = self.module.distribution.logp_entropy(params, sample)
+        log_ratio = logp - old_logp
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
-        policy_loss = -torch.minimum(rows.advantage * ratio, rows.advantage * clipped_ratio)
+        policy_loss = -torch.minimum(advantage * ratio, advantage * clipped_ratio)
 
-        value_loss = 0.5 * (value - rows.target).square()
+        value_loss = 0.5 * (value - target).square()
         if config.clip_value_loss:
-            clipped_value = rows.value + (value - rows.value).clamp(-config.clip_coef, config.clip_coef)
-            value_loss = torch.maximum(value_loss, 0.5 * (clipped_value - rows.target).square())
+            clipped_value = old_value + (value - old_value).clamp(-config.clip_coef, config.clip_coef)
+            value_loss = torch.maximum(value_loss, 0.5 * (clipped_value - target).square())
 
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-        self._flat.zero_grad()
-        torch.autograd.backward(loss.sum() / count)
-        self.ranks.sum_(self._flat.grad)
-        with torch.no_grad():
-            approx_kl = ratio - 1 - log_ratio
-            is_clipped = ((ratio - 1).abs() > config.clip_coef).to(ratio)
-            return torch.stack([policy_loss, value_loss, entropy, approx_kl, is_clipped]).sum(1) / count
+        is_clipped = ((ratio - 1).abs() > config.clip_coef).to(ratio)
+        metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped])
+        return loss, metrics.detach()
 
     def _step(self, stats: Tensor) -> Tensor:
         """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""

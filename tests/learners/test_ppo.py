@@ -508,3 +508,46 @@ def test_a_gpu_that_is_not_there() -> None:
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
         PPOLearner(OBS, DISCRETE, make_config(learner_device="cuda"))
+
+
+def learn_both_ways(action_space: spaces.Space[Any]) -> tuple[Any, Any]:
+    """Two updates of batches with gaps, so that minibatches differ in size; eager, then compiled."""
+    results = []
+    for compiled in (False, True):
+        learner = PPOLearner(OBS, action_space, make_config(compile=compiled))
+        policy = Policy(learner.module)
+        metrics = [learner.update(make_batch(policy, seed, invalid=True)) for seed in range(2)]
+        results.append((learner.weights(), metrics))
+    return results[0], results[1]
+
+
+@SPACES
+def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any]) -> None:
+    (weights, metrics), (others, other_metrics) = learn_both_ways(action_space)
+    np.testing.assert_allclose(others, weights, atol=2e-5)
+    for ours, theirs in zip(other_metrics, metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        def call(*args: object) -> None:
+            raise RuntimeError("no compiler")
+
+        return call
+
+    monkeypatch.setattr("torch.compile", refuse)
+    with pytest.warns(RuntimeWarning, match="run uncompiled.*no compiler") as warned:
+        (weights, _), (others, _) = learn_both_ways(DISCRETE)
+    assert len(warned) == 1
+    np.testing.assert_allclose(others, weights, atol=2e-5)
+
+
+def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
+    learner = PPOLearner(OBS, DISCRETE, make_config(compile=True))
+    rows = learner._rows(make_batch(Policy(learner.module)))
+    shares = learner._gradients(rows[torch.zeros(0, dtype=torch.int64)], 16)
+    assert not shares.any() and not learner._flat.grad.any()
+    learner._gradients(rows, 16)
+    assert learner._flat.grad.any()

@@ -1,0 +1,73 @@
+"""The gradient of PPO's loss as one compiled graph, from a minibatch to a flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn.functional import pad
+
+from rayvec.learners.compiling import Compiled
+from rayvec.types import Tree, tree_leaves, tree_map
+
+__all__ = ["CompiledGradient"]
+
+
+class CompiledGradient:
+    """Differentiates a loss by all parameters of a module at once.
+
+    Parameters go in as one flat vector and gradients come out as one, so that nothing is dispatched layer by layer.
+    Graphs have fixed shapes: minibatches are filled up with rows of weight 0, to one of a few sizes.
+
+    Args:
+        module: Called with the first of the columns.
+        loss: From what `module` returns and the other columns to what each row loses, ``[B]``, and to its
+            metrics, ``[M, B]``.
+        num_rows: About how many rows a minibatch has.
+    """
+
+    def __init__(self, module: nn.Module, loss: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> None:
+        self._module, self._loss = module, loss
+        self._quantum = max(32, num_rows // 4)
+        self._places = [(name, each.shape, each.numel()) for name, each in module.named_parameters()]
+        self._graph: Compiled | None = None
+
+    def __call__(self, flat: Tensor, columns: tuple[Tree, ...], count: int) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of the rows' loss over `count`, like `flat`, and their metrics over `count`, ``[M]``.
+
+        Args:
+            flat: The parameters, ``[P]``, in the order of ``module.parameters()``.
+            columns: Trees of ``[B, ...]``; B may be 0.
+            count: What sums over rows are divided by.
+        """
+        num_rows = len(next(tree_leaves(columns)))
+        missing = -num_rows % self._quantum or (0 if num_rows else self._quantum)
+
+        def filled(column: Tensor) -> Tensor:
+            return pad(column, (0, 0) * (column.ndim - 1) + (0, missing))
+
+        weight = filled(flat.new_full((num_rows,), 1 / count))
+        arguments = (flat, weight, tree_map(filled, columns))
+        with torch.no_grad():
+            if self._graph is None:
+                self._gradient(*arguments)  # what is computed once and kept, like tables of a distribution, is so now
+                self._graph = Compiled(self._gradient)
+            result = self._graph(*arguments)
+        return result[: len(flat)], result[len(flat) :]
+
+    def _gradient(self, flat: Tensor, weight: Tensor, columns: tuple[Tree, ...]) -> Tensor:
+        """Returns gradient and metrics, ``[P + M]``."""
+
+        def total(flat: Tensor) -> tuple[Tensor, Tensor]:
+            parts = torch.split(flat, [size for _, _, size in self._places])
+            parameters = {name: part.view(shape) for (name, shape, _), part in zip(self._places, parts, strict=True)}
+            obs, *others = columns
+            outputs: Any = functional_call(self._module, parameters, (obs,))
+            loss, metrics = self._loss(outputs, *others)
+            return loss @ weight, metrics @ weight
+
+        gradient, metrics = grad(total, has_aux=True)(flat)
+        return torch.cat([gradient, metrics])
