@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CUDAGraph", "Compiled", "cache_dir"]
+__all__ = ["CUDAGraph", "Compiled"]
 
 Update = Callable[..., Tensor]
-
-
-def cache_dir() -> Path:
-    """Returns where compiled updates are kept between runs: ``TORCHINDUCTOR_CACHE_DIR``, or the user's cache."""
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else root / "rayvec" / "compiled"
 
 
 class Compiled:
     """A function of tensors as one compiled graph, from its first call on.
 
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saves a tenth of an update.
-    Compiling takes ten to thirty seconds, loading from the cache one or two. The function must not break the graph, and
-    its tensors keep their shapes. Where compiling fails, as it does without a C++ compiler, the function runs
-    as it is, after one warning. The cache is that of torch, in a directory that outlives a restart of the machine.
+    Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
+    temporary directory, or where ``TORCHINDUCTOR_CACHE_DIR`` says. The function must not break the graph, and its tensors
+    keep their shapes. Where compiling fails, as it does without a C++ compiler, the function runs as it is, after
+    one warning.
 
     Args:
         function: May change tensors in place.
@@ -44,11 +36,12 @@ class Compiled:
         if self._call is not None:
             return self._call(*args)
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir()))
         options: dict[str, Any] = {"cpp_wrapper": True} if on_cpu else {}
         call: Update = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
-            result = call(*args)  # what fails to compile has changed nothing yet
+            with warnings.catch_warnings():  # torch's own, about how it is made
+                warnings.simplefilter("ignore", DeprecationWarning)
+                result = call(*args)  # what fails to compile has changed nothing yet
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             warnings.warn(

@@ -311,8 +311,7 @@ def test_ranks_that_do_not_sum_part_ways() -> None:
     assert (apart._nets.critic.param - one._nets.critic.param).norm() > 1e-3
 
 
-@SPACES
-@INTERVALS
+@pytest.mark.parametrize(("action_space", "policy_interval"), [(BOX, 2), (DISCRETE, 1)], ids=["box", "discrete"])
 def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval: int) -> None:
     eager = make_learner(action_space, policy_interval=policy_interval)
     compiled = make_learner(action_space, policy_interval=policy_interval, compile=True)
