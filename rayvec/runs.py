@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rayvec import checkpoint
-from rayvec.config import PPOConfig, TrainConfig
+from rayvec.config import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.errors import ConfigError, message
 from rayvec.learners.base import Learner
+from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.vector import RayVecEnv
 
@@ -38,7 +39,7 @@ __all__ = [
     "save_result",
 ]
 
-LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner}
+LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner, IMPALAConfig: IMPALALearner}
 """What learns, by the class of its settings: called with the spaces of one environment and the settings."""
 
 
