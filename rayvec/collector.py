@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, message
-from rayvec.rollout import as_policy, counted_ends
+from rayvec.rollout import as_policy
 from rayvec.types import Batch, Chunk, CollectStats, EpisodeStats
 from rayvec.vector import RayVecEnv
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
 
+logger = logging.getLogger(__name__)
 _CHUNK_STEPS = 64
 """Steps of a chunk where episodes are counted, so that little is stepped beyond the last."""
 
@@ -97,6 +100,13 @@ class Collector:
         policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
         inference: Where it acts: ``"worker"``, over each worker's slice, or ``"driver"``, in this process.
         seed: Of the environments (base + index) and of the noise. Without it neither can be repeated.
+        prefetch: Whether the workers take the next chunk while the caller consumes this one: ``collect(n_step)``
+            returns the steps that the call before began, and begins the next ones before it returns. The environments
+            are busy in between (stepping or resetting them raises ``AlreadyPendingCallError``), and who acted were
+            weights older by what was published meanwhile. Needs ``inference="worker"``.
+
+    Raises:
+        ConfigError: Settings that can't work together.
     """
 
     def __init__(
@@ -105,8 +115,18 @@ class Collector:
         policy: Any,
         inference: Literal["worker", "driver"] = "worker",
         seed: int | None = None,
+        prefetch: bool = False,
     ) -> None:
         check_choice("inference", inference, ("worker", "driver"))
+        if prefetch and inference == "driver":
+            raise ConfigError(
+                message(
+                    "A chunk is prefetched by the workers, while the driver does something else.",
+                    expected="inference='worker'",
+                    got="prefetch=True with inference='driver'",
+                    remedy="Let the policy act in the workers, or leave prefetch out.",
+                )
+            )
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
@@ -114,7 +134,10 @@ class Collector:
             self._store = env.publish(self._policy)
         self._seed = seed
         self._noise_seed = secrets.randbits(63) if seed is None else seed
+        self._prefetch = prefetch
+        self._in_flight: int | None = None
         self._first_step = 0
+        self._num_dropped = 0
         self._version = 0
         self._tracker = EpisodeTracker(env.num_envs)
         self._started = False
@@ -122,9 +145,12 @@ class Collector:
     def reset(self, seed: int | None = None) -> None:
         """Begins new episodes everywhere; what was under way is forgotten.
 
+        The steps of a chunk in flight are dropped, and counted among the surplus of the next batch.
+
         Args:
             seed: Of the environments, base + index; None lets each go on with its own generator.
         """
+        self._drop_flight()
         self._env.reset(seed=seed)
         if hasattr(self._policy, "begin_episodes"):  # what acts in workers is told there
             self._policy.begin_episodes(np.arange(self._env.num_envs))
@@ -132,7 +158,9 @@ class Collector:
         self._started = True
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
-        """Gives the policy new weights, one flat vector; every step from now on is taken with them.
+        """Gives the policy new weights, one flat vector; every chunk that begins from now on is taken with them.
+
+        A chunk in flight goes on with those that it began with; nobody waits for it.
 
         Returns:
             Their version, which stands in every chunk that they acted in.
@@ -149,14 +177,47 @@ class Collector:
 
         Args:
             n_step: How many steps in all. Every environment takes the same number, so what is not divisible
-                is rounded up. Episodes under way go on in the next call.
+                is rounded up. Episodes under way go on in the next call. With `prefetch`, the call before has begun
+                as many as it was asked for: if that is less, the rest is taken now, in a second chunk; if it is
+                more, the batch has more.
             n_episode: How many whole episodes, begun in this call: environments in the midst of one are reset.
                 Each environment is given its share beforehand, so that short episodes are not favoured;
                 steps beyond it are marked as not valid and counted as surplus.
 
         Raises:
-            ConfigError: Not exactly one count, or one that is not positive.
+            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
+            Exception: What an environment or a policy raised, also in a chunk in flight.
         """
+        self._check_counts(n_step, n_episode)
+        begin = time.monotonic()
+        if not self._started:
+            self.reset(self._seed)
+        if n_episode is not None:
+            if self._tracker.any_under_way or self._in_flight is not None:
+                self.reset()  # half an episode is none, and those under way are the long ones
+            return self._batch(self._episodes(n_episode), begin)
+        assert n_step is not None
+        num_steps = -(-n_step // self._env.num_envs)
+        taken = [] if self._in_flight is None else [self._land()]
+        left = num_steps - sum(chunk.num_steps for chunk, _ in taken)
+        if left > 0:
+            taken.append(self._chunk(left))
+        if self._prefetch:
+            self._take_off(num_steps)
+        return self._batch([(chunk, *self._tracker.add(chunk), rollout_s) for chunk, rollout_s in taken], begin)
+
+    def drain(self) -> Batch | None:
+        """Returns the chunk in flight as a batch, and begins none; None where none is in flight.
+
+        The environments are free after it, for an evaluation, say.
+        """
+        if self._in_flight is None:
+            return None
+        begin = time.monotonic()
+        chunk, rollout_s = self._land()
+        return self._batch([(chunk, *self._tracker.add(chunk), rollout_s)], begin)
+
+    def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
             raise ConfigError(
                 message(
@@ -167,17 +228,33 @@ class Collector:
                 )
             )
         check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
-        begin = time.monotonic()
-        if not self._started:
-            self.reset(self._seed)
-        if n_episode is not None and self._tracker.any_under_way:
-            self.reset()  # half an episode is none, and those under way are the long ones
-        if n_step is not None:
-            taken = [self._chunk(-(-n_step // self._env.num_envs))]
-            parts = [(chunk, *self._tracker.add(chunk), rollout_s) for chunk, rollout_s in taken]
-            return self._batch(parts, begin)
-        assert n_episode is not None
-        return self._batch(self._episodes(n_episode), begin)
+        if n_episode is not None and self._prefetch:
+            raise ConfigError(
+                message(
+                    "Whole episodes begin within the call that counts them.",
+                    expected="n_step",
+                    got=f"n_episode={n_episode} of a collector with prefetch=True",
+                    remedy="Call drain() and use another Collector on the same environments for episodes.",
+                )
+            )
+
+    def _take_off(self, num_steps: int) -> None:
+        """Lets the workers begin a chunk."""
+        assert self._store is not None
+        self._env.rollout_async(self._store, num_steps, self._first_step, self._noise_seed)
+        self._in_flight = num_steps
+
+    def _land(self) -> tuple[Chunk, float]:
+        """Waits for the chunk in flight; returns it and the seconds that the slowest node stepped."""
+        result = self._env.rollout_wait()
+        self._first_step += result[0].num_steps
+        self._in_flight = None
+        return result
+
+    def _drop_flight(self) -> None:
+        if self._in_flight is not None:
+            chunk, _ = self._land()
+            self._num_dropped += chunk.valid.size
 
     def _episodes(self, n_episode: int) -> list[tuple[Chunk, EpisodeStats, NDArray[np.int64], float]]:
         """Collects chunks until every environment has ended its quota of episodes."""
@@ -202,13 +279,12 @@ class Collector:
     def _chunk(self, num_steps: int) -> tuple[Chunk, float]:
         """Takes steps; returns them and the seconds that the slowest node stepped."""
         if self._store is not None:
-            chunk, rollout_s = self._env.rollout_workers(self._store, num_steps, self._first_step, self._noise_seed)
-        else:
-            begin = time.monotonic()
-            chunk = self._env.rollout_driver(self._policy, num_steps, self._first_step, self._noise_seed, self._version)
-            rollout_s = time.monotonic() - begin
+            self._take_off(num_steps)
+            return self._land()
+        begin = time.monotonic()
+        chunk = self._env.rollout_driver(self._policy, num_steps, self._first_step, self._noise_seed, self._version)
         self._first_step += num_steps
-        return chunk, rollout_s
+        return chunk, time.monotonic() - begin
 
     def _batch(self, parts: list[tuple[Chunk, EpisodeStats, NDArray[np.int64], float]], begin: float) -> Batch:
         chunks = tuple(chunk for chunk, _, _, _ in parts)
@@ -218,6 +294,7 @@ class Collector:
         rollout_s = sum(seconds for _, _, _, seconds in parts)
         versions = [chunk.weights_version for chunk in chunks]
         returns = np.concatenate([stats.returns for stats in episodes])
+        dropped, self._num_dropped = self._num_dropped, 0
         elapsed_s = time.monotonic() - begin
         return Batch(
             chunks,
@@ -226,26 +303,42 @@ class Collector:
                 lens=np.concatenate([stats.lens for stats in episodes]),
                 n_collected_steps=collected,
                 n_collected_episodes=len(returns),
-                n_surplus_steps=taken - collected,
+                n_surplus_steps=taken - collected + dropped,
                 collect_time_s=elapsed_s,
                 steps_per_s=taken / elapsed_s,
                 time_split_s={"rollout": rollout_s, "transport": elapsed_s - rollout_s},
                 weights_versions=(min(versions), max(versions)),
+                staleness=self._version - min(versions),
             ),
         )
 
     def close(self) -> None:
-        """Lets the workers forget the policy; the environments stay open. May be called again."""
+        """Lets the workers forget the policy; the environments stay open. May be called again.
+
+        The steps of a chunk in flight are waited for and dropped; what went wrong in it is logged.
+        """
         if self._store is not None and not self._env.closed:
-            self._store.drop()
-        self._store = None
+            try:
+                self._drop_flight()
+            except Exception:  # which has closed the environments
+                logger.exception("the chunk in flight came to nothing")
+            else:
+                self._store.drop()
+        self._store, self._in_flight = None, None
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it."""
+        """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it.
+
+        A chunk in flight is not in it either: whoever goes on takes it again, from new episodes.
+        """
         return {"noise_seed": self._noise_seed, "first_step": self._first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it."""
+        """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
+
+        A chunk in flight is waited for and dropped.
+        """
+        self._drop_flight()
         self._noise_seed = int(state["noise_seed"])
         self._first_step = int(state["first_step"])
         self._version = int(state["version"])

@@ -242,12 +242,14 @@ class CollectStats:
         lens: Their lengths in steps, ``int64 [F]``.
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
-        n_surplus_steps: Steps that were taken but belong to no episode of an ``n_episode`` quota.
+        n_surplus_steps: Steps that were taken but are in no batch: beyond an ``n_episode`` quota, or in flight when
+            the collector was reset.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
         time_split_s: Seconds of wall time by what was waited for: ``rollout`` (environments and
             inference, on the slowest node) and ``transport`` (asking, fetching and joining).
         weights_versions: Oldest and newest version of the weights that acted.
+        staleness: How many versions had been published after the oldest that acted when the batch was returned.
     """
 
     returns: NDArray[np.float64]
@@ -259,6 +261,7 @@ class CollectStats:
     steps_per_s: float
     time_split_s: dict[str, float]
     weights_versions: tuple[int, int]
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,8 +371,29 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int
     ) -> tuple[Chunk, float]:
         """Lets the workers act with a published policy; returns also the seconds that the slowest node took."""
+        self.rollout_async(weights, num_steps, first_step, noise_seed)
+        return self.rollout_wait()
+
+    def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
+
+        Until then the environments are busy, but weights may be published: the next chunk begins with them.
+        """
         self._begin_rollout(num_steps)
-        return self._guarded(lambda: self._pool.rollout(weights.key, num_steps, first_step, noise_seed))
+        self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
+        self._pending = "rollout"
+
+    def rollout_wait(self, timeout: float | None = None) -> tuple[Chunk, float]:
+        """Waits for :meth:`rollout_async`, for up to `timeout` seconds.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        self._assert_pending("rollout")
+        result = self._guarded(lambda: self._pool.finish_rollout(timeout))
+        self._pending = None
+        return result
 
     def rollout_driver(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
@@ -417,10 +438,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
-        self._assert_running()
-        if self._pending != "call" or self._collect_call is None:
-            raise NoAsyncCallError("Calling `call_wait` without any prior call to `call_async`.", "call")
+        self._assert_pending("call")
         collect = self._collect_call
+        assert collect is not None
         results = self._guarded(lambda: collect(timeout))
         self._pending = None
         return tuple(results)
@@ -487,9 +507,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._done[:] = False  # every environment whose episode has ended is reset first
 
     def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
-        self._assert_running()
-        if self._pending != what:
-            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
+        self._assert_pending(what)
         batch = self._recv(ids, timeout)
         self._pending = None
         self._note_done(batch)
@@ -535,6 +553,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _assert_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_pending(self, what: str) -> None:
+        self._assert_running()
+        if self._pending != what:
+            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
 
     def _assert_idle(self, name: str) -> None:
         self._assert_running()

@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import join_chunks
 from rayvec.envs import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import RAISE, PoolSpaces, Supervision
@@ -27,7 +28,6 @@ from rayvec.pools.memory import SharedBlock
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape, NodeBlock, Setup
 from rayvec.pools.worker import WorkerSpec, worker_main
-from rayvec.rollout import join_chunks
 from rayvec.types import Chunk
 
 __all__ = ["ProcessPool", "Workers", "even_bounds", "worker_name"]

@@ -19,16 +19,17 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import join_chunks
 from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.pools.acting import ActingNodes
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
 from rayvec.pools.supervision import RESTARTED, LastAnswers, NodeState, RestartBudget
-from rayvec.rollout import join_chunks
 from rayvec.types import Chunk, NodeSlice, StepBatch, Topology, Tree, as_slice, tree_map
 
 __all__ = ["RayPool"]
@@ -104,6 +105,9 @@ class RayPool:
         loose: Whether environments are answered each as soon as it is done.
         session: Share in the connection to Ray, released when the pool is closed.
 
+    Attributes:
+        acting: The policies that act in the workers.
+
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
         NodeLostError: A node ended meanwhile.
@@ -136,8 +140,7 @@ class RayPool:
         self._plans: dict[bytes, _Plan] = {}
         self._under_way: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
-        self._policies: dict[int, bytes] = {}
-        self._weights: dict[int, tuple[int, Any]] = {}
+        self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
         self._last: LastAnswers | None = None
@@ -391,32 +394,20 @@ class RayPool:
         for part in self._plan(env_ids).parts:
             self._nodes[part.node].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
 
-    def load_policy(self, key: int, policy: bytes) -> None:
-        """Gives every worker of every node a pickled policy, to be named by `key`."""
-        self._policies[key] = policy
-        self._ask_all("ask", "load_policy", key, policy)
+    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk."""
+        self.acting.begin(key, num_steps, first_step, noise_seed)
 
-    def drop_policy(self, key: int) -> None:
-        """Lets every worker forget a policy and its weights."""
-        self._ask_all("ask", "drop_policy", key)
-        self._policies.pop(key, None)
-        self._weights.pop(key, None)
-
-    def publish(self, key: int, version: int, weights: Any) -> None:
-        """Gives every node new weights: an object reference, which each node fetches once."""
-        self._weights[key] = version, weights
-        self._ask_all("publish", key, version, weights)
-
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[Chunk, float]:
-        """Lets every worker take steps with a policy over its own slice.
-
-        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere and
-        from new episodes.
+    def finish_rollout(self, timeout_s: float | None = None) -> tuple[Chunk, float]:
+        """Waits for the chunk under way.
 
         Returns:
-            Their joint chunk, and the seconds that the slowest node took for its part.
+            The chunk of all nodes, and the seconds that the slowest took for its part.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays under way.
         """
-        parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
+        parts = self.acting.finish(timeout_s)
         chunk = join_chunks([chunk for chunk, _ in parts])
         for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
@@ -426,18 +417,6 @@ class RayPool:
             self._last.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
             np.add.at(self._restarts, chunk.restarts[:, 1], 1)
         return chunk, max(seconds for _, seconds in parts)
-
-    def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every node's actor, all at once; one that is lost is replaced and asked again."""
-        refs = [getattr(node.handle.actor, method).remote(*args) for node in self._nodes]
-        values = []
-        for number, ref in enumerate(refs):
-            try:
-                values.append(self._nodes[number].handle.get(ref))
-            except NodeLostError as error:
-                self._replace(number, error)
-                values.append(self._nodes[number].handle.call(method, *args))
-        return values
 
     def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
         """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
@@ -493,10 +472,7 @@ class RayPool:
         node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
         nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
         self.topology = Topology(nodes)
-        for key, policy in self._policies.items():
-            handle.call("ask", "load_policy", key, policy)
-            if key in self._weights:
-                handle.call("publish", key, *self._weights[key])
+        self.acting.install(handle)
 
     def _keep_last(self, batch: StepBatch) -> None:
         assert self._last is not None
@@ -523,7 +499,8 @@ class RayPool:
             except Exception:
                 logger.exception("node %s did not close in order", handle.slice.name)
             ray.kill(handle.actor)
-        self._nodes, self._handles, self._plans = [], [], {}
+        self._nodes.clear()
+        self._handles, self._plans = [], {}
         if self._session is not None:
             self._session.release()
             self._session = None
