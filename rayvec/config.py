@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import yaml
 from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, describe, field_names, plain
 
-__all__ = ["CONFIGS", "IMPALAConfig", "PPOConfig", "TrainConfig"]
+__all__ = ["ADJUSTABLE", "CONFIGS", "IMPALAConfig", "PPOConfig", "TrainConfig"]
 
 
 Count = Annotated[int, Bounds(1)]
@@ -27,6 +27,18 @@ NonNegative = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Scalar = bool | int | float | str
+
+ADJUSTABLE = (
+    "num_nodes",
+    "workers_per_node",
+    "address",
+    "inference",
+    "num_learners",
+    "learner_device",
+    "learner_threads",
+    "checkpoint_interval_s",
+)
+"""Settings that say where and how fast a run goes, not what it learns: resuming and evaluating may change them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +56,9 @@ class TrainConfig:
 
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments for the environment's constructor."""
+
+    wrappers: tuple[str, ...] = ()
+    """Functions that wrap each environment on its worker, in order, each as "module:function"."""
 
     total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""
@@ -69,8 +84,14 @@ class TrainConfig:
     inference: Literal["worker", "driver"] = "worker"
     """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back)."""
 
+    num_learners: Count = 1
+    """Ranks that compute each update together; 1: the driver itself computes it."""
+
+    learner_device: Literal["cpu", "cuda"] = "cpu"
+    """Where updates are computed; with several ranks each has a GPU of its own."""
+
     learner_threads: Count = 1
-    """Threads that an update computes with; small nets gain nothing from a second, which waits for a core."""
+    """Threads that a rank's update computes with; small nets gain nothing from a second, which waits for a core."""
 
     eval_episodes: Annotated[int, Bounds(0)] = 100
     """Episodes of the greedy evaluation after training; 0 leaves it out."""
@@ -96,6 +117,16 @@ class TrainConfig:
         raise NotImplementedError
 
     @property
+    def prefetch(self) -> bool:
+        """Whether the next chunk is collected while the learner learns from this one: with weights one update old."""
+        return False
+
+    @property
+    def random_steps(self) -> int:
+        """Environment steps at the beginning that are taken at random, before any weights are published."""
+        return 0
+
+    @property
     def num_iterations(self) -> int:
         """How many iterations the run has."""
         return math.ceil(self.total_steps / self.steps_per_iteration)
@@ -110,6 +141,27 @@ class TrainConfig:
     def eval_seed(self) -> int:
         """Returns the first seed of evaluation: 2^30 above where training's can lie, so that they never meet."""
         return 2**30 + _derived_seed(self.seed, 0)
+
+    def adjusted(self, **changes: Any) -> TrainConfig:
+        """Returns the same run in another place or at another pace.
+
+        Args:
+            changes: Some of the settings in `ADJUSTABLE`.
+
+        Raises:
+            ConfigError: A setting that decides what is learned.
+        """
+        fixed = [name for name, value in changes.items() if name not in ADJUSTABLE and value != getattr(self, name)]
+        if fixed:
+            raise ConfigError(
+                message(
+                    "A run keeps the settings that it began with, but for where and how fast it goes.",
+                    expected=f"only changes of {', '.join(ADJUSTABLE)}",
+                    got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
+                    remedy="Leave these out, or start a new run.",
+                )
+            )
+        return replace(self, **changes)
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML that `from_yaml` reads back to an equal object."""
@@ -257,7 +309,10 @@ class IMPALAConfig(TrainConfig):
     num_steps: Count = 32
     """Steps that each environment takes in an iteration."""
 
-    num_minibatches: Count = 1
+    prefetch: bool = True
+    """Collect the next iteration's steps while the learner learns from these: with weights one update old."""
+
+    num_minibatches: Count = 4
     """Updates from an iteration's steps, each from all steps of as many environments as the others, about."""
 
     optimizer: Literal["adam", "rmsprop"] = "adam"

@@ -49,6 +49,13 @@ class Distribution(Protocol):
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
         """Returns samples ``[k, C]`` and their log-probabilities ``[k]`` from ``[k, P]`` and ``[k, lanes]``."""
 
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
+        """Returns samples ``[k, C]`` whose actions are uniform over the space, and their log-probabilities ``[k]``.
+
+        Raises:
+            ConfigError: The space has no bounds.
+        """
+
     def mode(self, params: Float) -> tuple[NDArray[Any], Float]:
         """Returns the most probable samples ``[k, C]`` and their log-probabilities ``[k]``."""
 
@@ -110,6 +117,10 @@ class Categorical:
         shifted, cumulative = self._exponentials(params)
         passed = cumulative[:, :-1] <= noise.reshape(-1, 1) * cumulative[:, -1:]
         return self._with_logp(shifted, cumulative, np.add.reduce(passed, 1, dtype=np.int64))
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[NDArray[np.int64], Float]:
+        """Samples from equal logits."""
+        return self.sample(np.zeros((len(noise), self.num_params), np.float32), noise)
 
     def mode(self, params: Float) -> tuple[NDArray[np.int64], Float]:
         """The first of the largest logits of each component."""
@@ -201,6 +212,22 @@ class Gaussian:
         sample = (mean + np.exp(log_std) * noise).astype(np.float32)
         logp = np.add.reduce(-0.5 * np.square(noise) - log_std - _HALF_LOG_TAU, -1)
         return sample, logp.astype(np.float32)
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Maps the normal noise to the bounds by its distribution function."""
+        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
+            raise ConfigError(
+                message(
+                    "Actions are drawn uniformly between bounds.",
+                    expected="a Box with finite bounds",
+                    got=f"from {self.low.min()} to {self.high.max()}",
+                    remedy="Bound the actions with gymnasium.wrappers.RescaleAction.",
+                )
+            )
+        low, width = self.low.ravel(), (self.high - self.low).ravel()
+        share = np.array([0.5 + 0.5 * math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
+        logp = np.full(len(noise), -np.log(width).sum(), np.float32)
+        return (low + share * width).astype(np.float32), logp
 
     def mode(self, params: Float) -> tuple[Float, Float]:
         """The means."""

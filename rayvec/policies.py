@@ -230,6 +230,7 @@ class Policy:
             deviations, for Box.
         action_space: Of one environment; needed by a module without ``make_actor``.
         deterministic: Take the most probable action instead of drawing one.
+        random_start: Draw every action with the same probability until weights are loaded for the first time.
 
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution.
@@ -238,9 +239,15 @@ class Policy:
     noise: NoiseSpec
 
     def __init__(
-        self, module: Any, action_space: spaces.Space[Any] | None = None, *, deterministic: bool = False
+        self,
+        module: Any,
+        action_space: spaces.Space[Any] | None = None,
+        *,
+        deterministic: bool = False,
+        random_start: bool = False,
     ) -> None:
         self._actor = _make_actor(module, action_space)
+        self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
 
@@ -256,8 +263,11 @@ class Policy:
             log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
         """
         distribution = self._actor.distribution
-        params = self._actor(obs)
-        sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
+        if self._random:
+            sample, logp = distribution.uniform(noise)
+        else:
+            params = self._actor(obs)
+            sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
 
     def load_weights(self, weights: Float) -> None:
@@ -267,6 +277,7 @@ class Policy:
             ConfigError: The vector is of another length than the module's parameters.
         """
         self._actor.load_weights(weights)
+        self._random = False
 
 
 def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:

@@ -17,14 +17,22 @@ __all__ = ["FlatParameters", "Learner"]
 
 
 class Learner(Protocol):
-    """Turns batches into new weights."""
+    """Turns batches into new weights.
+
+    :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
+    :func:`rayvec.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes ``weights()`` after every
+    update that learned something.
+    """
 
     @property
     def module(self) -> nn.Module:
-        """What learns, and acts once it is wrapped: ``rayvec.Policy(learner.module)``."""
+        """What acts once it is wrapped, with whatever weights: ``rayvec.Policy(learner.module)``."""
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch and returns metrics by name.
+
+        One that only took note of the batch (a replay that is still too small) returns no metrics: the weights
+        are then those before, and are not published.
 
         Raises:
             LearnerError: The loss or its gradient is not finite; the weights are those before the failed step.
