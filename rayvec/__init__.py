@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collector import Collector as Collector
+    from rayvec.config import IMPALAConfig as IMPALAConfig
     from rayvec.config import PPOConfig as PPOConfig
     from rayvec.config import TrainConfig as TrainConfig
     from rayvec.policies import Policy as Policy
@@ -30,6 +31,7 @@ _HOMES = {
     "Batch": "rayvec.types",
     "Chunk": "rayvec.types",
     "Collector": "rayvec.collector",
+    "IMPALAConfig": "rayvec.config",
     "PPOConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",
