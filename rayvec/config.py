@@ -272,8 +272,20 @@ class PPOConfig(TrainConfig):
     target_kl: Positive | None = None
     """End an iteration's epochs once the approximate KL divergence passes this; unset: never."""
 
+    normalize_obs: bool = False
+    """Shift and scale observed numbers by their running mean and standard deviation, and clip them to ±10."""
+
+    normalize_reward: bool = False
+    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+
+    clip_reward: Positive | None = None
+    """Learn from rewards cut off at this size, after normalisation; unset: never."""
+
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy's and of the value's net."""
+    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+
+    shared_trunk: bool = False
+    """Let policy and value share the hidden layers; those that see images are always shared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -303,7 +315,7 @@ class IMPALAConfig(TrainConfig):
 
     algorithm: ClassVar[str] = "impala"
 
-    total_steps: Count = 400_000
+    total_steps: Count = 300_000
     """Environment steps to train for, rounded up to whole iterations."""
 
     num_steps: Count = 32
@@ -345,11 +357,17 @@ class IMPALAConfig(TrainConfig):
     entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
 
-    max_grad_norm: Positive = 0.5
+    max_grad_norm: Positive = 40.0
     """Global norm that gradients are clipped to."""
 
+    clip_reward: Positive | None = None
+    """Learn from rewards cut off at this size; unset: never."""
+
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy's and of the value's net."""
+    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+
+    shared_trunk: bool = False
+    """Let policy and value share the hidden layers; those that see images are always shared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -155,7 +155,8 @@ def _begin(
         restore(learner, state["learner"])
         if progress.steps >= config.random_steps:
             policy.load_weights(learner.weights())
-    collector = Collector(env, policy, inference=config.inference, seed=config.seed)
+    prefetch = config.prefetch and config.inference == "worker"
+    collector = Collector(env, policy, inference=config.inference, seed=config.seed, prefetch=prefetch)
     if state:
         restore(collector, state["collector"])
     collector.reset(seed=config.train_seed(progress.steps))

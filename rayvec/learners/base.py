@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rayvec.errors import ConfigError, message
 from rayvec.types import Batch
 
-__all__ = ["FlatParameters", "Learner"]
+__all__ = ["FlatParameters", "Learner", "torch_device"]
 
 
 class Learner(Protocol):
@@ -50,6 +50,24 @@ class Learner(Protocol):
         Raises:
             CheckpointError: `state` is of another kind of learner or net.
         """
+
+
+def torch_device(name: str) -> torch.device:
+    """Returns the device to learn on; of several GPUs the first that this process may use.
+
+    Raises:
+        ConfigError: There is no GPU that torch can use.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            message(
+                "learner_device says where updates are computed.",
+                expected="a GPU that torch can use, for 'cuda'",
+                got=f"none (torch {torch.__version__})",
+                remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
+            )
+        )
+    return torch.device(name)
 
 
 class FlatParameters:

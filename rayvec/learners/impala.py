@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.errors import CheckpointError, LearnerError, message
-from rayvec.learners.base import FlatParameters
-from rayvec.nets import ActorCritic, make_actor_critic
+from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.parallel.ranks import ALONE, Ranks, gather_counts
 from rayvec.returns import vtrace
-from rayvec.types import Batch, Chunk, as_slice
+from rayvec.types import Batch, Chunk, Tree, as_slice, tree_map
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -40,10 +40,10 @@ class Trajectories:
     """T steps of each of n environments.
 
     Attributes:
-        obs: Encoded observations, ``[T, n, D]``.
-        last_obs: Those that the policy would see next, ``[n, D]``.
+        obs: Encoded observations, tree of ``[T, n, ...]``.
+        last_obs: Those that the policy would see next, tree of ``[n, ...]``.
         final_index: ``(t, column)`` of each step that ended an episode, ``int64 [F, 2]``.
-        final_obs: Encoded true last observations of these episodes, ``[F, D]``.
+        final_obs: Encoded true last observations of these episodes, tree of ``[F, ...]``.
         sample: What the policy drew, ``[T, n, C]``.
         logp: Its log-probability by the policy that acted, ``[T, n]``.
         rew: ``[T, n]``.
@@ -52,10 +52,10 @@ class Trajectories:
         valid: ``bool [T, n]``.
     """
 
-    obs: Tensor
-    last_obs: Tensor
+    obs: Tree
+    last_obs: Tree
     final_index: NDArray[np.int64]
-    final_obs: Tensor
+    final_obs: Tree
     sample: Tensor
     logp: NDArray[np.float32]
     rew: NDArray[np.float64]
@@ -71,10 +71,10 @@ class Trajectories:
         ended = np.flatnonzero(place[n] >= 0)
         index = as_slice(columns)
         return Trajectories(
-            self.obs[:, index],
-            self.last_obs[index],
+            tree_map(lambda leaf: leaf[:, index], self.obs),
+            tree_map(lambda leaf: leaf[index], self.last_obs),
             np.stack([t[ended], place[n[ended]]], -1),
-            self.final_obs[ended],
+            tree_map(lambda leaf: leaf[ended], self.final_obs),
             *(getattr(self, name)[:, index] for name in ("sample", "logp", "rew", "terminated", "truncated", "valid")),
         )
 
@@ -86,14 +86,16 @@ class IMPALALearner:
         observation_space: Of one environment.
         action_space: Of one environment.
         config: IMPALA's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of an MLP of ``config.hidden_sizes``; it then belongs to the learner.
+        module: What to train, in place of a net after the settings; it then belongs to the learner.
+        device: Where to, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
-        ranks: Who computes an update together; each is given its own environments of the same chunks.
+        ranks: Who computes each update together. Each rank gets the chunks of its own environments, which are numbered
+            through over the ranks, so that all together do what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces.
+        ConfigError: There is no net for these spaces, or no such device.
     """
 
     def __init__(
@@ -103,12 +105,19 @@ class IMPALALearner:
         config: IMPALAConfig,
         *,
         module: ActorCritic | None = None,
+        device: str | None = None,
     ) -> None:
         self.config = config
         self.ranks: Ranks = ALONE
         self.module = module or make_actor_critic(
-            observation_space, action_space, config.hidden_sizes, seed=config.seed
+            observation_space,
+            action_space,
+            config.hidden_sizes,
+            shared_trunk=config.shared_trunk,
+            seed=config.seed,
         )
+        self._device = torch_device(device or config.learner_device)
+        self.module.to(self._device)
         self._flat = FlatParameters(self.module)
         self._optimizer = _make_optimizer(self._flat.param, config)
         self._num_updates = 0
@@ -143,7 +152,7 @@ class IMPALALearner:
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
-        encode = self.module.encode
+        encode, clip_reward = self.module.encode, self.config.clip_reward
         if "logp" not in chunk.extras:
             raise LearnerError(
                 message(
@@ -158,9 +167,9 @@ class IMPALALearner:
             encode(chunk.last_obs),
             chunk.final_index,
             encode(chunk.final_obs),
-            torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)),
+            torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
             chunk.extras["logp"],
-            chunk.rew,
+            chunk.rew if clip_reward is None else chunk.rew.clip(-clip_reward, clip_reward),
             chunk.terminated,
             chunk.truncated,
             chunk.valid,
@@ -193,16 +202,12 @@ class IMPALALearner:
         Returns:
             ``float64 [11]``: `_SUMMED`, the count, and first and second moments of the targets and of their errors.
         """
-        config, distribution = self.config, self.module.distribution
-        valid = torch.from_numpy(part.valid)
-        rows = part.obs.flatten(0, 1)
-        all_values = self.module.value(rows).view(valid.shape)
-        logp, entropy = distribution.logp_entropy(
-            self.module.action_parameters(rows)[valid.flatten()], part.sample[valid]
-        )
-        log_ratio = logp.detach() - torch.from_numpy(part.logp)[valid]
-        target, advantage = self._targets(part, all_values.detach(), log_ratio)
-        value = all_values[valid]
+        config, valid = self.config, torch.from_numpy(part.valid).to(self._device)
+        params, values = self.module(part.obs)
+        logp, entropy = self.module.distribution.logp_entropy(params[valid], part.sample[valid])
+        log_ratio = logp.detach() - torch.from_numpy(part.logp).to(self._device)[valid]
+        target, advantage = self._targets(part, values.detach(), log_ratio)
+        value = values[valid]
 
         policy_loss = -advantage * logp
         value_loss = 0.5 * (value - target).square()
@@ -225,23 +230,29 @@ class IMPALALearner:
             moments = [target, target.square(), error, error.square()]
             return torch.stack([each.double().sum() for each in (*of_rows, *moments)])
 
-    def _targets(self, part: Trajectories, value: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    def _targets(self, part: Trajectories, values: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Returns V-trace targets and advantages of the valid steps, ``[B]`` each.
 
         The observation after a step is what the policy saw next, except where an episode ended: each observation is
         evaluated once.
+
+        Args:
+            part: What happened.
+            values: Of all observations, ``[T, n]``.
+            log_ratio: Logarithms of the valid steps' importance weights, ``[B]``.
         """
         t, n = part.final_index.T
         with torch.no_grad():
-            next_value = torch.cat([value[1:], self.module.value(part.last_obs)[None]])
-            next_value[t, n] = self.module.value(part.final_obs)
-        log_ratios = np.zeros(part.valid.shape, value.numpy().dtype)
-        log_ratios[part.valid] = log_ratio.numpy()
+            next_values = torch.cat([values[1:], self.module.value(part.last_obs)[None]])
+            next_values[t, n] = self.module.value(part.final_obs)
+        value = values.cpu().numpy()
+        log_ratios = np.zeros_like(value)
+        log_ratios[part.valid] = log_ratio.cpu().numpy()
         config = self.config
         target, advantage = vtrace(
             part.rew,
-            value.numpy(),
-            next_value.numpy(),
+            value,
+            next_values.cpu().numpy(),
             log_ratios,
             part.terminated,
             part.truncated,
@@ -251,7 +262,8 @@ class IMPALALearner:
             c_bar=config.c_bar,
             valid=part.valid,
         )
-        return torch.from_numpy(target[part.valid]), torch.from_numpy(advantage[part.valid])
+        rows = (torch.from_numpy(each[part.valid]).to(self._device) for each in (target, advantage))
+        return next(rows), next(rows)
 
     def _step(self, sums: Tensor) -> Tensor:
         """Clips the gradient and lets the optimizer step; returns `sums` and the norm before clipping, ``[12]``."""
@@ -293,8 +305,8 @@ class IMPALALearner:
         return learning_rate
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of all parameters, flat: what ``Policy.load_weights`` takes."""
-        return self._flat.data.float().numpy().copy()
+        """Returns a copy of all parameters, flat, as ``Policy.load_weights`` takes them."""
+        return flat_weights(self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
