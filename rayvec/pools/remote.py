@@ -292,7 +292,7 @@ class StreamPool:
         """See :class:`NodePool`."""
         self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
 
-    def _ask(self, frame: bytes, kept: Any, keep: bool) -> None:
+    def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
         if keep:
             self._node.call("keep", kept)
         try:
@@ -301,14 +301,14 @@ class StreamPool:
             raise self._node.lost(error) from error
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """See :class:`NodePool`."""
+        """See :class:`NodePool`; the arrays are views of memory that the next frame of this node overwrites."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         key = env_ids.tobytes()
-        while key not in self._whole:
+        while (batch := self._whole.pop(key, None)) is None:
             if self._loose and all(env_id in self._answers for env_id in env_ids.tolist()):
                 return self._gather(env_ids)
             self._read_answer(deadline)
-        return self._whole.pop(key)
+        return batch
 
     @property
     def event_fd(self) -> int:
@@ -326,6 +326,8 @@ class StreamPool:
 
     def _read_answer(self, deadline: float | None) -> None:
         """Reads the next frame."""
+        for key, batch in self._whole.items():  # asked for later than it came: out of the frame's way
+            self._whole[key] = batch.copy()
         try:
             if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise NotReady(f"node {self._node.slice.name} has not answered in time")
@@ -338,6 +340,7 @@ class StreamPool:
         for info in batch.info:
             self._log_restart(info)
         if self._loose:
+            batch = batch.copy()
             self._answers.update({env_id: (batch, row) for row, env_id in enumerate(answer.env_ids.tolist())})
         else:
             self._whole[answer.env_ids.tobytes()] = batch
