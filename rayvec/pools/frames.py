@@ -32,6 +32,8 @@ _REQUEST = struct.Struct("<QBBBBIQ")
 """Length of the frame; kind, autoreset, loose, number of arrays; number of environments; bytes of what follows."""
 _ANSWER = struct.Struct("<QIIQ")
 """Length of the frame; form; number of environments; bytes of infos."""
+_PLAIN = {np.dtype(char) for char in "?bBhHiIlLqQefd"}
+_MOST_PACKED = 256
 _CODES = 8
 """The data types of actions are padded to a multiple of this, so that what follows is aligned."""
 
@@ -147,37 +149,56 @@ class FrameFormat:
         leaves = () if layout is None else layout.leaves
         self._fields: list[Field] = [(np.float64, ()), *leaves, (np.bool_, ()), (np.bool_, ())]
         self._answer = Frames(self._fields, _ANSWER.size)
-        self._batches: dict[int, StepBatch] = {}
-        self._batches_buffer: Any = None
+        self._answers: dict[int, Answer] = {}
+        self._answers_buffer: Any = None
         self._steps: dict[bytes, Frames] = {}
+        self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}
+        self._row_shape: tuple[Any, ...] = ("no array",)
+        if action_layout is not None and len(action_layout.leaves) == 1:
+            self._row_shape = action_layout.leaves[0][1]
 
     def pack_step(
         self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool
     ) -> tuple[bytes | memoryview, bool]:
         """Returns the frame that asks for a step, and whether the actions must be kept by Ray."""
-        leaves, count = self._action_leaves(actions, len(env_ids)), len(env_ids)
-        if leaves is None:
-            size = _REQUEST.size + env_ids.nbytes
-            return _REQUEST.pack(size, Kind.STEP, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
-        codes = "".join([leaf.dtype.char for leaf in leaves]).encode()
-        frames = self._frames_of(codes)
+        count = len(env_ids)
+        if type(actions) is np.ndarray and actions.dtype in _PLAIN and actions.shape == (count, *self._row_shape):
+            leaves, codes = [actions], actions.dtype.char  # what nearly all steps are, without a further look
+        else:
+            found = self._action_leaves(actions, count)
+            if found is None:
+                size = _REQUEST.size + env_ids.nbytes
+                return _REQUEST.pack(size, Kind.STEP, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
+            leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
+        key = env_ids.tobytes(), codes, autoreset, loose
+        frame, arrays = self._packed.get(key) or self._packed_step(key, env_ids)
+        for array, leaf in zip(arrays, leaves, strict=True):
+            array[...] = leaf
+        return frame, False
+
+    def _packed_step(
+        self, key: tuple[bytes, str, Autoreset, bool], env_ids: NDArray[np.int64]
+    ) -> tuple[memoryview, list[NDArray[Any]]]:
+        """Makes a frame that lacks only its actions, and the arrays that these go into."""
+        if len(self._packed) >= _MOST_PACKED:  # random subsets would otherwise be kept for ever
+            self._packed.clear()
+        _, codes, autoreset, loose = key
+        frames, count = self._frames_of(codes.encode(), {}), len(env_ids)
         ids, *arrays = frames.own(count)
         size = frames.size(count)
-        _REQUEST.pack_into(frames.buffer, 0, size, Kind.STEP, autoreset, loose, len(leaves), count, 0)
-        frames.buffer[_REQUEST.size : _REQUEST.size + len(codes)] = codes
+        _REQUEST.pack_into(frames.buffer, 0, size, Kind.STEP, autoreset, loose, len(codes), count, 0)
+        frames.buffer[_REQUEST.size : _REQUEST.size + len(codes)] = codes.encode()
         ids[:] = env_ids
-        for array, leaf in zip(arrays, leaves, strict=True):
-            array[:] = leaf
-        return memoryview(frames.buffer)[:size], False
+        packed = self._packed[key] = memoryview(frames.buffer)[:size], arrays
+        return packed
 
-    def _frames_of(self, codes: bytes) -> Frames:
+    def _frames_of(self, codes: bytes, known: dict[bytes, Frames]) -> Frames:
         """Returns the memory for steps whose actions are of these data types."""
-        frames = self._steps.get(codes)
-        if frames is None:
+        if codes not in known:
             assert self._action_layout is not None
             fields = [(chr(code), shape) for code, (_, shape) in zip(codes, self._action_layout.leaves, strict=True)]
-            frames = self._steps[codes] = Frames(fields, _REQUEST.size + -(-len(codes) // _CODES) * _CODES)
-        return frames
+            known[codes] = Frames(fields, _REQUEST.size + -(-len(codes) // _CODES) * _CODES)
+        return known[codes]
 
     def pack_reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None, loose: bool
@@ -206,7 +227,7 @@ class FrameFormat:
         if num_leaves:
             assert self._action_layout is not None
             codes = bytes(frame[_REQUEST.size : _REQUEST.size + num_leaves])
-            ids, *leaves = self._frames_of(codes).over(frame.obj, count)
+            ids, *leaves = self._frames_of(codes, self._steps).over(frame.obj, count)
             actions = self._action_layout.tree(leaves)
             return Request(Kind(kind), ids, Autoreset(autoreset), bool(loose), actions)
         env_ids = np.frombuffer(frame, np.int64, count, _REQUEST.size)
@@ -244,23 +265,24 @@ class FrameFormat:
 
     def unpack_answer(self, frame: bytes | bytearray | memoryview) -> Answer:
         """Reads an answer; its arrays are views of `frame`, which belongs to whoever receives the next."""
-        frame = memoryview(frame)
         _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
         if form == _Form.KEPT:
             return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
-        if frame.obj is not self._batches_buffer:
-            self._batches, self._batches_buffer = {}, frame.obj
-        batch = self._batches.get(count)
-        if batch is None:
+        frame = memoryview(frame)
+        if frame.obj is not self._answers_buffer:
+            self._answers, self._answers_buffer = {}, frame.obj
+        answer = self._answers.get(count)
+        if answer is None:
             assert self._layout is not None
             ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
-            batch = StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated)
-            self._batches[count] = batch
-        if form == _Form.INFOS:
-            at = self._answer.size(count)
-            infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at : at + extra_bytes]))
-            batch = replace(batch, info=infos)
-        return Answer(batch.env_ids, batch)
+            answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
+            self._answers[count] = answer
+        if form == _Form.PLAIN:
+            return answer
+        assert answer.batch is not None
+        at = self._answer.size(count)
+        infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at : at + extra_bytes]))
+        return Answer(answer.env_ids, replace(answer.batch, info=infos))
 
     def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
         """Returns the arrays of `actions`, or None if they don't fit into a frame."""

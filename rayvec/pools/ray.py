@@ -216,11 +216,21 @@ class RayPool:
                 pool.send(ids, share, autoreset)
 
             self._ask(part, ask)
-        self._note_started(plan, autoreset == Autoreset.SAME_STEP)
+        self._flush(plan, autoreset == Autoreset.SAME_STEP)
 
-    def _note_started(self, plan: Plan, stays: bool | None) -> None:
-        """Takes note of what is under way, and whether environments are within an episode afterwards in any case."""
+    def _flush(self, plan: Plan, stays: bool | None) -> None:
+        """Tells nodes what they were asked for.
+
+        Args:
+            plan: Of the environments concerned.
+            stays: Whether they are within an episode afterwards in any case; None if they are what they were.
+        """
         assert self._answers is not None
+        for part in plan.parts:
+            try:
+                self._nodes[part.owner].pool.flush()
+            except NodeLostError as error:
+                self._replace(part.owner, error)  # which asks for what is under way
         self._under_way[plan.select] = True
         if not self._loose:
             self._sets[plan.key] = plan.ids
@@ -241,14 +251,14 @@ class RayPool:
                 pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
 
             self._ask(part, ask)
-        self._note_started(plan, True)
+        self._flush(plan, True)
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plans.of(env_ids)
         for part in plan.parts:
             self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
-        self._note_started(plan, True if begin else None)
+        self._flush(plan, True if begin else None)
 
     def _ask(self, part: Part, ask: Ask) -> None:
         node = self._nodes[part.owner]
@@ -444,6 +454,7 @@ class RayPool:
                 self._start_elsewhere(number, place_again(node.handle.slice, excluded, error), error)
                 for ids, ask in node.asked:
                     ask(node.pool, ids)
+                node.pool.flush()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place

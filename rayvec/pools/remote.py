@@ -140,8 +140,12 @@ class NodePool(Protocol):
         """Asks for current observations."""
         ...
 
+    def flush(self) -> None:
+        """Tells the node what was started, if it has not been told yet."""
+        ...
+
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """Waits for what was started."""
+        """Waits for what was started, and has been told."""
         ...
 
     def stepped_by_another(self, last_obs: Tree) -> None:
@@ -186,6 +190,9 @@ class LentPool(PoolClient):
         ]
         super().__init__(block, links, first_id, node.supervision, self._start_anew)
         self._actor = ProcessWatch(node.call("worker_pids")[0])
+
+    def flush(self) -> None:
+        """See :class:`NodePool`; the workers know."""
 
     def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
         if self._actor.ended():  # the worker ended because its actor did
@@ -271,6 +278,7 @@ class StreamPool:
         self._loose = loose
         self._frames = FrameFormat(ArrayLayout.of(shape.observation), ArrayLayout.of(shape.action))
         self._connection = connect(node.slice.address, port, key)
+        self._frame: bytes | memoryview = b""
         self._seeds: dict[int, int] = {}
         self._answers: dict[int, tuple[StepBatch, int]] = {}
         self._whole: dict[bytes, StepBatch] = {}
@@ -293,12 +301,23 @@ class StreamPool:
         self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
 
     def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
+        self.flush()
         if keep:
             self._node.call("keep", kept)
-        try:
-            self._connection.send(frame)
-        except OSError as error:
-            raise self._node.lost(error) from error
+        self._frame = frame
+
+    def flush(self) -> None:
+        """See :class:`NodePool`.
+
+        A frame is packed first and sent when those for other nodes are packed too: to send one may
+        mean to lose the core to whoever receives it.
+        """
+        frame, self._frame = self._frame, b""
+        if frame:
+            try:
+                self._connection.send(frame)
+            except OSError as error:
+                raise self._node.lost(error) from error
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
         """See :class:`NodePool`; the arrays are views of memory that the next frame of this node overwrites."""

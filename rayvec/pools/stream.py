@@ -166,9 +166,10 @@ class FrameSocket:
             raise OSError("a frame says that it is shorter than its own length")
         if self._filled < end:
             self._fill(end)
-        self._start = end
         if self._filled == end:
-            self._start = self._filled = 0
+            self._filled = 0
+        else:
+            self._start = end
         return self._memory[:end]
 
     def _fill(self, size: int) -> None:
@@ -177,11 +178,11 @@ class FrameSocket:
             larger = memoryview(bytearray(size + size // 4))
             larger[: self._filled] = self._memory[: self._filled]
             self._memory = larger
-        while self._filled < size:
-            received = self._sock.recv_into(self._memory[self._filled :] if self._filled else self._memory)
+        while (filled := self._filled) < size:
+            received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
             if not received:
                 raise EOFError("the peer has hung up")
-            self._filled += received
+            self._filled = filled + received
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one."""
