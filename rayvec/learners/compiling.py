@@ -20,8 +20,8 @@ class Compiled:
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saves a tenth of an update.
     Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
     temporary directory, or where ``TORCHINDUCTOR_CACHE_DIR`` says. The function must not break the graph, and its
-    tensors keep their shapes. Where compiling fails, as it does without a C++ compiler, the function runs as it is, after
-    one warning.
+    tensors keep their shapes. Where compiling fails, as it does without a C++ compiler, the function runs as it is,
+    after one warning.
 
     Args:
         function: May change tensors in place.
