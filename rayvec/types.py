@@ -116,6 +116,17 @@ class StepBatch:
     truncated: NDArray[np.bool_]
     info: Any = ()
 
+    def copy(self) -> StepBatch:
+        """Returns the same in memory of its own; objects are shared."""
+        return StepBatch(
+            self.env_ids.copy(),
+            tree_map(np.copy, self.obs),
+            self.rew.copy(),
+            self.terminated.copy(),
+            self.truncated.copy(),
+            self.info,
+        )
+
 
 class ChunkInfo(NamedTuple):
     """An info dict with its place in a chunk.
