@@ -16,7 +16,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from test_rollout import assert_same_chunk
 
 from rayvec.collector import Collector, EpisodeTracker
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import (
     CoinEnv,
     CountingEnv,
@@ -323,6 +323,43 @@ class TestInput:
         env.close()
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             collector.collect(n_step=1)
+
+
+def raises_at_ten(obs: Any) -> Any:
+    if (obs[:, 3] >= 10).any():
+        raise LookupError("the policy gave up")
+    return np.zeros(len(obs), int)
+
+
+class TestPoliciesThatFail:
+    @pytest.mark.parametrize("prefetch", [False, True])
+    def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
+        env = make_vec([CountingEnv] * 2, nodes=2)
+        collector = Collector(env, raises_at_ten, seed=0, prefetch=prefetch)
+        with pytest.raises(LookupError, match="the policy gave up") as caught:
+            for _ in range(3):
+                collector.collect(n_step=2 * 8)
+        cause = caught.value.__cause__
+        assert isinstance(cause, EnvError)
+        assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_one_that_returns_wrong_shapes(self, make_vec: MakeVec, inference: Any) -> None:
+        for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
+            with pytest.raises(ConfigError, match="Remedy"):
+                Collector(make_vec([CountingEnv] * 2), wrong, inference).collect(n_step=2)
+
+    def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
+        from rayvec.nets import make_actor_critic
+        from rayvec.policies import Policy
+
+        env = make_vec([DriftEnv] * 2)
+        policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space))
+        collector = Collector(env, policy)
+        collector.set_weights(np.zeros(3, np.float32))
+        with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
+            collector.collect(n_step=2)
+        assert "worker 0" in str(caught.value.__cause__)
 
 
 def test_a_tracker_does_not_count_what_is_not_valid() -> None:
