@@ -123,8 +123,6 @@ class Collector:
         """
         self._drop_flight()
         self._env.reset(seed=seed)
-        if hasattr(self._policy, "begin_episodes"):  # what acts in workers is told there
-            self._policy.begin_episodes(np.arange(self._env.num_envs))
         self._tracker.clear()
         self._started = True
 
@@ -335,6 +333,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
 
+        The policy is what it was when it was passed: it must have the weights of that time, or be given some.
         A chunk in flight is waited for and dropped.
         """
         self._drop_flight()
@@ -342,7 +341,8 @@ class Collector:
         self._first_step = int(state["first_step"])
         self._version = int(state["version"])
         if self._store is not None:
-            self._store.version = self._version
+            self._store.drop()
+            self._store = self._env.publish(self._policy, self._version)
 
 
 def _with_valid(rollout: Rollout, valid: NDArray[np.bool_]) -> Rollout:

@@ -273,6 +273,22 @@ class TestState:
         assert chunk.first_step == 10
         assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_the_first_chunk_after_it_says_which_weights_acted(self, counting: RayVecEnv, inference: Any) -> None:
+        weights = TablePolicy(seed=3).weights()
+        first = Collector(counting, TablePolicy(), inference, seed=5)
+        for _ in range(4):
+            first.set_weights(weights)
+        second = Collector(counting, TablePolicy(seed=3), inference, seed=5)
+        second.load_state_dict(first.state_dict())
+        second.reset()
+        for version in (4, 5):
+            batch = second.collect(n_step=20)
+            chunk = batch.chunks[0]
+            assert batch.stats.weights_versions == (version, version) and batch.stats.staleness == 0
+            assert_identical(chunk.extras["logp"], TablePolicy(seed=3)._logp[chunk.extras["state"], chunk.act])
+            second.set_weights(weights)
+
     def test_reset_begins_new_episodes_and_forgets_the_old(self, counting: RayVecEnv) -> None:
         collector = Collector(counting, TablePolicy(), seed=5)
         collector.collect(n_step=5 * 4)
