@@ -5,10 +5,10 @@
     python benchmarks/collecting.py --env-id HalfCheetah-v5 --num-envs 16
     python benchmarks/collecting.py --env-id ale_py:ALE/Breakout-v5 --num-envs 8 --num-steps 32
 
-The floor is independent processes, one for each of our workers, that step `--num-envs` environments each in a plain loop
-and write [T, k] arrays: once with a policy and a value net in torch, as learners usually act, and once with the policy
-net alone in NumPy, which is what our workers run. Nobody collects their arrays. Windows take turns. Steps per CPU-second
-count the driver and every process that works for it. Atari has no net: actions come from a number of the image.
+The floor is independent processes, one for each of our workers, that step `--num-envs` environments each in a plain
+loop and write [T, k] arrays: once with a policy and a value net in torch, as learners usually act, and once with the
+policy net alone in NumPy, which is what our workers run. Nobody collects their arrays. Windows take turns. Steps per
+CPU-second count the driver and every process that works for it. Atari has no net: actions come from the image.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class FloorLoop:
         elif kind == "numpy":
             self._layers = [
                 (self._rng.standard_normal((a, b)).astype(np.float32) / a**0.5, np.zeros(b, np.float32))
-                for a, b in zip(sizes, sizes[1:], strict=False)
+                for a, b in pairwise(sizes)
             ]
             self._act = self._act_numpy
         else:
