@@ -187,7 +187,7 @@ class NodeActor:
                         self._begin(pool, request)
                     num_waiting += len(request.env_ids)
                     if not request.loose:
-                        together.append(request.env_ids)
+                        together.append(request.env_ids.copy())  # out of the next frame's way
                 frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
                 num_waiting -= count
                 if frame:
@@ -209,7 +209,7 @@ class NodeActor:
 
     def _answer(
         self, pool: ProcessPool, frames: FrameFormat, which: Callable[[], NDArray[np.int64]]
-    ) -> tuple[bytes, int]:
+    ) -> tuple[bytes | memoryview, int]:
         """Returns the frame that answers for some environments, nothing if there are none, and their number."""
         env_ids = np.zeros(0, np.int64)
         try:
