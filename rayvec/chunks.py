@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.bad_obs import find_bad_obs, join_bad_obs
 from rayvec.types import Chunk, ChunkEdges, ChunkInfo, Tree, tree_leaves, tree_map
 
 __all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
@@ -96,6 +97,7 @@ def edges_of(chunk: Chunk) -> ChunkEdges:
         last_obs=chunk.last_obs,
         weights_version=chunk.weights_version,
         first_step=chunk.first_step,
+        bad_obs=find_bad_obs(chunk),
     )
 
 
@@ -107,12 +109,14 @@ def join_edges(parts: Sequence[ChunkEdges]) -> ChunkEdges:
         trees = [getattr(part, name) for part in parts]
         return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
 
+    final_index, order = _place(offsets, [part.final_index for part in parts])
     return ChunkEdges(
         env_ids=join("env_ids", 0),
         **{name: join(name) for name in ("rew", "terminated", "truncated", "valid", "ended")},
-        final_index=_place(offsets, [part.final_index for part in parts])[0],
+        final_index=final_index,
         restarts=_place(offsets, [part.restarts for part in parts])[0],
         last_obs=join("last_obs", 0),
         weights_version=min(part.weights_version for part in parts),
         first_step=parts[0].first_step,
+        bad_obs=join_bad_obs(parts, order),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -12,10 +13,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.bad_obs import bad_obs_error, drop_bad_episodes
+from rayvec.chunks import edges_of
 from rayvec.episodes import EpisodeTracker
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.rollout import as_policy
-from rayvec.types import Batch, CollectStats, EpisodeStats, Rollout
+from rayvec.types import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
 from rayvec.vector import RayVecEnv
 from rayvec.weights import WeightStore
 
@@ -24,6 +27,8 @@ __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
 logger = logging.getLogger(__name__)
 _CHUNK_STEPS = 64
 """Steps of a chunk where episodes are counted, so that little is stepped beyond the last."""
+_MOST_DROPPED = 100
+"""Episodes dropped for each that is asked for, before an environment is taken to have no good ones."""
 
 
 class CollectorProtocol(Protocol):
@@ -52,6 +57,9 @@ class Collector:
             between two calls acts one call later. Needs ``inference="worker"``.
         by_reference: Whether chunks stay in Ray's object store, on the nodes where they were taken: the batch has
             `chunk_refs` in the place of `chunks`, and its statistics are as ever. Needs ``inference="worker"``.
+        on_bad_obs: What becomes of an observation that is NaN or infinite: ``"raise"`` raises an ``EnvError`` that
+            names environment, step and key; ``"drop"`` leaves its episode out (`valid` is cleared, it is not counted,
+            and the environment begins another); ``"keep"`` takes it as it is.
 
     Raises:
         ConfigError: Settings that can't work together.
@@ -65,6 +73,7 @@ class Collector:
         seed: int | None = None,
         prefetch: bool = False,
         by_reference: bool = False,
+        on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
     ) -> None:
         check_choice("inference", inference, ("worker", "driver"))
         for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
@@ -77,6 +86,16 @@ class Collector:
                         remedy=f"Let the policy act in the workers, or leave {name} out.",
                     )
                 )
+        check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
+        if by_reference and on_bad_obs == "drop":
+            raise ConfigError(
+                message(
+                    "What stays in the object store can't be marked any more.",
+                    expected="on_bad_obs='raise' or 'keep'",
+                    got="on_bad_obs='drop' with by_reference=True",
+                    remedy="Leave by_reference out.",
+                )
+            )
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
@@ -86,9 +105,10 @@ class Collector:
         self._noise_seed = secrets.randbits(63) if seed is None else seed
         self._prefetch = prefetch
         self._by_reference = by_reference
+        self._on_bad_obs = on_bad_obs
         self._in_flight = False
         self._first_step = 0
-        self._num_dropped = 0
+        self._counts: Counter[str] = Counter()
         self._version = 0
         self._tracker = EpisodeTracker(env.num_envs)
         self._started = False
@@ -103,8 +123,6 @@ class Collector:
         """
         self._drop_flight()
         self._env.reset(seed=seed)
-        if hasattr(self._policy, "begin_episodes"):  # what acts in workers is told there
-            self._policy.begin_episodes(np.arange(self._env.num_envs))
         self._tracker.clear()
         self._started = True
 
@@ -137,25 +155,31 @@ class Collector:
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
+            EnvError: An observation is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a chunk in flight.
         """
         self._check_counts(n_step, n_episode)
         begin = time.monotonic()
         if not self._started:
-            self.reset(self._seed)
+            seed, self._seed = self._seed, None
+            self.reset(seed)
         if n_episode is not None:
-            if self._tracker.any_under_way or self._in_flight:
+            if self._tracker.under_way.any() or self._in_flight:
                 self.reset()  # half an episode is none, and those under way are the long ones
             return self._episodes(n_episode, begin)
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
-        taken = [self._land()] if self._in_flight else []
-        left = num_steps - sum(rollout.edges.num_steps for rollout in taken)
+        rollouts, episodes = [], []
+        if self._in_flight:
+            rollouts.append(self._land())
+            episodes.append(self._tracker.add(rollouts[0].edges)[0])
+        left = num_steps - sum(rollout.edges.num_steps for rollout in rollouts)
         if left > 0:
-            taken.append(self._rollout(left))
+            rollouts.append(self._rollout(left))
+            episodes.append(self._tracker.add(rollouts[-1].edges)[0])
         if self._prefetch:
             self._take_off(num_steps)
-        return self._batch(taken, [self._tracker.add(rollout.edges)[0] for rollout in taken], begin)
+        return self._batch(rollouts, episodes, begin)
 
     def drain(self) -> Batch | None:
         """Returns the chunk in flight as a batch, and begins none; None where none is in flight.
@@ -195,8 +219,7 @@ class Collector:
             self._take_off(num_steps)
             return self._land()
         rollout = self._env.rollout_driver(self._policy, num_steps, self._first_step, self._noise_seed, self._version)
-        self._first_step += num_steps
-        return rollout
+        return self._landed(rollout)
 
     def _take_off(self, num_steps: int) -> None:
         """Lets the workers begin a chunk."""
@@ -209,13 +232,35 @@ class Collector:
     def _land(self) -> Rollout:
         """Waits for the chunk in flight."""
         rollout = self._env.rollout_wait()
-        self._first_step += rollout.edges.num_steps
         self._in_flight = False
-        return rollout
+        return self._landed(rollout)
+
+    def _landed(self, rollout: Rollout) -> Rollout:
+        """Looks at what has been taken; returns what of it is to be used."""
+        self._first_step += rollout.edges.num_steps
+        self._counts["restarts"] += len(rollout.edges.restarts)
+        bad = rollout.edges.bad_obs
+        if bad is None or self._on_bad_obs == "keep":
+            return rollout
+        if self._on_bad_obs == "raise":
+            self._started = False  # the episodes that go on have lost a part
+            raise bad_obs_error(bad)
+        assert rollout.chunk is not None
+        chunk, goes_on, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.under_way)
+        self._counts["dropped episodes"] += count
+        logger.warning("%d episodes are left out: %s", count, bad.first)
+        if goes_on.any():
+            obs, _ = self._env.reset(options={"reset_mask": goes_on})
+            for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
+                kept[goes_on] = new[goes_on]
+        return replace(rollout, chunk=chunk, edges=replace(edges_of(chunk), bad_obs=bad))
 
     def _drop_flight(self) -> None:
         if self._in_flight:
-            self._num_dropped += self._land().edges.valid.size
+            rollout = self._env.rollout_wait()
+            self._first_step += rollout.edges.num_steps
+            self._counts["dropped steps"] += rollout.edges.valid.size
+            self._in_flight = False
 
     def _episodes(self, n_episode: int, begin: float) -> Batch:
         """Collects chunks until every environment has ended its quota of episodes."""
@@ -224,6 +269,8 @@ class Collector:
         rollouts, episodes = [], []
         while left.any():
             rollout = self._rollout(_CHUNK_STEPS)
+            if self._counts["dropped episodes"] > _MOST_DROPPED * n_episode and rollout.edges.bad_obs is not None:
+                raise bad_obs_error(rollout.edges.bad_obs)
             stats, places = self._tracker.add(rollout.edges)
             counts = np.zeros(len(places), bool)
             valid = rollout.edges.valid & (left > 0)
@@ -243,20 +290,21 @@ class Collector:
         collected = sum(int(edge.valid.sum()) for edge in edges)
         versions = [edge.weights_version for edge in edges]
         returns = np.concatenate([stats.returns for stats in episodes])
-        dropped, self._num_dropped = self._num_dropped, 0
+        counts, self._counts = self._counts, Counter()
         elapsed_s = time.monotonic() - begin
         stats = CollectStats(
             returns=returns,
             lens=np.concatenate([stats.lens for stats in episodes]),
             n_collected_steps=collected,
             n_collected_episodes=len(returns),
-            n_surplus_steps=taken - collected + dropped,
+            n_surplus_steps=taken - collected + counts["dropped steps"],
             collect_time_s=elapsed_s,
             steps_per_s=taken / elapsed_s,
             time_split_s=_time_split_s(rollouts, elapsed_s),
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
-            n_restarts=sum(len(edge.restarts) for edge in edges),
+            n_restarts=counts["restarts"],
+            n_dropped_episodes=counts["dropped episodes"],
         )
         chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
@@ -285,6 +333,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
 
+        The policy is what it was when it was passed: it must have the weights of that time, or be given some.
         A chunk in flight is waited for and dropped.
         """
         self._drop_flight()
@@ -292,7 +341,8 @@ class Collector:
         self._first_step = int(state["first_step"])
         self._version = int(state["version"])
         if self._store is not None:
-            self._store.version = self._version
+            self._store.drop()
+            self._store = self._env.publish(self._policy, self._version)
 
 
 def _with_valid(rollout: Rollout, valid: NDArray[np.bool_]) -> Rollout:

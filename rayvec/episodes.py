@@ -54,9 +54,10 @@ class EpisodeTracker:
         return stats, at
 
     @property
-    def any_under_way(self) -> bool:
-        """Whether some environment has taken a step since its last episode ended."""
-        return bool(self._lens.any())
+    def under_way(self) -> NDArray[np.bool_]:
+        """Which environments have taken a step since their last episode ended, ``bool [N]``."""
+        going_on: NDArray[np.bool_] = self._lens > 0
+        return going_on
 
     def clear(self) -> None:
         """Forgets the episodes under way."""

@@ -146,6 +146,7 @@ def rollout(
     first_id: int = 0,
     groups: Sequence[NDArray[np.int64]] | None = None,
     weights_version: int = 0,
+    begun: NDArray[np.int64] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment of `pool`.
@@ -162,6 +163,8 @@ def rollout(
         first_id: Global index of the pool's first environment.
         groups: Partition of the ids; while one steps, the policy works on the next. One group by default.
         weights_version: Written into the chunk.
+        begun: Ids of environments whose episode the policy has not seen the beginning of; a policy that remembers
+            forgets what it remembers of them, and of those that are reset from now on.
         stopwatch: Told where the time goes.
 
     Returns:
@@ -183,7 +186,7 @@ def rollout(
         recorder.add_infos(-1, batch)
         recorder.allocate(group, groups[group], batch.obs)
     if begin_episodes is not None:
-        begin_episodes(_begun(pool, batches[0]))
+        begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps):
         for group, ids in enumerate(groups):
             if t > 0:
@@ -216,6 +219,15 @@ def _begun(pool: EnvPool, batch: StepBatch) -> NDArray[np.int64]:
     if isinstance(pool, SerialPool):
         return pool.take_begun()
     return np.flatnonzero(batch.terminated | batch.truncated)
+
+
+def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Returns which environments are in an episode that the policy does not know, before the first step."""
+    ids = set() if begun is None else set(begun.tolist())
+    if isinstance(pool, SerialPool):
+        ids.update(pool.take_begun().tolist())
+    ids.update(info.env_id for info in batch.info if RESTARTED in info.info)
+    return np.array(sorted(ids), np.int64)
 
 
 class _Recorder:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BadObs",
     "Batch",
     "Chunk",
     "ChunkEdges",
@@ -266,6 +267,20 @@ class ChunkRef:
     ref: Any
 
 
+class BadObs(NamedTuple):
+    """Where observations of a chunk are NaN or infinite.
+
+    Attributes:
+        where: ``bool [T + 1, N]``: row t is `obs` at t, row T is `last_obs`.
+        finals: Of `final_obs`, ``bool [F]``.
+        first: The first of them, for a person: what it is, its key, step and environment.
+    """
+
+    where: NDArray[np.bool_]
+    finals: NDArray[np.bool_]
+    first: str
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkEdges:
     """What must be known of a chunk to tell its episodes apart, without what the policy saw and did.
@@ -282,6 +297,7 @@ class ChunkEdges:
         last_obs: Tree of ``[N, *obs_shape]``, for whoever must go on where a node is lost.
         weights_version: Version of the policy's weights.
         first_step: How many steps the environments had taken in chunks before this one.
+        bad_obs: Where observations are not finite; None if all are.
     """
 
     env_ids: NDArray[np.int64]
@@ -295,6 +311,7 @@ class ChunkEdges:
     last_obs: Tree
     weights_version: int
     first_step: int
+    bad_obs: BadObs | None = None
 
     @property
     def num_steps(self) -> int:
@@ -359,8 +376,8 @@ class CollectStats:
         lens: Their lengths in steps, ``int64 [F]``.
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
-        n_surplus_steps: Steps that were taken but are in no batch: beyond an ``n_episode`` quota, or in flight when
-            the collector was reset.
+        n_surplus_steps: Steps that were taken but don't belong to the batch: beyond an ``n_episode`` quota, of dropped
+            episodes, or in flight when the collector was reset.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
         time_split_s: The same seconds by what they went to: ``environment`` and ``inference``, of the mean worker;
@@ -370,6 +387,7 @@ class CollectStats:
         weights_versions: Oldest and newest version of the weights that acted.
         staleness: How many versions had been published after the oldest that acted when the batch was returned.
         n_restarts: How often an environment was made anew because it, its worker or its node had failed.
+        n_dropped_episodes: Episodes left out because an observation was not finite.
     """
 
     returns: NDArray[np.float64]
@@ -383,6 +401,7 @@ class CollectStats:
     weights_versions: tuple[int, int]
     staleness: int = 0
     n_restarts: int = 0
+    n_dropped_episodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
+        self._begun = np.ones(self.num_envs, bool)
+        self._acted: Any = None
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
         self._local_policy: tuple[Any, WeightStore] | None = None
@@ -237,6 +239,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if isinstance(seed, int):
             self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
+        self._begun[ids] = True
         self._reset_ids = ids
         self._pending = "reset"
 
@@ -406,6 +409,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._assert_pending("rollout")
         result = self._guarded(lambda: self._pool.finish_rollout(timeout))
         self._pending = None
+        self._acted = None  # a policy in the driver that remembers has missed this
         return result
 
     def rollout_driver(
@@ -413,6 +417,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
+        begun = self._everyone if policy is not self._acted else np.flatnonzero(self._begun)
+        self._acted = policy
+        self._begun[:] = False
         stopwatch = Stopwatch()
         chunk = self._guarded(
             lambda: rollout(
@@ -423,6 +430,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 first_step=first_step,
                 groups=self.groups,
                 weights_version=weights_version,
+                begun=begun,
                 stopwatch=stopwatch,
             )
         )
@@ -433,10 +441,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 self.groups = split_groups(self._pool.topology, 2)
         return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
 
-    def publish(self, policy: Any) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights."""
+    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights.
+
+        Args:
+            policy: Pickled as it is now.
+            first_version: Of the weights that it brings along.
+        """
         self._assert_idle("publish")
-        return WeightStore(self._pool, as_policy(policy))
+        return WeightStore(self._pool, as_policy(policy), first_version)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""
@@ -540,6 +553,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise
 
     def _note_done(self, batch: StepBatch) -> None:
+        self._begun[batch.env_ids] |= batch.terminated | batch.truncated
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated
 

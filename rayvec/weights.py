@@ -33,7 +33,7 @@ class WeightStore:
         self._pool = pool
         self._size: int | None = None
         self._current: Any = None
-        pool.acting.load(self.key, cloudpickle.dumps(policy))
+        pool.acting.load(self.key, cloudpickle.dumps(policy), first_version)
 
     def publish(self, weights: NDArray[np.float32]) -> int:
         """Publishes a flat vector of weights; every chunk that begins from now on is taken with it.

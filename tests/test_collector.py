@@ -16,7 +16,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from test_rollout import assert_same_chunk
 
 from rayvec.collector import Collector, EpisodeTracker
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import (
     CoinEnv,
     CountingEnv,
@@ -273,6 +273,22 @@ class TestState:
         assert chunk.first_step == 10
         assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_the_first_chunk_after_it_says_which_weights_acted(self, counting: RayVecEnv, inference: Any) -> None:
+        weights = TablePolicy(seed=3).weights()
+        first = Collector(counting, TablePolicy(), inference, seed=5)
+        for _ in range(4):
+            first.set_weights(weights)
+        second = Collector(counting, TablePolicy(seed=3), inference, seed=5)
+        second.load_state_dict(first.state_dict())
+        second.reset()
+        for version in (4, 5):
+            batch = second.collect(n_step=20)
+            chunk = batch.chunks[0]
+            assert batch.stats.weights_versions == (version, version) and batch.stats.staleness == 0
+            assert_identical(chunk.extras["logp"], TablePolicy(seed=3)._logp[chunk.extras["state"], chunk.act])
+            second.set_weights(weights)
+
     def test_reset_begins_new_episodes_and_forgets_the_old(self, counting: RayVecEnv) -> None:
         collector = Collector(counting, TablePolicy(), seed=5)
         collector.collect(n_step=5 * 4)
@@ -323,6 +339,43 @@ class TestInput:
         env.close()
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             collector.collect(n_step=1)
+
+
+def raises_at_ten(obs: Any) -> Any:
+    if (obs[:, 3] >= 10).any():
+        raise LookupError("the policy gave up")
+    return np.zeros(len(obs), int)
+
+
+class TestPoliciesThatFail:
+    @pytest.mark.parametrize("prefetch", [False, True])
+    def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
+        env = make_vec([CountingEnv] * 2, nodes=2)
+        collector = Collector(env, raises_at_ten, seed=0, prefetch=prefetch)
+        with pytest.raises(LookupError, match="the policy gave up") as caught:
+            for _ in range(3):
+                collector.collect(n_step=2 * 8)
+        cause = caught.value.__cause__
+        assert isinstance(cause, EnvError)
+        assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_one_that_returns_wrong_shapes(self, make_vec: MakeVec, inference: Any) -> None:
+        for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
+            with pytest.raises(ConfigError, match="Remedy"):
+                Collector(make_vec([CountingEnv] * 2), wrong, inference).collect(n_step=2)
+
+    def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
+        from rayvec.nets import make_actor_critic
+        from rayvec.policies import Policy
+
+        env = make_vec([DriftEnv] * 2)
+        policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space))
+        collector = Collector(env, policy)
+        collector.set_weights(np.zeros(3, np.float32))
+        with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
+            collector.collect(n_step=2)
+        assert "worker 0" in str(caught.value.__cause__)
 
 
 def test_a_tracker_does_not_count_what_is_not_valid() -> None:

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from kinds import ALL_SPACES, ARRAY_SPACES, factory
 
 from rayvec.chunks import join_chunks
+from rayvec.collector import Collector
 from rayvec.errors import ConfigError
-from rayvec.noise import keyed_noise
+from rayvec.noise import NO_NOISE, keyed_noise
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout import CallablePolicy, as_policy, rollout
-from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.testing import CountingEnv, DriftEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
 from rayvec.types import Chunk, tree_map
 from rayvec.vector import RayVecEnv
 
@@ -286,3 +287,60 @@ class TestPolicies:
         with pytest.raises(TypeError, match="pickle"):
             env.rollout(policy, 3, "worker", seed=0)
         assert env.rollout(policy, 3, "driver", seed=0).num_steps == 3
+
+
+class Diarist:
+    """Remembers of every environment which episode it first saw since it was told of a new one."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, ...]] = {}
+
+    def begin_episodes(self, rows: Any) -> None:
+        for row in rows.tolist():
+            self._seen.pop(row, None)
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        now = [tuple(row) for row in obs[:, :2].tolist()]
+        mixed_up = [self._seen.setdefault(row, episode) != episode for row, episode in enumerate(now)]
+        return np.zeros(len(obs), int), {"mixed_up": np.array(mixed_up)}
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
+class TestMemory:
+    """A policy that remembers is told of every new episode, also of one that began before the chunk."""
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_across_steps_and_resets_in_between(self, make_vec: MakeVec, mode: str, inference: Any) -> None:
+        env = make_vec([CountingEnv] * 4, workers=2, autoreset_mode=mode)
+        policy = Diarist()
+        chunks = [env.rollout(policy, 9, inference, seed=1)]
+        for _ in range(3):
+            chunks.append(env.rollout(policy, 5, inference))
+            env.reset(options={"reset_mask": np.array([True, False, True, False])})
+            chunks.append(env.rollout(policy, 5, inference))
+            env.step(np.zeros(4, int))
+            chunks.append(env.rollout(policy, 5, inference))
+            env.reset()
+        assert sum(len(chunk.final_index) for chunk in chunks) > 20
+        assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_two_policies_in_turn(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([CountingEnv] * 3)
+        collectors = [Collector(env, Diarist(), inference, seed=0) for _ in range(2)]
+        for _ in range(4):
+            for collector in collectors:
+                assert not collector.collect(n_step=3 * 5).chunks[0].extras["mixed_up"].any()
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_after_restarts(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 4)], on_env_error="restart")
+        policy = Diarist()
+        chunks = [env.rollout(policy, 3, inference, seed=seed) for seed in (1, None, None, None)]
+        assert sum(len(chunk.restarts) for chunk in chunks) > 0
+        assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MakeVec
+from ray.experimental import get_object_locations
 
 from rayvec.errors import ConfigError
 from rayvec.noise import NO_NOISE
@@ -91,6 +96,34 @@ def test_stores_do_not_mix(make_vec: MakeVec) -> None:
         store.publish(np.full(5, k + 1, np.float32))
     sums = [rollout(env, store, 1).extras["sum"][0, 0] for store in stores]
     assert sums == [5.0, 10.0, 0.0]
+
+
+def test_a_node_fetches_once_and_its_workers_read_the_same_memory(make_vec: MakeVec) -> None:
+    """A million parameters for 2 nodes of 8 workers: a copy on each node, and one block for all of its workers."""
+    env = make_vec([CountingEnv] * 16, 2, 8)
+    store = env.publish(Weighs())
+    size = 1_000_000
+    for version in (1, 2):
+        store.publish(np.full(size, version, np.float32))
+        assert (rollout(env, store, 1).extras["sum"] == version * size).all()
+        until = time.monotonic() + 60
+        nodes = sorted(node.node_id for node in env.topology.nodes)
+        while sorted(get_object_locations([store._current])[store._current]["node_ids"]) != nodes:
+            assert time.monotonic() < until, "Ray reports after a while where a copy lies"
+    for pids in env.worker_pids().values():
+        assert len(pids) == 1 + 8
+        shared = set.intersection(*(large_memory(pid, 4 * size) for pid in pids))
+        assert len(shared) == 1
+
+
+def large_memory(pid: int, num_bytes: int) -> set[int]:
+    """Returns the inodes of the shared memory of a process that has at least so many bytes."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry).startswith("/memfd:") and entry.stat().st_size >= num_bytes:
+                found.add(entry.stat().st_ino)
+    return found
 
 
 def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:

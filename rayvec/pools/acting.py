@@ -80,14 +80,14 @@ class ActingNodes:
     def __init__(self, nodes: Sequence[_HasHandle], replace: Callable[[int, NodeLostError], None]) -> None:
         self._nodes = nodes
         self._replace = replace
-        self._policies: dict[int, bytes] = {}
+        self._policies: dict[int, tuple[bytes, int]] = {}
         self._weights: dict[int, tuple[int, Any]] = {}
         self._flight: _Flight | None = None
 
-    def load(self, key: int, policy: bytes) -> None:
-        """Gives every worker of every node a pickled policy, to be named by `key`."""
-        self._policies[key] = policy
-        self._ask_all("ask", "load_policy", key, policy)
+    def load(self, key: int, policy: bytes, version: int = 0) -> None:
+        """Gives every worker of every node a pickled policy, to be named by `key`, with weights of a version."""
+        self._policies[key] = policy, version
+        self._ask_all("ask", "load_policy", key, policy, version)
 
     def drop(self, key: int) -> None:
         """Lets every worker forget a policy and its weights."""
@@ -109,7 +109,7 @@ class ActingNodes:
     def install(self, handle: NodeHandle) -> None:
         """Gives a node that takes the place of another every policy, with the weights that it is to act with next."""
         for key, policy in self._policies.items():
-            handle.call("ask", "load_policy", key, policy)
+            handle.call("ask", "load_policy", key, *policy)
             flying = self._flight is not None and self._flight.key == key
             weights = self._flight.weights if self._flight is not None and flying else self._weights.get(key)
             if weights is not None:

@@ -245,7 +245,7 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
         return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse what they return
 
     def write_array(row: int, value: Any) -> None:
-        if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+        if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
             value = _fitted(value, dtype, shape)
         array[row] = value
 

@@ -272,10 +272,11 @@ class ProcessPool(PoolClient):
         ]
         return self._workers.respawn(index, policies, [self._weights[key].fd for key in with_weights])
 
-    def load_policy(self, key: int, policy: bytes) -> None:
-        """Gives every worker a pickled policy, to be named by `key`."""
+    def load_policy(self, key: int, policy: bytes, version: int = 0) -> None:
+        """Gives every worker a pickled policy, to be named by `key`, that brings weights of a version along."""
         self._ask_all("load_policy", key, policy)
         self._policies[key] = policy
+        self._versions[key] = version
 
     def drop_policy(self, key: int) -> None:
         """Lets every worker forget a policy and its weights."""
@@ -313,7 +314,7 @@ class ProcessPool(PoolClient):
             Their joint chunk, its columns in the order of environments, with global ids; and each worker's times.
         """
         self._snapshot()
-        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
+        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key])
         packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
         chunk = join_chunks([part.unpack() for part in packed])
         self.stepped_by_another(chunk.last_obs)

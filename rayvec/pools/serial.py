@@ -78,6 +78,7 @@ class SerialPool:
                 raise EnvsFailed([failure]) from error
         self._between_episodes = [False] * self.num_envs
         self._begun: set[int] = set()
+        self._everyone: NDArray[np.int64] | None = None
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         layout = ArrayLayout.of(self._envs[0].observation_space)
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
@@ -140,28 +141,32 @@ class SerialPool:
         next_step, same_step = autoreset == Autoreset.NEXT_STEP, autoreset == Autoreset.SAME_STEP
         envs, write_obs, between, cut_rows = self._envs, self._write_obs, self._between_episodes, self._cut_rows
         rew, terminated, truncated = self.rew, self.terminated, self.truncated
+        end_cut_episode, reset_again = self._end_cut_episode, self._reset_again
+        selected = slice(None) if len(rows) == self.num_envs else rows
+        terminated[selected] = truncated[selected] = False  # most steps end nothing: they need not write it one by one
         for row, action in zip(rows, actions, strict=True):
-            recovery = self._end_cut_episode
+            recovery = end_cut_episode
             try:
                 if cut_rows and row in cut_rows:
-                    self._end_cut_episode(row, same_step, infos)
+                    end_cut_episode(row, same_step, infos)
                     continue
                 if next_step and between[row]:
-                    recovery = self._reset_again
-                    self._reset_again(row, same_step, infos)
+                    recovery = reset_again
+                    reset_again(row, same_step, infos)
                     continue
                 obs, reward, term, trunc, info = envs[row].step(action)
-                if (term or trunc) and same_step:
-                    rew[row], terminated[row], truncated[row] = reward, term, trunc
-                    infos.append(RawInfo(self._first_id + row, {}, deepcopy(obs), _copied(info)))
-                    recovery = self._reset_within_step
-                    self._reset_within_step(row, same_step, infos)
-                    continue
-                write_obs(row, obs)
                 rew[row] = reward
-                terminated[row] = term
-                truncated[row] = trunc
-                between[row] = bool(term or trunc)
+                if term or trunc:
+                    terminated[row], truncated[row] = term, trunc
+                    if same_step:
+                        infos.append(RawInfo(self._first_id + row, {}, _kept(obs), _copied(info)))
+                        recovery = self._reset_within_step
+                        self._reset_within_step(row, same_step, infos)
+                        continue
+                    between[row] = True
+                else:
+                    between[row] = False
+                write_obs(row, obs)
                 if info:
                     infos.append(RawInfo(self._first_id + row, _copied(info)))
             except Exception as error:
@@ -234,7 +239,8 @@ class SerialPool:
         self._write_obs(row, obs)
         self._begun.add(row)
         self._between_episodes[row] = False
-        infos[-1] = infos[-1]._replace(info=_copied(info))
+        last = infos[-1]
+        infos[-1] = RawInfo(last.env_id, _copied(info), last.final_obs, last.final_info)
 
     def _end_cut_episode(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Answers a step that did not happen: the last true observation, reward 0, truncated."""
@@ -389,9 +395,13 @@ class SerialPool:
             error = failed.failures[0][1].rebuild()
         raise error
 
+    def _is_everyone(self, env_ids: NDArray[np.int64]) -> bool:
+        if env_ids is not self._everyone and np.array_equal(env_ids, np.arange(self.num_envs)):
+            self._everyone = env_ids  # a rollout passes the same array again and again
+        return env_ids is self._everyone
+
     def _batch(self, env_ids: NDArray[np.int64], infos: Sequence[RawInfo]) -> StepBatch:
-        everything = len(env_ids) == self.num_envs and bool((env_ids == np.arange(self.num_envs)).all())
-        rows: Any = slice(None) if everything else env_ids
+        rows: Any = slice(None) if self._is_everyone(env_ids) else env_ids
         return StepBatch(
             env_ids,
             index_tree(self.obs, rows),
@@ -405,6 +415,13 @@ class SerialPool:
 def _only_if_given(seed: int | None) -> dict[str, Any]:
     """Arguments of an automatic reset: none at all, as Gymnasium has it, unless there is a seed to set."""
     return {} if seed is None else {"seed": seed}
+
+
+def _kept(obs: Any) -> Any:
+    """Copies an observation, since some environments change what they returned."""
+    if type(obs) is np.ndarray and not obs.dtype.hasobject:
+        return obs.copy()  # a tenth of what deepcopy takes for a few numbers
+    return deepcopy(obs)
 
 
 _IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)

@@ -94,6 +94,7 @@ class Worker:
         self._sender = BulkSender(pipe)
         self._closed = False
         self._policies: dict[int, _HeldPolicy] = {}
+        self._acted: int | None = None
         try:
             factory = pickle.loads(spec.factory)
             self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
@@ -241,6 +242,8 @@ class Worker:
     def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> PackedChunk:
         """Takes steps with a policy over this worker's slice."""
         stopwatch = Stopwatch()
+        begun = np.arange(self.pool.num_envs) if key != self._acted else None
+        self._acted = key
         chunk = rollout(
             self.pool,
             self._policies[key].at(weights_version),
@@ -249,6 +252,7 @@ class Worker:
             first_step=first_step,
             first_id=self._spec.first_id,
             weights_version=weights_version,
+            begun=begun,
             stopwatch=stopwatch,
         )
         times = stopwatch.read()
@@ -287,9 +291,8 @@ class _HeldPolicy:
             self._block = None
 
     def at(self, version: int) -> ActingPolicy:
-        """Returns the policy with this version of its weights, which is what the block holds."""
-        if version != self._version:
-            assert self._block is not None
+        """Returns the policy with this version of its weights: what the block holds, or what it brought along."""
+        if self._block is not None and version != self._version:
             self._policy.load_weights(self._block.arrays["weights"])
             self._version = version
         return self._policy

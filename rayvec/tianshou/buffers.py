@@ -96,6 +96,28 @@ def add_chunk(
     return insertion.add(0, chunk.num_steps)
 
 
+def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
+    """Ends the episode under way of one environment with its last transition, uncounted.
+
+    Args:
+        buffer: Which has it.
+        buffer_id: The environment's sub-buffer.
+    """
+    (sub,), (offset,) = _sub_buffers(buffer, np.array([buffer_id])), _offsets(buffer, np.array([buffer_id])).tolist()
+    if sub._ep_len == 0:
+        return
+    if sub._size > 0:
+        last = int(sub.last_index[0]) + offset
+        buffer._meta.truncated[last] = buffer._meta.done[last] = True
+    sub._ep_return, sub._ep_len, sub._ep_start_idx = 0.0, 0, sub._insertion_idx
+    if isinstance(buffer, CachedReplayBuffer):
+        index = buffer.main_buffer.update(sub)
+        sub.reset()
+        buffer._lengths[0], buffer._lengths[buffer_id + 1] = len(buffer.main_buffer), 0
+        buffer.last_index[0] = index[-1] if len(index) else -1
+        buffer.last_index[buffer_id + 1] = offset
+
+
 class ChunkInsertion:
     """A chunk on its way into a buffer, all at once or in several pieces; arguments as of :func:`add_chunk`."""
 
@@ -136,24 +158,8 @@ class ChunkInsertion:
         if start == 0:
             for t, n in self._chunk.restarts.tolist():
                 if t <= 0:
-                    self._truncate(n)
+                    truncate_open_episode(self._buffer, int(self._ids[n]))
         return self._add_in_bulk(start, stop) if self._bulk else self._add_in_order(start, stop)
-
-    def _truncate(self, column: int) -> None:
-        """Ends the episode under way of one environment with its last transition, uncounted."""
-        sub, buffer = self._subs[column], self._buffer
-        if sub._ep_len == 0:
-            return
-        if sub._size > 0:
-            last = int(sub.last_index[0]) + int(self._offsets[column])
-            buffer._meta.truncated[last] = buffer._meta.done[last] = True
-        sub._ep_return, sub._ep_len, sub._ep_start_idx = 0.0, 0, sub._insertion_idx
-        if isinstance(buffer, CachedReplayBuffer):
-            index = buffer.main_buffer.update(sub)
-            sub.reset()
-            buffer._lengths[0], buffer._lengths[self._ids[column] + 1] = len(buffer.main_buffer), 0
-            buffer.last_index[0] = index[-1] if len(index) else -1
-            buffer.last_index[self._ids[column] + 1] = self._offsets[column]
 
     # In bulk.
 

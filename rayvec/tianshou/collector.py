@@ -22,6 +22,7 @@ from tianshou.env import BaseVectorEnv
 
 from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
+from rayvec.tianshou.absent import without_absent_rows
 from rayvec.tianshou.buffers import Added, ChunkInsertion
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 from rayvec.tianshou.pool_env import APART
@@ -160,7 +161,12 @@ class Collector(tianshou.data.Collector[Any]):
                     remedy="Leave unbiased=True out, or what asks for single steps.",
                 )
             )
-        stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        with without_absent_rows(self) as rows:
+            stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        stats.__class__ = self.collect_stats_class
+        stats.n_collected_steps -= rows.count
+        self.collect_step -= rows.count
+        self.collect_episode -= rows.count  # in the loop each has ended an episode
         self._state_in_driver = self._pre_collect_hidden_state_RH is not None
         return stats
 

@@ -22,6 +22,7 @@ from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,
+    CollectStats,
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
     VectorReplayBuffer,
@@ -221,16 +222,20 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
     assert "can't be pickled" in caplog.text
 
 
-def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object) -> None:
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object, inference: Any) -> None:
     """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
+    shown: list[Any] = []
     fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
     with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart")) as venv:
         for first in (12, 4):
             venv.seed([100, 200])  # episodes of many steps
             venv.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
-            collector = Collector(Exact(), venv, VectorReplayBuffer(100, 2))
+            buffer = VectorReplayBuffer(100, 2)
+            collector = Collector(Exact(), venv, buffer, on_episode_done_hook=shown.append, inference=inference)
             collector.reset()
             stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
+            assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
             rows = collector.buffer[:]
             steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
             assert (steps == 1).all()  # every transition is one step of one episode
@@ -241,6 +246,17 @@ def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object) 
             assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
             assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
             assert len(collector.buffer) == first + 24 - 2
+            assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_an_environment_that_fails_before_anything_is_stored(ray_cluster: object, inference: Any) -> None:
+    fns = [partial(FaultyEnv, "raise", "step", 0), partial(FaultyEnv, "raise", "step", 0)]
+    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=1, on_env_error="restart")) as venv:
+        venv.seed([100, 200])
+        collector = Collector(Exact(), venv, VectorReplayBuffer(100, 2), inference=inference)
+        collector.reset()
+        assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
 
 
 class TestTrainers:
