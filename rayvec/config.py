@@ -357,7 +357,7 @@ class IMPALAConfig(TrainConfig):
     entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
 
-    max_grad_norm: Positive = 40.0
+    max_grad_norm: Positive = 0.5
     """Global norm that gradients are clipped to."""
 
     clip_reward: Positive | None = None
