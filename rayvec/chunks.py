@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.types import Chunk, ChunkInfo, Tree, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkEdges, ChunkInfo, Tree, tree_leaves, tree_map
 
-__all__ = ["counted_ends", "join_chunks"]
+__all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
@@ -80,3 +80,39 @@ def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
             pairs = zip(tree_leaves(chunk.final_obs), tree_leaves(chunk.obs), strict=True)
             ended[t - 1, n] &= not all(np.array_equal(final[row], obs[t, n]) for final, obs in pairs)
     return ended
+
+
+def edges_of(chunk: Chunk) -> ChunkEdges:
+    """Returns the edges of a chunk; arrays are shared with it."""
+    return ChunkEdges(
+        env_ids=chunk.env_ids,
+        rew=chunk.rew,
+        terminated=chunk.terminated,
+        truncated=chunk.truncated,
+        valid=chunk.valid,
+        ended=counted_ends(chunk),
+        final_index=chunk.final_index,
+        restarts=chunk.restarts,
+        last_obs=chunk.last_obs,
+        weights_version=chunk.weights_version,
+        first_step=chunk.first_step,
+    )
+
+
+def join_edges(parts: Sequence[ChunkEdges]) -> ChunkEdges:
+    """Joins the edges of chunks that :func:`join_chunks` would join."""
+    offsets = np.cumsum([0, *(part.rew.shape[1] for part in parts)]).tolist()
+
+    def join(name: str, axis: int = 1) -> Tree:
+        trees = [getattr(part, name) for part in parts]
+        return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
+
+    return ChunkEdges(
+        env_ids=join("env_ids", 0),
+        **{name: join(name) for name in ("rew", "terminated", "truncated", "valid", "ended")},
+        final_index=_place(offsets, [part.final_index for part in parts])[0],
+        restarts=_place(offsets, [part.restarts for part in parts])[0],
+        last_obs=join("last_obs", 0),
+        weights_version=min(part.weights_version for part in parts),
+        first_step=parts[0].first_step,
+    )

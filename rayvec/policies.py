@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from gymnasium import spaces
@@ -202,7 +202,7 @@ class Actor(Protocol):
 
 @dataclass
 class MLPActor:
-    """Linear layers with tanh between them, in NumPy.
+    """Linear layers with tanh or ReLU between them, in NumPy.
 
     Attributes:
         encoder: From observations to rows of numbers.
@@ -214,6 +214,7 @@ class MLPActor:
             of standard deviations), which follow those that the last layer puts out.
         normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
             leaves them as they are.
+        activation: What stands between the layers.
     """
 
     encoder: Encoder
@@ -222,6 +223,7 @@ class MLPActor:
     num_weights: int
     constants: slice
     normalizer: tuple[int, int] | None = None
+    activation: Literal["tanh", "relu"] = "tanh"
     _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
 
@@ -237,7 +239,10 @@ class MLPActor:
         for weight, bias in self._arrays[:-1]:
             rows = rows @ weight
             rows += bias
-            np.tanh(rows, rows)
+            if self.activation == "relu":
+                np.maximum(rows, 0, out=rows)
+            else:
+                np.tanh(rows, rows)
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias

@@ -20,7 +20,7 @@ from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.memory import ArrayLayout, tree_writer
 from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
-from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkInfo, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 
@@ -102,33 +102,22 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
-class StopwatchPolicy:
-    """A policy that notes how long it acts.
-
-    Args:
-        policy: What acts.
+class Stopwatch:
+    """Adds up where the time of rollouts goes.
 
     Attributes:
-        elapsed_s: Seconds of wall time so far.
+        environment_s: Seconds of wall time until environments had answered.
+        inference_s: Until the policy had chosen.
     """
 
-    def __init__(self, policy: ActingPolicy) -> None:
-        self.noise = policy.noise
-        self.elapsed_s = 0.0
-        self._policy = policy
-        if hasattr(policy, "begin_episodes"):
-            self.begin_episodes = policy.begin_episodes
+    def __init__(self) -> None:
+        self.environment_s = 0.0
+        self.inference_s = 0.0
+        self._began_s = time.perf_counter()
 
-    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Acts against the clock."""
-        begin = time.perf_counter()
-        result = self._policy.act(obs, noise)
-        self.elapsed_s += time.perf_counter() - begin
-        return result
-
-    def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Hands weights on."""
-        self._policy.load_weights(weights)
+    def read(self) -> RolloutTimes:
+        """Returns the times since it was made."""
+        return RolloutTimes(time.perf_counter() - self._began_s, self.environment_s, self.inference_s)
 
 
 def two_groups_pay(policy_s: float, stepping_s: float) -> bool:
@@ -157,6 +146,7 @@ def rollout(
     first_id: int = 0,
     groups: Sequence[NDArray[np.int64]] | None = None,
     weights_version: int = 0,
+    stopwatch: Stopwatch | None = None,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment of `pool`.
 
@@ -172,11 +162,13 @@ def rollout(
         first_id: Global index of the pool's first environment.
         groups: Partition of the ids; while one steps, the policy works on the next. One group by default.
         weights_version: Written into the chunk.
+        stopwatch: Told where the time goes.
 
     Returns:
         The chunk, in newly allocated memory.
     """
-    n = pool.num_envs
+    n, now = pool.num_envs, time.perf_counter
+    stopwatch = stopwatch or Stopwatch()
     begin_episodes = getattr(policy, "begin_episodes", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(n)]
@@ -195,17 +187,23 @@ def rollout(
     for t in range(num_steps):
         for group, ids in enumerate(groups):
             if t > 0:
+                began_s = now()
                 batches[group] = pool.recv(ids)
+                stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
                     begin_episodes(_begun(pool, batches[group]))
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
+            began_s = now()
             actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
+            stopwatch.inference_s += now() - began_s
             recorder.add_actions(t, group, actions, extras)
             pool.send(ids, actions, Autoreset.SAME_STEP)
     for group, ids in enumerate(groups):
+        began_s = now()
         batch = pool.recv(ids)
+        stopwatch.environment_s += now() - began_s
         recorder.add_results(num_steps - 1, group, batch)
         recorder.add_last_obs(group, batch.obs)
         if begin_episodes is not None:

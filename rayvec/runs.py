@@ -30,11 +30,12 @@ from typing import Any
 
 import rayvec
 from rayvec import checkpoint
-from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, TrainConfig
+from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.errors import CheckpointError, ConfigError, message
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
 from rayvec.types import CollectStats
 from rayvec.vector import RayVecEnv
 
@@ -54,7 +55,11 @@ __all__ = [
     "save_result",
 ]
 
-LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner, IMPALAConfig: IMPALALearner}
+LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
+    PPOConfig: PPOLearner,
+    SACConfig: SACLearner,
+    IMPALAConfig: IMPALALearner,
+}
 """What learns, by the class of its settings: called with the spaces of one environment and the settings."""
 
 _PARTS = {"weights", "learner", "collector", "progress"}

@@ -6,7 +6,6 @@ import inspect
 import multiprocessing
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -31,13 +30,14 @@ from rayvec.batching import (
     parse_autoreset_mode,
     split_groups,
 )
+from rayvec.chunks import edges_of
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
-from rayvec.rollout import StopwatchPolicy, as_policy, rollout, two_groups_pay
-from rayvec.types import Chunk, StepBatch, Topology, Tree, tree_map
+from rayvec.rollout import Stopwatch, as_policy, rollout, two_groups_pay
+from rayvec.types import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVecEnv", "make_vec"]
@@ -361,29 +361,42 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 if self._local_policy is not None:
                     self._local_policy[1].drop()
                 self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
-            chunk, _ = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
+            taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:
-            chunk = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
+            taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
         self._chunk_steps += num_steps
-        return chunk
+        assert taken.chunk is not None
+        return taken.chunk
 
     def rollout_workers(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, float]:
-        """Lets the workers act with a published policy; returns also the seconds that the slowest node took."""
-        self.rollout_async(weights, num_steps, first_step, noise_seed)
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> Rollout:
+        """Lets the workers act with a published policy.
+
+        Args:
+            weights: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store.
+        """
+        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
         return self.rollout_wait()
 
-    def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
+    def rollout_async(
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
         """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
 
         Until then the environments are busy, but weights may be published: the next chunk begins with them.
         """
         self._begin_rollout(num_steps)
-        self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
+        self._guarded(
+            lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
+        )
         self._pending = "rollout"
 
-    def rollout_wait(self, timeout: float | None = None) -> tuple[Chunk, float]:
+    def rollout_wait(self, timeout: float | None = None) -> Rollout:
         """Waits for :meth:`rollout_async`, for up to `timeout` seconds.
 
         Raises:
@@ -397,28 +410,28 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def rollout_driver(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
-    ) -> Chunk:
+    ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
-        acting = StopwatchPolicy(as_policy(policy))
-        begin = time.perf_counter()
+        stopwatch = Stopwatch()
         chunk = self._guarded(
             lambda: rollout(
                 self._pool,
-                acting if self._groups_undecided else as_policy(policy),
+                as_policy(policy),
                 num_steps,
                 noise_seed=noise_seed,
                 first_step=first_step,
                 groups=self.groups,
                 weights_version=weights_version,
+                stopwatch=stopwatch,
             )
         )
+        times = stopwatch.read()
         if self._groups_undecided:
             self._groups_undecided = False
-            stepping_s = time.perf_counter() - begin - acting.elapsed_s
-            if two_groups_pay(acting.elapsed_s, stepping_s):
+            if two_groups_pay(times.inference_s, times.whole_s - times.inference_s):
                 self.groups = split_groups(self._pool.topology, 2)
-        return chunk
+        return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
 
     def publish(self, policy: Any) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, message
 
-__all__ = ["ALONE", "Alone", "Ranks", "check_minibatch", "gather_counts", "global_moments"]
+__all__ = ["ALONE", "Alone", "ClosableRanks", "Ranks", "check_minibatch", "gather_counts", "global_moments"]
 
 
 class Ranks(Protocol):
@@ -34,9 +34,16 @@ class Ranks(Protocol):
         Every rank calls it equally often, with tensors of the same shape and dtype, also a rank that has no rows.
 
         Raises:
-            LearnerError: A rank is gone or did not come in time.
+            RankLostError: A rank is gone or did not come in time.
         """
         ...
+
+
+class ClosableRanks(Ranks, Protocol):
+    """Ranks that a rank can leave."""
+
+    def close(self) -> None:
+        """Gives up: whoever waits for this rank is told so, soon or by its timeout. May be called again."""
 
 
 class Alone:
@@ -48,6 +55,9 @@ class Alone:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""
         return tensor
+
+    def close(self) -> None:
+        """Nobody waits."""
 
 
 ALONE = Alone()

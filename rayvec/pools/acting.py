@@ -9,17 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rayvec.errors import NodeLostError
 from rayvec.pools.remote import NodeHandle
-from rayvec.types import Chunk
+from rayvec.types import ChunkEdges, RolloutTimes
 
-__all__ = ["ActingNodes"]
+__all__ = ["ActingNodes", "NodePart"]
 
 
 class _HasHandle(Protocol):
     handle: NodeHandle
+
+
+class NodePart(NamedTuple):
+    """What a node answers when its part of a chunk is taken.
+
+    Attributes:
+        times: Of each of its workers.
+        edges: Of its part, where that stays in the object store.
+        chunk: Its part, or else a reference to it.
+    """
+
+    times: tuple[RolloutTimes, ...]
+    edges: ChunkEdges | None
+    chunk: Any
 
 
 @dataclass(slots=True)
@@ -31,17 +45,28 @@ class _Flight:
         args: What the nodes were asked for.
         weights: Version of its weights and the reference to them when the chunk began; None for those that the policy
             brought along.
-        asked: Of each node, who was asked, and the reference to the answer.
+        asked: Of each node, who was asked, and the references to its answer and to its part of the chunk.
         publishing: Likewise of weights that were published meanwhile.
         parts: Answers so far, by the number of the node.
+        waited_s: How long somebody has waited for them.
     """
 
     key: int
-    args: tuple[int, ...]
+    args: tuple[Any, ...]
     weights: tuple[int, Any] | None
-    asked: list[tuple[NodeHandle, Any]]
+    asked: list[tuple[NodeHandle, tuple[Any, Any]]]
     publishing: list[tuple[NodeHandle, Any]] = field(default_factory=list)
-    parts: dict[int, tuple[Chunk, float]] = field(default_factory=dict)
+    parts: dict[int, NodePart] = field(default_factory=dict)
+    waited_s: float = 0.0
+
+    def wait(self, handle: NodeHandle, refs: tuple[Any, Any], deadline: float | None = None) -> NodePart:
+        """Waits for the answer of a node, and fetches its part unless that stays where it is."""
+        began_s = time.monotonic()
+        try:
+            times, edges = handle.get(refs[0], None if deadline is None else max(0.0, deadline - began_s))
+        finally:
+            self.waited_s += time.monotonic() - began_s
+        return NodePart(times, edges, handle.get(refs[1]) if edges is None else refs[1])
 
 
 class ActingNodes:
@@ -90,20 +115,21 @@ class ActingNodes:
             if weights is not None:
                 handle.call("publish", key, *weights)
 
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool) -> None:
         """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it."""
         assert self._flight is None, "one chunk at a time"
-        args = (key, num_steps, first_step, noise_seed)
-        self._flight = _Flight(key, args, self._weights.get(key), self._call_all("rollout", *args))
+        args = (key, num_steps, first_step, noise_seed, with_edges)
+        asked = [(node.handle, _ask_rollout(node.handle, args)) for node in self._nodes]
+        self._flight = _Flight(key, args, self._weights.get(key), asked)
 
-    def finish(self, timeout_s: float | None = None) -> list[tuple[Chunk, float]]:
+    def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
         """Waits for the chunk under way.
 
         A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere, from new
         episodes, with the weights that the others acted with.
 
         Returns:
-            Of every node its part, and the seconds that took.
+            The answer of every node, and how long they were waited for, in seconds.
 
         Raises:
             NotReady: It takes longer; the chunk stays under way.
@@ -111,27 +137,26 @@ class ActingNodes:
         flight = self._flight
         assert flight is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for number, (handle, ref) in enumerate(flight.asked):
+        for number, (handle, refs) in enumerate(flight.asked):
             if number not in flight.parts:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
-                    flight.parts[number] = handle.get(ref, left)
+                    flight.parts[number] = flight.wait(handle, refs, deadline)
                 except NodeLostError as error:
                     flight.parts[number] = self._take_again(flight, number, handle, error)
         for handle, ref in flight.publishing:
             if any(node.handle is handle for node in self._nodes):
                 handle.get(ref)
         self._flight = None
-        return [flight.parts[number] for number in range(len(flight.asked))]
+        return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
 
-    def _take_again(self, flight: _Flight, number: int, asked: NodeHandle, error: NodeLostError) -> tuple[Chunk, float]:
+    def _take_again(self, flight: _Flight, number: int, asked: NodeHandle, error: NodeLostError) -> NodePart:
         node = self._nodes[number]
         while True:
             if node.handle is asked:  # else somebody else has found out already
                 self._replace(number, error)
             asked = node.handle
             try:
-                part: tuple[Chunk, float] = asked.call("rollout", *flight.args)
+                part = flight.wait(asked, _ask_rollout(asked, flight.args))
                 newest = self._weights.get(flight.key)
                 if newest is not None and newest != flight.weights:
                     asked.call("publish", flight.key, *newest)
@@ -152,3 +177,9 @@ class ActingNodes:
                 if self._nodes[number].handle is handle:
                     self._replace(number, error)
                 self._nodes[number].handle.call(method, *args)
+
+
+def _ask_rollout(handle: NodeHandle, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Asks a node for its part; returns references to its answer and to the part."""
+    answer, chunk = handle.actor.rollout.options(num_returns=2).remote(*args)
+    return answer, chunk

@@ -358,7 +358,9 @@ class RayVectorEnv(BaseVectorEnv):
         """Waits for the chunk that :meth:`rollout_async` started."""
         self._assert_is_not_closed()
         self._in_chunk = False
-        return self._guarded(self._pool.finish_rollout)[0]
+        chunk = self._guarded(self._pool.finish_rollout).chunk
+        assert chunk is not None
+        return chunk
 
     # What the public methods share.
 
