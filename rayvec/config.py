@@ -34,6 +34,7 @@ ADJUSTABLE = (
     "address",
     "inference",
     "num_learners",
+    "learners_apart",
     "learner_device",
     "learner_threads",
     "checkpoint_interval_s",
@@ -86,6 +87,9 @@ class TrainConfig:
 
     num_learners: Count = 1
     """Ranks that compute each update together; 1: the driver itself computes it."""
+
+    learners_apart: bool = False
+    """Put the learner's ranks, also a single one, on nodes where no environments step."""
 
     learner_device: Literal["cpu", "cuda"] = "cpu"
     """Where updates are computed; with several ranks each has a GPU of its own."""

@@ -212,9 +212,9 @@ class MLPActor:
         num_weights: Length of the flat vector.
         constants: Where in the flat vector the parameters lie that are the same for every observation (logarithms
             of standard deviations), which follow those that the last layer puts out.
+        activation: What stands between the layers.
         normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
             leaves them as they are.
-        activation: What stands between the layers.
     """
 
     encoder: Encoder
@@ -222,8 +222,8 @@ class MLPActor:
     layers: tuple[tuple[int, int, int, int], ...]
     num_weights: int
     constants: slice
-    normalizer: tuple[int, int] | None = None
     activation: Literal["tanh", "relu"] = "tanh"
+    normalizer: tuple[int, int] | None = None
     _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
 

@@ -139,12 +139,25 @@ def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
 
 @contextlib.contextmanager
 def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
-    """Yields the learner of a run with its initial weights: in this process, or a group of several ranks."""
+    """Yields the learner of a run with its initial weights: in this process, or as ranks on Ray.
+
+    Ranks on other nodes than the environments claim their cores. On the same nodes they share the cores of the
+    environments' workers, which wait while they learn.
+    """
     build = _learner_builder(config, env)
-    if config.num_learners == 1:
+    if config.num_learners == 1 and not config.learners_apart:
         yield build()
         return
-    with contextlib.closing(rayvec.LearnerGroup(build, config.num_learners, config.learner_device)) as group:
+    group = rayvec.LearnerGroup(
+        build,
+        config.num_learners,
+        config.learner_device,
+        learner_threads=config.learner_threads,
+        num_cpus=None if config.learners_apart else 0,
+        avoid_nodes=[node.node_id for node in env.topology.nodes] if config.learners_apart else (),
+        address=config.address,
+    )
+    with contextlib.closing(group):
         yield group
 
 

@@ -20,6 +20,7 @@ from rayvec.config import TrainConfig
 from rayvec.evaluate import evaluate, greedy_policy
 from rayvec.learners.base import Learner
 from rayvec.loggers import RunLogger
+from rayvec.parallel.learner_group import LearnerGroup
 from rayvec.policies import Policy
 from rayvec.runs import (
     Progress,
@@ -155,8 +156,15 @@ def _begin(
         restore(learner, state["learner"])
         if progress.steps >= config.random_steps:
             policy.load_weights(learner.weights())
-    prefetch = config.prefetch and config.inference == "worker"
-    collector = Collector(env, policy, inference=config.inference, seed=config.seed, prefetch=prefetch)
+    in_workers = config.inference == "worker"
+    collector = Collector(
+        env,
+        policy,
+        inference=config.inference,
+        seed=config.seed,
+        prefetch=in_workers and config.prefetch,
+        by_reference=in_workers and isinstance(learner, LearnerGroup),
+    )
     if state:
         restore(collector, state["collector"])
     collector.reset(seed=config.train_seed(progress.steps))

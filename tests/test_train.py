@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rayvec import PPOConfig, TrainConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.evaluate import evaluate, evaluate_run, greedy_policy
 from rayvec.loggers import read_metrics
-from rayvec.runs import Progress, load_run, make_env, make_learner
+from rayvec.runs import Progress, begin_run_dir, load_run, locked, make_env, make_learner, save_checkpoint
 from rayvec.train import StopOnInterrupt, _begin
 
 TINY = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "num_epochs": 2, "workers_per_node": 1}
@@ -96,6 +97,73 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / name, seed=seed, eval_episodes=0))
         weights.append(load_run(tmp_path / name)[1]["learner"]["parameters"])
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("where", [{"num_learners": 3}, {"learners_apart": True, "num_learners": 2}], ids=str)
+def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]) -> None:
+    """Also from chunks that stay in the object store, and with a run that changes hands half-way."""
+    settings = {"seed": 5, "eval_episodes": 4, "num_nodes": 1, "normalize_reward": True, "normalize_obs": True}
+    alone = rayvec.train(tiny(tmp_path / "alone", **settings, total_steps=256))
+    ranks = rayvec.train(tiny(tmp_path / "ranks", **settings, **where, total_steps=256))
+    weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
+    assert evaluate_run(ranks.run_dir, num_episodes=4).return_mean == ranks.eval_return_mean
+    longer = (tmp_path / "ranks" / "config.yaml").read_text().replace("total_steps: 256", "total_steps: 320")
+    (tmp_path / "ranks" / "config.yaml").write_text(longer)
+    assert rayvec.resume(ranks.run_dir, num_learners=1, learners_apart=False).total_steps == 320
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_wrappers_wrap_in_order_and_returns_stay_raw(tmp_path: Path) -> None:
+    plain = rayvec.train(tiny(tmp_path / "a", total_steps=64, normalize_reward=True, clip_reward=0.1))
+    doubled = rayvec.train(tiny(tmp_path / "b", total_steps=64, wrappers=("wrap:doubled", "wrap:doubled")))
+    first, fourfold = (next(read_metrics(result.run_dir / "metrics.jsonl")) for result in (plain, doubled))
+    assert fourfold["return_mean"] == 4 * first["return_mean"] > 10
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64)).run_dir
+    with locked(run_dir), pytest.raises(ConfigError, match=r"One process at a time.*Remedy: Wait"):
+        rayvec.resume(run_dir)
+    rayvec.resume(run_dir)
+
+
+def test_a_run_directory_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is there until the first checkpoint is; what came into being meanwhile is left alone."""
+    seen = []
+
+    def save(directory: Path, state: dict[str, Any]) -> None:
+        seen.append((tmp_path / "a").exists())
+        save_checkpoint(directory, state)
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "theirs").touch()
+
+    monkeypatch.setattr("rayvec.runs.save_checkpoint", save)
+    begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {"weights": torch.zeros(1)})
+    assert seen == [False] and {path.name for path in (tmp_path / "a").iterdir()} == {"config.yaml", "checkpoint.pt"}
+    with pytest.raises(ConfigError, match=r"b, which exists"):
+        begin_run_dir(tmp_path / "b", tiny(tmp_path / "b"), {"weights": torch.zeros(1)})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("lost", ["learner", "collector", "progress", "weights"])
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path, lost: str) -> None:
+    state = {"weights": torch.zeros(1), "learner": {}, "collector": {}, "progress": asdict(Progress())}
+    begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {name: part for name, part in state.items() if name != lost})
+    with pytest.raises(CheckpointError, match=rf"holds everything.*no {lost}.*Remedy"):
+        load_run(tmp_path / "a")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("part", ["learner", "collector"])
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, part: str) -> None:
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
+    state = load_run(run_dir)[1]
+    save_checkpoint(run_dir, {**state, part: {"something": 1}})
+    with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*something|first_step|noise_seed"):
+        rayvec.resume(run_dir)
 
 
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:

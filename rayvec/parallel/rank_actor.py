@@ -187,6 +187,8 @@ def pack(state: Any) -> Any:
 def unpack(state: Any) -> Any:
     """Returns what `pack` was given, its tensors new and on the CPU."""
     if isinstance(state, _Packed):
+        if not len(state.array):  # its stride may be 0 by now
+            return torch.empty(state.shape, dtype=state.dtype)
         return torch.from_numpy(state.array.copy()).view(state.dtype).view(state.shape)
     return _mapped(unpack, state)
 

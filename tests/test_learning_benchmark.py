@@ -1,0 +1,53 @@
+"""What the learning benchmark computes from runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("learning", Path(__file__).parents[1] / "benchmarks" / "learning.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "learning", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_interquartile_mean_counts_parts_of_values(learning: Any) -> None:
+    assert learning.interquartile_mean(np.array([9.0, 1, 2, 3, -50, 4, 80, 2])) == (2 + 2 + 3 + 4) / 4
+    assert learning.interquartile_mean(np.array([5.0, 1, 2, 3, 4])) == pytest.approx((0.75 * 2 + 3 + 0.75 * 4) / 2.5)
+    assert learning.interquartile_mean(np.array([7.0])) == 7
+
+
+def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path) -> None:
+    outcomes = []
+    for seed in (1, 2):
+        run_dir = tmp_path / f"seed{seed}"
+        run_dir.mkdir()
+        lines = [
+            {"steps": 10 * k, "episodes": k % 2, "return_mean": float(seed * k) if k % 2 else None}
+            for k in range(1, 41)
+        ]
+        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (run_dir / "result.json").write_text(json.dumps({"total_steps": 400, "eval_returns": [seed, seed + 2]}))
+        (run_dir / "process_s.txt").write_text("3.5\n")
+        args, options = learning.parse(["--algorithm", "sac", "--seeds", "1", "2", "--", "--gamma", "0.5"])
+        assert options == ["--gamma", "0.5"] and args.seeds == [1, 2]
+        outcomes.append(learning.run(args, seed, options, tmp_path))  # finished: it is not trained again
+    text = learning.table(outcomes)
+    assert "| 1 | 3.5 | 400 | 2.0 | 1.0 | 1 |" in text and "Mean over seeds 2.5, standard error 0.5" in text
+    grid = np.array([0.0, 200, 400])
+    at = learning.curve(outcomes[1].run_dir, grid)
+    assert np.isnan(at[0]) or at[0] == 2.0
+    assert at[1:] == pytest.approx([40, 78])
+    learning.plot(outcomes, tmp_path / "curve.png", "title")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
