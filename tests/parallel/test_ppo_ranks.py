@@ -5,73 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from ppo_kit import BOX, DISCRETE, STATS, N, distance, make_batches, make_learner
 from thread_ranks import Apart, ThreadRanks, on_ranks
 from torch import Tensor
 
-from rayvec.config import PPOConfig
 from rayvec.errors import ConfigError
-from rayvec.learners.ppo import PPOLearner
-from rayvec.nets import ActorCritic, make_actor_critic
-from rayvec.noise import keyed_noise
-from rayvec.policies import Policy
-from rayvec.types import Batch, Chunk, CollectStats
+from rayvec.types import Batch
 
-OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-DISCRETE, BOX = spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float32)
 NUM_UPDATES = 20
-T, N = 8, 7
-STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
-
-
-class DoubleActorCritic(ActorCritic):
-    """An actor-critic that computes in float64."""
-
-    def encode(self, obs: Any) -> Tensor:
-        return torch.from_numpy(self.encoder(obs))
-
-
-def make_learner(action_space: spaces.Space[Any], dtype: torch.dtype, **settings: Any) -> PPOLearner:
-    usual = {"num_envs": N, "num_steps": T, "minibatch_size": 16, "num_epochs": 2, "learning_rate": 1e-3}
-    config = PPOConfig(**{"total_steps": 2 * NUM_UPDATES * T * N, "entropy_coef": 0.01, "seed": 5, **usual, **settings})
-    module = make_actor_critic(OBS, action_space, (16, 16), seed=1)
-    if dtype == torch.float64:
-        encoder = module.encoder
-        module.double().__class__ = DoubleActorCritic
-        module.encoder = lambda obs: encoder(obs).astype(np.float64)  # type: ignore[assignment]
-    return PPOLearner(OBS, action_space, config, module=module)
-
-
-def make_batches(action_space: spaces.Space[Any], count: int) -> list[Batch]:
-    """Batches of two chunks each, with episodes that end in both ways and steps that did not happen."""
-    policy = Policy(make_actor_critic(OBS, action_space, (16, 16), seed=1))
-    return [Batch((make_chunk(policy, 2 * seed), make_chunk(policy, 2 * seed + 1)), STATS) for seed in range(count)]
-
-
-def make_chunk(policy: Policy, seed: int) -> Chunk:
-    rng = np.random.default_rng(seed)
-    obs = rng.normal(size=(T + 1, N, 3)).astype(np.float32)
-    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(N), first_step=0, num_steps=T)
-    steps = [policy.act(obs[t], noise[t]) for t in range(T)]
-    valid = rng.random((T, N)) > 0.1
-    terminated, truncated = (rng.random((2, T, N)) < 0.15) & valid
-    final_index = np.argwhere(terminated | truncated)
-    return Chunk(
-        env_ids=np.arange(N),
-        obs=obs[:-1],
-        act=np.stack([act for act, _ in steps]),
-        rew=rng.normal(size=(T, N)),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-        last_obs=obs[-1],
-        final_index=final_index,
-        final_obs=rng.normal(size=(len(final_index), 3)).astype(np.float32),
-        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
-    )
 
 
 def learn(
@@ -95,10 +39,6 @@ def learn(
 
     parameters, metrics = zip(*on_ranks(len(bounds) - 1, work, kind), strict=True)
     return list(parameters), list(metrics)
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    return float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs))
 
 
 @pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
