@@ -15,6 +15,7 @@ from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.algorithm.optim import OptimizerFactory
 from tianshou.data import ReplayBuffer, SequenceSummaryStats, to_torch_as
 from tianshou.data.types import LogpOldProtocol, RolloutBatchProtocol
+from tianshou.utils import RunningMeanStd
 from tianshou.utils.net.common import ActorCritic
 from tianshou.utils.net.continuous import ContinuousCritic
 from tianshou.utils.net.discrete import DiscreteCritic
@@ -74,6 +75,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         max_grad_norm: float | None = None,
         max_batchsize: int = 256,
         gamma: float = 0.99,
+        return_scaling: bool = False,
     ) -> None:
         """Makes the optimizer, and lets the policy note log-probabilities.
 
@@ -92,6 +94,9 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             max_grad_norm: the maximum L2 norm threshold for gradient clipping; None disables it.
             max_batchsize: the maximum number of samples whose values and log-probabilities are computed at once.
             gamma: the discount factor in [0, 1] for future rewards.
+            return_scaling: whether the critic learns, and the policy's gradient is measured, in units of the running
+                standard deviation of the targets, which need not be known then. (In Tianshou's A2C only the critic's
+                targets are scaled.)
         """
         assert rho_bar > 0.0, f"rho_bar should be positive but got: {rho_bar}"
         assert c_bar > 0.0, f"c_bar should be positive but got: {c_bar}"
@@ -109,6 +114,8 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         self.max_grad_norm = max_grad_norm
         self.max_batchsize = max_batchsize
         self.gamma = gamma
+        self.return_scaling = return_scaling
+        self.ret_rms = RunningMeanStd()
 
     def _preprocess_batch(
         self,
@@ -142,6 +149,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         after it stands in, unless the episode terminated.
         """
         logp, batch.v_s, v_s_ = self._evaluate(batch)
+        scale = np.sqrt(self.ret_rms.var + np.finfo(np.float32).eps) if self.return_scaling else 1.0
         place = (batch.row, batch.column)
         valid = np.zeros((batch.row.max() + 1, batch.column.max() + 1), bool)
         valid[place] = True
@@ -154,8 +162,8 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
 
         returns, advantages = vtrace(
             table(batch.rew),
-            table(batch.v_s),
-            table(v_s_),
+            table(batch.v_s * scale),
+            table(v_s_ * scale),
             table(logp - batch.logp_old),
             table(batch.terminated),
             table(batch.truncated),
@@ -165,8 +173,10 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             c_bar=self.c_bar,
             valid=valid,
         )
-        batch.returns = to_torch_as(returns[place], batch.v_s)
-        batch.adv = to_torch_as(advantages[place], batch.v_s)
+        batch.returns = to_torch_as(returns[place] / scale, batch.v_s)
+        batch.adv = to_torch_as(advantages[place] / scale, batch.v_s)
+        if self.return_scaling:
+            self.ret_rms.update(returns[place])
         return (logp - batch.logp_old).exp()
 
     def _update_with_batch(  # type: ignore[override]

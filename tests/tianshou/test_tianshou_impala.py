@@ -146,6 +146,28 @@ def test_on_policy_an_update_is_that_of_a2c(kind: str) -> None:
     assert set(stats[0].get_loss_stats_dict()) >= {"importance_weight", "rho_clip_fraction", "loss"}
 
 
+def test_returns_are_scaled() -> None:
+    """After a first update has measured them, targets and advantages are in units of their standard deviation."""
+    plain, scaled = make(), make(return_scaling=True)
+    buffer = filled(plain)
+    batches = []
+    for algorithm in (plain, scaled):
+        batch, _ = prepared(algorithm, buffer)
+        algorithm._add_targets(batch)
+        batches.append(copy.deepcopy(batch))
+    torch.testing.assert_close(batches[0].returns, batches[1].returns)
+    spread = float(batches[0].returns.std(correction=0))
+    assert np.sqrt(scaled.ret_rms.var) == pytest.approx(spread, rel=0.1)
+    scale = float(np.sqrt(scaled.ret_rms.var + np.finfo(np.float32).eps))
+    with torch.no_grad():
+        scaled.critic.last.model[-1].weight.div_(scale)
+        scaled.critic.last.model[-1].bias.div_(scale)
+    batch, _ = prepared(scaled, buffer)
+    scaled._add_targets(batch)
+    torch.testing.assert_close(batch.returns * scale, batches[0].returns)
+    torch.testing.assert_close(batch.adv * scale, batches[0].adv)
+
+
 def test_passes_take_up_the_policy_as_it_is() -> None:
     algorithm = make()
     buffer = filled(algorithm)
