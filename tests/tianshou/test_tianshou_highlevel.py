@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 from tianshou.highlevel.config import OffPolicyTrainingConfig, OnPolicyTrainingConfig
 from tianshou.highlevel.env import EnvFactoryRegistered
-from tianshou.highlevel.experiment import DQNExperimentBuilder, ExperimentConfig, PPOExperimentBuilder
 from tianshou.highlevel.params.algorithm_params import DQNParams, PPOParams
 from tianshou.highlevel.trainer import EpochStopCallbackThreshold
 
 from rayvec.tianshou import Collector, RayCollectorFactory, RayVectorEnv, RayVectorEnvType
 
+builders = pytest.importorskip(
+    "tianshou.highlevel.experiment", reason="Tianshou's high-level builder needs what its extra 'eval' installs"
+)
 CONFIG = {"max_epochs": 1, "epoch_num_steps": 128, "num_training_envs": 4, "num_test_envs": 2, "buffer_size": 1000}
 ONE_WORKER = RayVectorEnvType(num_nodes=1, workers_per_node=1)
 
 
 def experiment(builder_class: Any, training: Any, params: Any, factory: RayCollectorFactory) -> Any:
-    config = ExperimentConfig(persistence_enabled=False, watch=False, device="cpu", seed=1)
+    config = builders.ExperimentConfig(persistence_enabled=False, watch=False, device="cpu", seed=1)
     builder = builder_class(EnvFactoryRegistered(task="CartPole-v1", venv_type=ONE_WORKER), config, training)
     getattr(builder, f"with_{type(params).__name__.removesuffix('Params').lower()}_params")(params)
     return builder.with_collector_factory(factory).with_epoch_stop_callback(EpochStopCallbackThreshold(475)).build()
@@ -33,7 +35,7 @@ def on_policy() -> OnPolicyTrainingConfig:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_experiment_runs_on_our_environments_and_collectors() -> None:
-    result = experiment(PPOExperimentBuilder, on_policy(), PPOParams(lr=1e-3), RayCollectorFactory()).run()
+    result = experiment(builders.PPOExperimentBuilder, on_policy(), PPOParams(lr=1e-3), RayCollectorFactory()).run()
     world = result.world
     assert isinstance(world.training_collector, Collector) and isinstance(world.test_collector, Collector)
     assert isinstance(world.envs.training_envs, RayVectorEnv)
@@ -53,7 +55,9 @@ def test_off_policy_experiments_prefetch() -> None:
         start_timesteps_random=True,
         test_step_num_episodes=2,
     )
-    result = experiment(DQNExperimentBuilder, training, DQNParams(lr=1e-3), RayCollectorFactory(prefetch=True)).run()
+    result = experiment(
+        builders.DQNExperimentBuilder, training, DQNParams(lr=1e-3), RayCollectorFactory(prefetch=True)
+    ).run()
     stats = result.world.training_collector.collect(n_step=32)
     assert stats.staleness == 1
     assert not hasattr(result.world.test_collector.collect(n_episode=2), "staleness")
