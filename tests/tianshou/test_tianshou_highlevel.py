@@ -9,7 +9,6 @@ import pytest
 from tianshou.highlevel.config import OffPolicyTrainingConfig, OnPolicyTrainingConfig
 from tianshou.highlevel.env import EnvFactoryRegistered
 from tianshou.highlevel.params.algorithm_params import DQNParams, PPOParams
-from tianshou.highlevel.trainer import EpochStopCallbackThreshold
 
 from rayvec.tianshou import Collector, RayCollectorFactory, RayVectorEnv, RayVectorEnvType
 
@@ -24,7 +23,7 @@ def experiment(builder_class: Any, training: Any, params: Any, factory: RayColle
     config = builders.ExperimentConfig(persistence_enabled=False, watch=False, device="cpu", seed=1)
     builder = builder_class(EnvFactoryRegistered(task="CartPole-v1", venv_type=ONE_WORKER), config, training)
     getattr(builder, f"with_{type(params).__name__.removesuffix('Params').lower()}_params")(params)
-    return builder.with_collector_factory(factory).with_epoch_stop_callback(EpochStopCallbackThreshold(475)).build()
+    return builder.with_collector_factory(factory).build()
 
 
 def on_policy() -> OnPolicyTrainingConfig:
