@@ -364,11 +364,14 @@ class IMPALAConfig(TrainConfig):
     entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
 
-    max_grad_norm: Positive = 40.0
+    max_grad_norm: Positive = 0.5
     """Global norm that gradients are clipped to."""
 
+    normalize_reward: bool = True
+    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+
     clip_reward: Positive | None = None
-    """Learn from rewards cut off at this size; unset: never."""
+    """Learn from rewards cut off at this size, after normalisation; unset: never."""
 
     hidden_sizes: tuple[Count, ...] = (64, 64)
     """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""

@@ -11,7 +11,7 @@ import pytest
 from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = {"own_algorithm.py": 2048, "train_cartpole.py": 1024, "vector_env.py": 20}
+SMALL = {"own_algorithm.py": 2048, "tianshou_impala.py": 10_240, "train_cartpole.py": 1024, "vector_env.py": 20}
 
 
 def test_none_is_left_out() -> None:

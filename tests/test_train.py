@@ -115,6 +115,24 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
 
 
 @pytest.mark.usefixtures("ray_cluster")
+def test_impala_learns_from_steps_of_older_weights(tmp_path: Path) -> None:
+    """On ranks it does what one learner does, and a run goes on where it was."""
+    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "seed": 5, "eval_episodes": 4, "num_nodes": 1}
+    runs = [
+        rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / name, total_steps=256, **settings, **where))
+        for name, where in (("alone", {}), ("ranks", {"num_learners": 2}))
+    ]
+    weights = [load_run(run.run_dir)[1]["weights"] for run in runs]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
+    metrics = list(read_metrics(runs[0].run_dir / "metrics.jsonl"))
+    assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
+    assert metrics[0]["learner/importance_weight"] == pytest.approx(1, abs=0.01)
+    longer = (runs[1].run_dir / "config.yaml").read_text().replace("total_steps: 256", "total_steps: 320")
+    (runs[1].run_dir / "config.yaml").write_text(longer)
+    assert rayvec.resume(runs[1].run_dir).total_steps == 320
+
+
+@pytest.mark.usefixtures("ray_cluster")
 def test_wrappers_wrap_in_order_and_returns_stay_raw(tmp_path: Path) -> None:
     plain = rayvec.train(tiny(tmp_path / "a", total_steps=64, normalize_reward=True, clip_reward=0.1))
     doubled = rayvec.train(tiny(tmp_path / "b", total_steps=64, wrappers=("wrap:doubled", "wrap:doubled")))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rayvec.errors import CheckpointError, LearnerError, message
 from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.learners.moments import ReturnScale
 from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.parallel.ranks import ALONE, Ranks, gather_counts
 from rayvec.returns import vtrace
@@ -118,6 +119,7 @@ class IMPALALearner:
         )
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
+        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
         self._flat = FlatParameters(self.module)
         self._optimizer = _make_optimizer(self._flat.param, config)
         self._num_updates = 0
@@ -152,7 +154,7 @@ class IMPALALearner:
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
-        encode, clip_reward = self.module.encode, self.config.clip_reward
+        encode = self.module.encode
         if "logp" not in chunk.extras:
             raise LearnerError(
                 message(
@@ -169,11 +171,18 @@ class IMPALALearner:
             encode(chunk.final_obs),
             torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
             chunk.extras["logp"],
-            chunk.rew if clip_reward is None else chunk.rew.clip(-clip_reward, clip_reward),
+            self._reward(chunk),
             chunk.terminated,
             chunk.truncated,
             chunk.valid,
         )
+
+    def _reward(self, chunk: Chunk) -> NDArray[np.float64]:
+        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
+        rew, clip = chunk.rew, self.config.clip_reward
+        if self._return_scale is not None:
+            rew = self._return_scale(rew, chunk.done, chunk.valid, self.ranks)
+        return rew if clip is None else rew.clip(-clip, clip)
 
     def _minibatches(
         self, trajectories: Trajectories, generator: np.random.Generator
@@ -319,6 +328,7 @@ class IMPALALearner:
                 "optimizer": self._optimizer.state_dict(),
                 "num_updates": self._num_updates,
                 "num_steps": self._num_steps,
+                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
             }
         )
 
@@ -328,13 +338,13 @@ class IMPALALearner:
         Raises:
             CheckpointError: `state` is not that of an IMPALA learner, or of another net.
         """
-        expected = self.state_dict()
-        if state.keys() != expected.keys() or state["parameters"].shape != expected["parameters"].shape:
+        expected, got = (_shape(each) for each in (self.state_dict(), state))
+        if got != expected:
             raise CheckpointError(
                 message(
-                    "A learner continues from the state of one with the same net.",
-                    expected=f"{sorted(expected)}, {len(expected['parameters'])} parameters",
-                    got=f"{sorted(state)}, {len(state.get('parameters', ()))} parameters",
+                    "A learner continues from the state of one with the same net and the same statistics.",
+                    expected=expected,
+                    got=got,
                     remedy="Use the configuration that the checkpoint was written with",
                 )
             )
@@ -342,6 +352,14 @@ class IMPALALearner:
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_updates = state["num_updates"]
         self._num_steps = state["num_steps"]
+        if self._return_scale:
+            self._return_scale.load_state_dict(state["return_scale"])
+
+
+def _shape(state: Mapping[str, Any]) -> str:
+    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
+    scaled = ["scaled rewards"] if state.get("return_scale") else []
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *scaled])
 
 
 def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer:

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec.tianshou.buffers import add_chunk as add_chunk
     from rayvec.tianshou.collector import Collector as Collector
+    from rayvec.tianshou.collector import PrefetchCollectStats as PrefetchCollectStats
+    from rayvec.tianshou.highlevel import RayCollectorFactory as RayCollectorFactory
+    from rayvec.tianshou.impala import IMPALA as IMPALA
+    from rayvec.tianshou.impala import IMPALATrainingStats as IMPALATrainingStats
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
     from rayvec.tianshou.vector_env import RayVectorEnv as RayVectorEnv
     from rayvec.tianshou.vector_env import RayVectorEnvType as RayVectorEnvType
 
 _HOMES = {
     "Collector": "rayvec.tianshou.collector",
+    "IMPALA": "rayvec.tianshou.impala",
+    "IMPALATrainingStats": "rayvec.tianshou.impala",
+    "PrefetchCollectStats": "rayvec.tianshou.collector",
+    "RayCollectorFactory": "rayvec.tianshou.highlevel",
     "RayVectorEnv": "rayvec.tianshou.vector_env",
     "RayVectorEnvType": "rayvec.tianshou.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import cloudpickle
@@ -14,7 +14,8 @@ import numpy as np
 import tianshou.data
 import torch
 from numpy.typing import NDArray
-from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Policy
+from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
@@ -24,14 +25,14 @@ from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.tianshou.absent import without_absent_rows
 from rayvec.tianshou.buffers import Added, ChunkInsertion
-from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
+from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
 from rayvec.tianshou.pool_env import APART
 from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.vector_env import RayVectorEnv
 from rayvec.types import Chunk, ChunkInfo, tree_map
 from rayvec.weights import WeightStore
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "PrefetchCollectStats"]
 
 logger = logging.getLogger(__name__)
 _made = itertools.count()
@@ -58,9 +59,15 @@ class Collector(tianshou.data.Collector[Any]):
             pickled acts in the driver.
         unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand, instead of
             Tianshou's rule, by which short episodes come more often.
+        prefetch: Whether the workers take the next chunk while the algorithm updates, with the policy as it was before:
+            ``collect(n_step=...)`` returns the steps that the call before began. Stats say how old the policy was
+            that acted (:class:`PrefetchCollectStats`; a class of one's own is told if it has the field). For
+            off-policy algorithms and :class:`rayvec.tianshou.IMPALA`, and for ``n_step`` alone. The
+            environments are not free in between.
 
     Raises:
-        ConfigError: Settings that can't work together.
+        ConfigError: Settings that can't work together, or `prefetch` for an algorithm that learns from steps of its
+            present policy alone.
         ValueError: The buffer has no room for so many environments.
     """
 
@@ -77,8 +84,13 @@ class Collector(tianshou.data.Collector[Any]):
         *,
         inference: Literal["worker", "driver"] = "worker",
         unbiased: bool = False,
+        prefetch: bool = False,
     ) -> None:
         check_choice("inference", inference, ("worker", "driver"))
+        if prefetch:
+            _check_prefetch(policy, env, inference)
+            if collect_stats_class is CollectStats:
+                collect_stats_class = PrefetchCollectStats
         super().__init__(
             policy,
             env,
@@ -91,6 +103,8 @@ class Collector(tianshou.data.Collector[Any]):
         )
         self._inference = inference
         self._unbiased = unbiased
+        self._prefetch = prefetch
+        self._in_flight = False
         self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
         self._store: WeightStore | None = None
         self._random_store: WeightStore | None = None
@@ -106,8 +120,10 @@ class Collector(tianshou.data.Collector[Any]):
         return stats
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Begins new episodes everywhere; returns first observations and infos."""
+        """Begins new episodes everywhere; returns first observations and infos. A chunk in flight is dropped."""
         self._state_in_driver = False
+        if self._in_flight:
+            self._land()
         return super().reset_env(gym_reset_kwargs)
 
     def _collect(
@@ -119,12 +135,19 @@ class Collector(tianshou.data.Collector[Any]):
         gym_reset_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if render or gym_reset_kwargs or not self._takes_chunks(random):
+            if self._prefetch:
+                raise _prefetch_error(
+                    "no rendering, no hook on steps, a policy that can be pickled, observations as their space says",
+                    "a collect that takes one step at a time",
+                )
             return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
         if self._pre_collect_obs_RO is None:
             raise ValueError(
                 "Initial obs and info should not be None. "
                 "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
             )
+        if self._prefetch and n_episode:
+            raise _prefetch_error("n_step", f"n_episode={n_episode}")
         return self._collect_chunks(n_step, n_episode, random)
 
     # A step at a time.
@@ -204,26 +227,53 @@ class Collector(tianshou.data.Collector[Any]):
         stats = self.collect_stats_class()
         store = self._random() if random else self._store
         assert store is not None
-        while steps := schedule.next_steps():
-            taken = self._rollout(store, steps)
-            chunk = schedule.take(taken, counted_ends(taken))
-            self._insert(chunk, stats, random, with_episodes=bool(n_episode))
+        num_next = -(-n_step // self.env_num) if n_step and self._prefetch and not random else 0
+        for chunk, at_random in self._chunks(store, schedule, random, num_next):
+            self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
+            if self._prefetch and hasattr(stats, "staleness") and not at_random:
+                stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
-        if n_step:
-            self._keep_last(chunk, random)
-        else:
+        if n_episode:
             self.reset_env()
+        elif not self._prefetch:
+            self._keep_last(chunk, random)
         return stats
+
+    def _chunks(
+        self, store: WeightStore, schedule: Schedule, random: bool, num_next: int
+    ) -> Iterator[tuple[Chunk, bool]]:
+        """Yields the chunk in flight, then new ones, until all has been taken that the schedule asks for.
+
+        Before the last, which is yet to be inserted, the workers begin to take `num_next` steps for the next call.
+
+        Yields:
+            A chunk with `valid` cleared where a step does not belong, and whether it was taken at random.
+        """
+        lands = self._in_flight
+        while lands or schedule.next_steps():
+            at_random = random and not lands
+            if not lands:
+                self._take_off(store, schedule.next_steps())
+            taken = self._land()
+            chunk, lands = schedule.take(taken, counted_ends(taken)), False
+            if num_next and not schedule.next_steps():
+                self._take_off(store, num_next)
+            yield chunk, at_random
 
     def _random(self) -> WeightStore:
         if self._random_store is None:
             self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
         return self._random_store
 
-    def _rollout(self, store: WeightStore, num_steps: int) -> Chunk:
-        chunk = self._pool_env.rollout_workers(store, num_steps, self._first_step, self._noise_seed)
+    def _take_off(self, store: WeightStore, num_steps: int) -> None:
+        self._pool_env.rollout_async(store, num_steps, self._first_step, self._noise_seed)
         self._first_step += num_steps
+        self._in_flight = True
+
+    def _land(self) -> Chunk:
+        self._in_flight = False
+        chunk = self._pool_env.rollout_wait()
         return replace(chunk, infos=_plain(chunk.infos), reset_infos=_plain(chunk.reset_infos))
 
     def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:
@@ -295,6 +345,40 @@ class Collector(tianshou.data.Collector[Any]):
             state = state[last]
             self._reset_hidden_state_based_on_type(np.flatnonzero(chunk.done[last]), state)
         self._pre_collect_hidden_state_RH = state
+
+
+@dataclass(kw_only=True)
+class PrefetchCollectStats(CollectStats):
+    """What one call of ``collect`` of a prefetching collector did."""
+
+    staleness: int = 0
+    """How many times the policy had changed since the one began to act that took the oldest of these steps."""
+
+
+def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
+    """Refuses what can't be prefetched, or must not be."""
+    if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
+        raise _prefetch_error(
+            "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"
+        )
+    acting = policy.policy if isinstance(policy, Algorithm) else policy
+    on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
+    if on_policy and not records_logp(acting):
+        raise _prefetch_error(
+            "an off-policy algorithm or rayvec.tianshou.IMPALA",
+            f"{type(policy).__name__}, which learns from steps of its present policy",
+        )
+
+
+def _prefetch_error(expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        message(
+            "With prefetch=True the workers take chunks with the policy as it was before the update.",
+            expected=expected,
+            got=got,
+            remedy="Leave prefetch out.",
+        )
+    )
 
 
 def _plain(infos: Sequence[ChunkInfo]) -> tuple[ChunkInfo, ...]:

@@ -24,7 +24,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.noise import NoiseSpec
 from rayvec.types import Tree
 
-__all__ = ["RandomActions", "TianshouPolicy", "policy_entry"]
+__all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
 _ARRAY, _TENSOR = "array:", "tensor:"
 _KINDS: tuple[type, ...] = (bool, int, float, type(None))
@@ -159,6 +159,32 @@ class RandomActions:
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Has none."""
+
+
+def record_logp(policy: Policy) -> None:
+    """Lets a policy note the log-probability of each action that it draws, from now on, wherever it acts.
+
+    It stands in the policy's entry, which every collector puts into the buffer: ``batch.policy.logp``.
+    """
+    if not records_logp(policy):
+        policy.register_forward_hook(_note_logp)
+
+
+def records_logp(policy: Policy) -> bool:
+    """Whether :func:`record_logp` was called for it, here or where it comes from."""
+    return _note_logp in policy._forward_hooks.values()
+
+
+def joint_logp(dist: torch.distributions.Distribution, act: torch.Tensor) -> torch.Tensor:
+    """Returns log-probabilities of actions ``[B]``, summed over components where `dist` holds them apart."""
+    return dist.log_prob(act).reshape(len(act), -1).sum(-1)
+
+
+def _note_logp(policy: Policy, args: tuple[Any, ...], result: Any) -> Any:
+    entry = result.get("policy", Batch())
+    entry.logp = joint_logp(result.dist, result.act).detach()
+    result.policy = entry
+    return result
 
 
 def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:

@@ -43,7 +43,7 @@ class StepCount:
 
     def next_steps(self) -> int:
         """See :class:`Schedule`."""
-        return min(self._left, _MOST_STEPS)
+        return max(0, min(self._left, _MOST_STEPS))
 
     def take(self, chunk: Chunk, ended: NDArray[np.bool_]) -> Chunk:
         """See :class:`Schedule`."""

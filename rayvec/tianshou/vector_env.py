@@ -90,6 +90,7 @@ class RayVectorEnv(BaseVectorEnv):
         self.waiting_id: list[int] = []
         self.ready_id = list(range(self.env_num))
         self._failed = False
+        self._in_chunk = False
         self._everyone = np.arange(self.env_num)
         self._assembler = Assembler()
         self._pool = RayPool.open(
@@ -167,7 +168,7 @@ class RayVectorEnv(BaseVectorEnv):
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
-        self._assert_is_not_closed()
+        self._assert_is_free()
         ids = self._wrap_id(id)
         if self.is_async:
             self._assert_id(ids)
@@ -187,7 +188,7 @@ class RayVectorEnv(BaseVectorEnv):
             TypeError: Observations are tuples, which Tianshou does not take.
             AssertionError: One of them is stepping.
         """
-        self._assert_is_not_closed()
+        self._assert_is_free()
         ids = self._wrap_id(env_id)
         if self.is_async:
             self._assert_id(ids)
@@ -225,7 +226,7 @@ class RayVectorEnv(BaseVectorEnv):
             AssertionError: One of them is stepping, or there are more or fewer actions than environments.
             ValueError: No action, and stepping is not asynchronous.
         """
-        self._assert_is_not_closed()
+        self._assert_is_free()
         ids = self._wrap_id(id)
         if not self.is_async:
             if action is None:
@@ -290,7 +291,7 @@ class RayVectorEnv(BaseVectorEnv):
         Returns:
             What ``seed`` of each environment returned, or else the seed that it was reset with, in a list.
         """
-        self._assert_is_not_closed()
+        self._assert_is_free()
         self._assert_id(self._wrap_id(None))
         batch = self._reset(self._everyone, env_seeds(seed, self.env_num), {"seed": True})
         _, _, apart = self._assembler.reset(batch)
@@ -341,13 +342,31 @@ class RayVectorEnv(BaseVectorEnv):
 
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
-        self._assert_is_not_closed()
+        self.rollout_async(weights, num_steps, first_step, noise_seed)
+        return self.rollout_wait()
+
+    def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Starts what :meth:`rollout_workers` does; until :meth:`rollout_wait` the environments are not free.
+
+        Weights may be published meanwhile: the next chunk begins with them.
+        """
+        self._assert_is_free()
         self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
+        self._in_chunk = True
+
+    def rollout_wait(self) -> Chunk:
+        """Waits for the chunk that :meth:`rollout_async` started."""
+        self._assert_is_not_closed()
+        self._in_chunk = False
         chunk = self._guarded(self._pool.finish_rollout).chunk
         assert chunk is not None
         return chunk
 
     # What the public methods share.
+
+    def _assert_is_free(self) -> None:
+        self._assert_is_not_closed()
+        assert not self._in_chunk, "Cannot interact with environments that take a chunk for a prefetching collector."
 
     def _guarded(self, function: Callable[[], _T]) -> _T:
         """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes everything."""

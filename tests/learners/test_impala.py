@@ -31,6 +31,7 @@ from rayvec.types import Batch, Chunk
 
 def make_config(**settings: Any) -> IMPALAConfig:
     usual = {"total_steps": 10 * T * N, "num_envs": N, "num_steps": T, "num_minibatches": 2, "learning_rate": 0.01}
+    usual["normalize_reward"] = False
     return IMPALAConfig(**{"hidden_sizes": (8,), "entropy_coef": 0.1, **usual, **settings})
 
 
@@ -175,7 +176,8 @@ def test_each_chunk_is_an_update() -> None:
 
 @SPACES
 def test_a_loaded_learner_goes_on_bit_for_bit(action_space: spaces.Space[Any]) -> None:
-    learner: Learner = IMPALALearner(OBS, action_space, make_config(seed=3))
+    config = make_config(seed=3, normalize_reward=True)
+    learner: Learner = IMPALALearner(OBS, action_space, config)
     policy = Policy(learner.module)
     for seed in range(2):
         learner.update(make_batch(policy, seed))
@@ -184,7 +186,7 @@ def test_a_loaded_learner_goes_on_bit_for_bit(action_space: spaces.Space[Any]) -
     file.seek(0)
     state = torch.load(file, weights_only=True)
 
-    other = IMPALALearner(OBS, action_space, make_config(seed=3))
+    other = IMPALALearner(OBS, action_space, config)
     perturb(other.module, 1.0)
     other.load_state_dict(state)
     for seed in range(2, 5):
@@ -194,7 +196,9 @@ def test_a_loaded_learner_goes_on_bit_for_bit(action_space: spaces.Space[Any]) -
 
 
 @pytest.mark.parametrize(
-    "change", [{"parameters": torch.zeros(3)}, {"unknown": 1}], ids=["another net", "another kind of learner"]
+    "change",
+    [{"parameters": torch.zeros(3)}, {"unknown": 1}, {"return_scale": {"count": 1}}],
+    ids=["another net", "another kind of learner", "other statistics"],
 )
 def test_a_foreign_state_is_refused(change: dict[str, Any]) -> None:
     learner = IMPALALearner(OBS, DISCRETE, make_config())
@@ -265,6 +269,18 @@ def test_metrics_say_what_they_are() -> None:
     target, _ = vtrace_by_definition(chunk.rew, value, next_value, np.log(ratio), *ends, 0.99, 1.0, 1.0, 1.0)
     assert metrics["value_loss"] == pytest.approx(0.5 * np.mean((value - target) ** 2), rel=1e-4)
     assert metrics["explained_variance"] == pytest.approx(1 - (target - value).var() / target.var(), rel=1e-4)
+
+
+def test_rewards_are_scaled_and_cut_off() -> None:
+    learner = IMPALALearner(OBS, DISCRETE, make_config(normalize_reward=True, clip_reward=0.05))
+    [chunk] = make_batch(Policy(learner.module)).chunks
+    before = chunk.rew.copy()
+    scaled = IMPALALearner(OBS, DISCRETE, make_config(normalize_reward=True))._trajectories(chunk).rew
+    ratio = (scaled / before).flat[0]
+    assert ratio != 1
+    np.testing.assert_allclose(scaled, ratio * before)
+    np.testing.assert_allclose(learner._trajectories(chunk).rew, scaled.clip(-0.05, 0.05))
+    np.testing.assert_array_equal(chunk.rew, before)
 
 
 def test_more_minibatches_than_environments_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gymnasium import spaces
-from test_ppo_ranks import BOX, DISCRETE, NUM_UPDATES, OBS, STATS, DoubleActorCritic, N, T, distance, make_batches
+from ppo_kit import BOX, DISCRETE, OBS, STATS, DoubleActorCritic, N, T, distance, make_batches
 from thread_ranks import Apart, ThreadRanks, on_ranks
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from rayvec.errors import LearnerError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.nets import make_actor_critic
 from rayvec.types import Batch
+
+NUM_UPDATES = 20
 
 
 def make_learner(action_space: spaces.Space[Any], dtype: torch.dtype, **settings: Any) -> IMPALALearner:

@@ -1,0 +1,256 @@
+"""rayvec.tianshou.IMPALA against the paper's sums, and on-policy against Tianshou's A2C."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import tianshou.data
+import torch
+from gymnasium import spaces
+from test_returns import vtrace_by_definition
+from tianshou.algorithm import A2C
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import ReplayBuffer, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OnPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
+from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+from tianshou.utils.torch_utils import policy_within_training_step
+from torch.distributions import Distribution, Independent, Normal
+
+from rayvec.testing import DriftEnv
+from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
+from rayvec.tianshou.policies import records_logp
+
+NUM_ENVS = 3
+BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+class Driven(DriftEnv):
+    """Drifts by two continuous actions."""
+
+    action_space = BOX
+
+    def step(self, action: Any) -> Any:
+        return super().step(int(action.sum() > 0))
+
+
+def apart(parameters: tuple[torch.Tensor, torch.Tensor]) -> Distribution:
+    """A distribution whose log-probabilities come component by component."""
+    return Normal(*parameters)
+
+
+def joint(parameters: tuple[torch.Tensor, torch.Tensor]) -> Distribution:
+    return Independent(Normal(*parameters), 1)
+
+
+def make_parts(kind: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shape, nets = (2,), [Net(state_shape=(2,), hidden_sizes=[16]) for _ in range(2)]
+    if kind == "discrete":
+        actor: Any = DiscreteActor(preprocess_net=nets[0], action_shape=2, softmax_output=False)
+        policy: Any = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
+        return {"policy": policy, "critic": DiscreteCritic(preprocess_net=nets[1])}
+    actor = ContinuousActorProbabilistic(preprocess_net=nets[0], action_shape=shape, unbounded=True)
+    dist_fn = joint if kind == "joint" else apart
+    policy = ProbabilisticActorPolicy(actor=actor, dist_fn=dist_fn, action_space=BOX)
+    return {"policy": policy, "critic": ContinuousCritic(preprocess_net=nets[1])}
+
+
+def make(kind: str = "discrete", cls: Any = IMPALA, **settings: Any) -> Any:
+    return cls(**make_parts(kind), optim=AdamOptimizerFactory(lr=1e-2), gamma=0.9, **settings)
+
+
+def filled(algorithm: Any, kind: str = "discrete", n_step: int = 90, buffer: Any = None) -> Any:
+    """Returns a buffer with steps that the algorithm's policy has taken, collected by Tianshou."""
+    env_class = DriftEnv if kind == "discrete" else Driven
+    num_envs = NUM_ENVS if buffer is None else 1
+    env = DummyVectorEnv([env_class] * num_envs)
+    buffer = buffer or VectorReplayBuffer(20 * n_step, num_envs)
+    collector = tianshou.data.Collector(algorithm, env, buffer)
+    env.seed([5, 6, 7][:num_envs])
+    collector.reset()
+    with policy_within_training_step(algorithm.policy):
+        collector.collect(n_step=n_step)
+    return buffer
+
+
+def prepared(algorithm: Any, buffer: Any) -> tuple[Any, Any]:
+    batch, indices = buffer.sample(0)
+    return algorithm._preprocess_batch(batch, buffer, indices), indices
+
+
+def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("kind", ["discrete", "joint", "apart"])
+@pytest.mark.parametrize("single", [False, True], ids=["vector buffer", "single buffer"])
+def test_targets_equal_the_paper(kind: str, single: bool) -> None:
+    algorithm = make(kind, rho_bar=1.2, c_bar=0.9, vtrace_lambda=0.8)
+    buffer = filled(algorithm, kind, buffer=ReplayBuffer(70) if single else None)  # which the single one overflows
+    perturb(algorithm)
+    batch, indices = prepared(algorithm, buffer)
+    weights = algorithm._add_targets(batch)
+    assert float(weights.max()) > 1.2 and float(weights.min()) < 0.9
+    with torch.no_grad():
+        value, next_value = (algorithm.critic(obs).flatten().numpy() for obs in (batch.obs, batch.obs_next))
+        dist = algorithm.policy(batch).dist
+        logp = dist.log_prob(batch.act).reshape(len(batch), -1).sum(1).numpy()
+    log_ratio = logp - np.asarray(batch.policy.logp)
+    starts = [0, *(np.flatnonzero(np.diff(sub_of(buffer, indices))) + 1).tolist(), len(indices)]
+    for start, stop in itertools.pairwise(starts):
+        part = slice(start, stop)
+        columns = [np.asarray(each)[part, None] for each in (batch.rew, value, next_value, log_ratio)]
+        ends = [np.asarray(each)[part, None] for each in (batch.terminated, batch.truncated)]
+        valid = np.ones_like(ends[0])
+        target, advantage = vtrace_by_definition(*columns, *ends, valid, 0.9, 0.8, 1.2, 0.9)
+        np.testing.assert_allclose(batch.returns[part], target[:, 0], atol=1e-4)
+        np.testing.assert_allclose(batch.adv[part], advantage[:, 0], atol=1e-4)
+
+
+def sub_of(buffer: Any, indices: Any) -> Any:
+    """Returns which sub-buffer each index lies in."""
+    if not hasattr(buffer, "buffers"):
+        return np.zeros(len(indices), int)
+    return np.searchsorted(buffer._extend_offset, indices, side="right") - 1
+
+
+@pytest.mark.parametrize("kind", ["discrete", "joint"])
+def test_on_policy_an_update_is_that_of_a2c(kind: str) -> None:
+    """With lambda 1 and importance weights 1 the paper's targets are n-step returns: A2C's, with GAE's lambda 1."""
+    mine = make(kind, vf_coef=0.7, ent_coef=0.02, max_grad_norm=0.5)
+    other = make(kind, A2C, vf_coef=0.7, ent_coef=0.02, max_grad_norm=0.5, gae_lambda=1.0)
+    other.load_state_dict(copy.deepcopy(mine.state_dict()))
+    buffer = filled(mine, kind)
+    stats = []
+    for algorithm in (mine, other):
+        with policy_within_training_step(algorithm.policy):
+            stats.append(algorithm.update(buffer, batch_size=None, repeat=1))
+    for ours, theirs in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert stats[0].importance_weight == pytest.approx(1, abs=1e-5)
+    assert stats[0].loss.mean == pytest.approx(stats[1].loss.mean, abs=1e-4)
+    assert stats[0].gradient_steps == 1
+    assert set(stats[0].get_loss_stats_dict()) >= {"importance_weight", "rho_clip_fraction", "loss"}
+
+
+def test_returns_are_scaled() -> None:
+    """After a first update has measured them, targets and advantages are in units of their standard deviation."""
+    plain, scaled = make(), make(return_scaling=True)
+    buffer = filled(plain)
+    batches = []
+    for algorithm in (plain, scaled):
+        batch, _ = prepared(algorithm, buffer)
+        algorithm._add_targets(batch)
+        batches.append(copy.deepcopy(batch))
+    torch.testing.assert_close(batches[0].returns, batches[1].returns)
+    spread = float(batches[0].returns.std(correction=0))
+    assert np.sqrt(scaled.ret_rms.var) == pytest.approx(spread, rel=0.1)
+    scale = float(np.sqrt(scaled.ret_rms.var + np.finfo(np.float32).eps))
+    with torch.no_grad():
+        scaled.critic.last.model[-1].weight.div_(scale)
+        scaled.critic.last.model[-1].bias.div_(scale)
+    batch, _ = prepared(scaled, buffer)
+    scaled._add_targets(batch)
+    torch.testing.assert_close(batch.returns * scale, batches[0].returns)
+    torch.testing.assert_close(batch.adv * scale, batches[0].adv)
+
+
+def test_passes_take_up_the_policy_as_it_is() -> None:
+    algorithm = make()
+    buffer = filled(algorithm)
+    seen = []
+    add_targets = algorithm._add_targets
+    algorithm._add_targets = lambda batch: seen.append(add_targets(batch)) or seen[-1]
+    with policy_within_training_step(algorithm.policy):
+        stats = algorithm.update(buffer, batch_size=32, repeat=3)
+    assert stats.gradient_steps == 6  # two minibatches, since the last is merged with what is left
+    np.testing.assert_allclose(seen[0], 1, atol=1e-5)
+    assert not np.allclose(seen[1], 1, atol=1e-3) and not np.allclose(seen[1], seen[2], atol=1e-3)
+
+
+def test_steps_without_a_record_are_taken_for_its_own() -> None:
+    algorithm = make()
+    buffer = filled(algorithm)
+    perturb(algorithm)
+    del buffer._meta.policy.__dict__["logp"]
+    batch, _ = prepared(algorithm, buffer)
+    np.testing.assert_allclose(algorithm._add_targets(batch), 1, atol=1e-5)
+
+
+def test_its_policy_records_wherever_it_goes() -> None:
+    algorithm = make()
+    assert records_logp(algorithm.policy) and records_logp(copy.deepcopy(algorithm.policy))
+    twice = IMPALA(policy=algorithm.policy, critic=algorithm.critic, optim=AdamOptimizerFactory())
+    assert len(twice.policy._forward_hooks) == 1
+    assert not records_logp(make(cls=A2C).policy)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rho_bar": 0.0}, {"c_bar": -1.0}, {"vtrace_lambda": 1.5}, {"gamma": 2.0}],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(AssertionError, match=r"should be"):
+        IMPALA(**make_parts("discrete"), optim=AdamOptimizerFactory(), **settings)
+
+
+@pytest.fixture(scope="module")
+def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
+    made = RayVectorEnv([DriftEnv] * 4, num_nodes=2, workers_per_node=1)
+    yield made
+    with suppress(Exception):
+        made.close()
+
+
+def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies(venv: RayVectorEnv) -> None:
+    algorithm = make()
+    collector = Collector(algorithm, venv, VectorReplayBuffer(400, 4), prefetch=True)
+    seen: list[tuple[int, float]] = []
+    collect, update = collector.collect, algorithm.update
+
+    def noting_collect(**kwargs: Any) -> Any:
+        stats = collect(**kwargs)
+        seen.append((stats.staleness, np.nan))
+        return stats
+
+    def noting_update(**kwargs: Any) -> Any:
+        stats = update(**kwargs)
+        seen[-1] = (seen[-1][0], stats.importance_weight)
+        return stats
+
+    collector.collect = noting_collect  # type: ignore[method-assign]
+    algorithm.update = noting_update
+    result = algorithm.run_training(
+        OnPolicyTrainerParams(
+            training_collector=collector,
+            test_collector=tianshou.data.Collector(algorithm, DummyVectorEnv([DriftEnv] * 2)),
+            max_epochs=1,
+            epoch_num_steps=500,
+            collection_step_num_env_steps=100,
+            test_step_num_episodes=2,
+            batch_size=None,
+            update_step_num_repetitions=1,
+            verbose=False,
+            show_progress=False,
+        )
+    )
+    assert result.train_step == 500
+    ages, weights = zip(*seen, strict=True)
+    assert ages == (0, 1, 1, 1, 1)
+    assert weights[0] == pytest.approx(1, abs=1e-5)
+    assert all(abs(weight - 1) > 1e-5 for weight in weights[1:])
+    collector.reset_env()

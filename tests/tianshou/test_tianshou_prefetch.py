@@ -1,0 +1,213 @@
+"""The prefetching Collector fills the buffer that one without prefetch fills with the policies in step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import tianshou.data
+import torch
+from test_tianshou_buffers import assert_same_buffer
+from tianshou.algorithm import DQN, PPO
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import CollectStats, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OffPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+from tianshou_kit import Exact, Remembers
+
+from rayvec.errors import ConfigError
+from rayvec.testing import DriftEnv, FaultyEnv
+from rayvec.tianshou import Collector, PrefetchCollectStats, RayVectorEnv
+
+SEEDS = [11, 22, 33, 44, 55]
+
+
+@pytest.fixture(scope="module")
+def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
+    made = RayVectorEnv([DriftEnv] * 5, num_nodes=2, workers_per_node=2, preload=("tianshou_kit",))
+    yield made
+    with suppress(Exception):
+        made.close()
+
+
+def pair(venv: RayVectorEnv, make_policy: Callable[[], Any]) -> tuple[Any, Any]:
+    """Returns our prefetching collector and Tianshou's own, reset with the same seeds."""
+    theirs = DummyVectorEnv([DriftEnv] * 5)
+    mine = Collector(make_policy(), venv, VectorReplayBuffer(2000, 5), prefetch=True)
+    other = tianshou.data.Collector(make_policy(), theirs, VectorReplayBuffer(2000, 5))
+    for envs, collector in ((venv, mine), (theirs, other)):
+        envs.seed(SEEDS)
+        collector.reset()
+    return mine, other
+
+
+def land(collector: Any) -> None:
+    """Frees the environments for the next test."""
+    collector.reset_env()
+
+
+@pytest.mark.parametrize("make_policy", [Exact, Remembers])
+def test_steps_are_those_of_the_policy_one_change_ago(venv: RayVectorEnv, make_policy: Callable[[], Any]) -> None:
+    mine, other = pair(venv, make_policy)
+    learns = make_policy is Exact
+    ages = []
+    for change in range(4):
+        stats = mine.collect(n_step=50)
+        ages.append(stats.staleness)
+        expected = other.collect(n_step=50)
+        np.testing.assert_array_equal(stats.returns, expected.returns)
+        np.testing.assert_array_equal(stats.lens, expected.lens)
+        assert_same_buffer(mine.buffer, other.buffer)
+        if learns:
+            if change > 0:
+                other.policy.shift.data.fill_(3.0 + change)  # as it was when the chunk now in flight began
+            mine.policy.shift.data.fill_(4.0 + change)
+    assert ages == ([0, 1, 1, 1] if learns else [0, 0, 0, 0])
+    assert mine.collect_step == other.collect_step == 200
+    land(mine)
+
+
+def test_other_numbers_of_steps(venv: RayVectorEnv) -> None:
+    """What is in flight counts; what it lacks is taken at once, with the newest policy."""
+    collector, _ = pair(venv, Exact)
+    taken = []
+    for n_step in (50, 100, 50, 25, 25):
+        collector.policy.shift.data.add_(1)
+        taken.append((collector.collect(n_step=n_step).n_collected_steps, len(collector.buffer)))
+    assert taken == [(50, 50), (100, 150), (100, 250), (50, 300), (25, 325)]
+    stats = collector.collect(n_step=60, random=True)
+    assert stats.n_collected_steps == 60
+    collector.collect(n_step=60)
+    land(collector)
+
+
+def test_more_steps_than_a_chunk_has_without_prefetch(venv: RayVectorEnv) -> None:
+    mine, other = pair(venv, Exact)
+    for _ in range(2):
+        assert mine.collect(n_step=900).n_collected_steps == other.collect(n_step=900).n_collected_steps
+    assert_same_buffer(mine.buffer, other.buffer)
+    land(mine)
+
+
+def test_a_reset_drops_what_is_in_flight(venv: RayVectorEnv) -> None:
+    collector, _ = pair(venv, Exact)
+    collector.collect(n_step=50)
+    with pytest.raises(AssertionError, match="prefetching"):
+        venv.reset()
+    with pytest.raises(AssertionError, match="prefetching"):
+        venv.step(np.zeros(5, int))
+    collector.reset()
+    assert len(collector.buffer) == 0
+    venv.step(np.zeros(5, int))
+    collector.reset()
+    starts = collector.collect(n_step=5)
+    assert starts.n_collected_steps == 5 and starts.staleness == 0
+    land(collector)
+
+
+def test_an_environment_that_raises_in_flight_is_reported(ray_cluster: object) -> None:
+    env = RayVectorEnv([lambda: FaultyEnv("raise", at=15)] * 2, num_nodes=1, workers_per_node=1)
+    collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
+    collector.reset()
+    assert collector.collect(n_step=20).n_collected_steps == 20
+    with pytest.raises(ValueError, match="broken"):
+        collector.collect(n_step=20)
+    env.close()
+
+
+def test_environments_close_with_a_chunk_in_flight(ray_cluster: object) -> None:
+    env = RayVectorEnv([DriftEnv] * 2, num_nodes=1, workers_per_node=1)
+    collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
+    collector.reset()
+    collector.collect(n_step=20)
+    collector.close()
+    assert env.is_closed
+
+
+def test_stats_of_ones_own(venv: RayVectorEnv) -> None:
+    class Untold(CollectStats):
+        pass
+
+    @dataclasses.dataclass(kw_only=True)
+    class Told(CollectStats):
+        staleness: int = 7
+
+    for given, expected in ((CollectStats, PrefetchCollectStats), (Untold, Untold), (Told, Told)):
+        collector = Collector(Exact(), venv, collect_stats_class=given, prefetch=True)
+        collector.reset()
+        stats = collector.collect(n_step=10)
+        assert type(stats) is expected
+        assert "staleness" not in dataclasses.asdict(stats) or dataclasses.asdict(stats)["staleness"] in (0, 7)
+        land(collector)
+
+
+def actor_critic() -> dict[str, Any]:
+    actor = DiscreteActor(preprocess_net=Net(state_shape=(2,), hidden_sizes=[8]), action_shape=2, softmax_output=False)
+    critic = DiscreteCritic(preprocess_net=Net(state_shape=(2,), hidden_sizes=[8]))
+    policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
+    return {"policy": policy, "critic": critic, "optim": AdamOptimizerFactory(lr=1e-3)}
+
+
+def test_what_cannot_be_prefetched_is_refused(venv: RayVectorEnv) -> None:
+    ppo = PPO(**actor_critic())
+    for algorithm in (ppo, ppo.policy):
+        with pytest.raises(ConfigError, match="its present policy"):
+            Collector(algorithm, venv, prefetch=True)
+    with pytest.raises(ConfigError, match="inference='worker'"):
+        Collector(Exact(), venv, inference="driver", prefetch=True)
+    with pytest.raises(ConfigError, match="RayVectorEnv"):
+        Collector(Exact(), DummyVectorEnv([DriftEnv] * 2), prefetch=True)
+    collector = Collector(Exact(), venv, prefetch=True)
+    collector.reset()
+    with pytest.raises(ConfigError, match="n_episode=5"):
+        collector.collect(n_episode=5)
+    collector.set_on_step_hook(lambda acts, batch: None)
+    with pytest.raises(ConfigError, match="hook on steps"):
+        collector.collect(n_step=5)
+
+
+def test_the_unmodified_off_policy_trainer_runs(venv: RayVectorEnv) -> None:
+    torch.manual_seed(0)
+    policy = DiscreteQLearningPolicy(
+        model=Net(state_shape=(2,), action_shape=2, hidden_sizes=[16]),
+        action_space=DriftEnv.action_space,
+        eps_training=0.3,
+        eps_inference=0.0,
+    )
+    algorithm = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
+    collector = Collector(algorithm, venv, VectorReplayBuffer(1000, 5), True, prefetch=True)
+    ages: list[int] = []
+    collect = collector.collect
+
+    def noting(**kwargs: Any) -> Any:
+        stats = collect(**kwargs)
+        ages.append(stats.staleness)
+        return stats
+
+    collector.collect = noting  # type: ignore[method-assign]
+    test_env = DummyVectorEnv([DriftEnv] * 2)
+    result = algorithm.run_training(
+        OffPolicyTrainerParams(
+            training_collector=collector,
+            test_collector=tianshou.data.Collector(algorithm, test_env),
+            max_epochs=2,
+            epoch_num_steps=200,
+            collection_step_num_env_steps=20,
+            update_step_num_gradient_steps_per_sample=0.1,
+            test_step_num_episodes=2,
+            batch_size=32,
+            verbose=False,
+            show_progress=False,
+        )
+    )
+    assert result.timing.train_time > 0
+    assert len(ages) == 20 and ages[0] == 0 and set(ages[1:]) == {1}
+    land(collector)
