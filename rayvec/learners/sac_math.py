@@ -106,12 +106,16 @@ class MLPLayout:
 
 
 def forward(layers: Layers, rows: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Returns the inputs of every layer, ``[E, B, in]``, and the outputs ``[E, B, out]``, for rows ``[B, in]``."""
+    """Returns the inputs of every layer, ``[E, B, in]``, and the outputs ``[E, B, out]``, for rows ``[B, in]``.
+
+    Biases are added apart from the product: compiled, that is one pass with the ReLU, where ``baddbmm`` first copies
+    them to all rows.
+    """
     inputs = [rows.expand(len(layers[0][0]), -1, -1)]
     for weight, bias in layers[:-1]:
-        inputs.append(torch.baddbmm(bias.unsqueeze(1), inputs[-1], weight.mT).relu())
+        inputs.append((torch.bmm(inputs[-1], weight.mT) + bias.unsqueeze(1)).relu())
     weight, bias = layers[-1]
-    return inputs, torch.baddbmm(bias.unsqueeze(1), inputs[-1], weight.mT)
+    return inputs, torch.bmm(inputs[-1], weight.mT) + bias.unsqueeze(1)
 
 
 def backward(layers: Layers, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:

@@ -1,0 +1,332 @@
+"""One SAC update by several libraries, each in a process of its own that is told when to run.
+
+    python benchmarks/sac_peers.py NAME WIDTH THREADS
+
+reads numbers from its standard input, makes that many updates and prints the seconds that one took. Every peer
+updates two critics, the actor and the temperature on minibatches of 256 rows, sampling included: 17 observations, 6
+actions, two hidden layers. This file imports only what its peer needs, so that each can have an environment of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+D, A, B, STORED = 17, 6, 256, 10_000
+GAMMA, TAU, POLICY_LR, Q_LR = 0.99, 0.005, 3e-4, 1e-3
+
+Updates = Callable[[int], Any]
+
+
+def transitions() -> dict[str, Any]:
+    """Returns a replay of random transitions."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    act = rng.uniform(-1, 1, (STORED, A)).astype(np.float32)
+    return {"obs": normal(STORED, D), "next_obs": normal(STORED, D), "act": act, "rew": normal(STORED)}
+
+
+def rayvec(width: int, *, compile: bool) -> Updates:
+    """Our learner, as ``train`` calls it with its default settings."""
+    from dataclasses import replace
+
+    from gymnasium import spaces
+
+    from rayvec.config import SACConfig
+    from rayvec.learners.sac import SACLearner
+    from rayvec.types import Batch, Chunk, CollectStats
+
+    data = transitions()
+    zeros = np.zeros((STORED, 1), bool)
+    chunk = Chunk(
+        env_ids=np.zeros(1, np.int64),
+        obs=data["obs"][:, None],
+        act=data["act"][:, None],
+        rew=data["rew"][:, None].astype(np.float64),
+        terminated=zeros,
+        truncated=zeros,
+        valid=~zeros,
+        last_obs=data["obs"][:1],
+        final_index=np.zeros((0, 2), np.int64),
+        final_obs=np.zeros((0, D), np.float32),
+    )
+    stats = CollectStats(np.zeros(0), np.zeros(0, np.int64), 0, 0, 0, 1.0, 1.0, {}, (0, 0))
+    config = SACConfig(
+        num_envs=1, learning_starts=STORED, hidden_sizes=(width, width), compile=compile, policy_lr=POLICY_LR, q_lr=Q_LR
+    )
+    box = lambda size: spaces.Box(-1, 1, (size,), np.float32)  # noqa: E731
+    learner = SACLearner(box(D), box(A), config)
+    learner.update(Batch((chunk,), stats))
+    few = replace(  # as many steps as an iteration has by default, each of which asks for an update
+        chunk,
+        obs=chunk.obs[:16],
+        act=chunk.act[:16],
+        rew=chunk.rew[:16],
+        terminated=zeros[:16],
+        truncated=zeros[:16],
+        valid=~zeros[:16],
+    )
+
+    def updates(count: int) -> None:
+        for _ in range(count // 16):
+            learner.update(Batch((few,), stats))
+
+    return updates
+
+
+def cleanrl_style(width: int) -> Updates:
+    """A single-file implementation in the way of CleanRL: modules, autograd, an optimizer for each part."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def mlp(ins: int, outs: int) -> Any:
+        return nn.Sequential(
+            nn.Linear(ins, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outs)
+        )
+
+    class Actor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(D, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+            self.mean, self.log_std = nn.Linear(width, A), nn.Linear(width, A)
+
+        def draw(self, obs: Any) -> tuple[Any, Any]:
+            hidden = self.body(obs)
+            log_std = -5 + 3.5 * (torch.tanh(self.log_std(hidden)) + 1)
+            normal = torch.distributions.Normal(self.mean(hidden), log_std.exp())
+            x = normal.rsample()
+            act = torch.tanh(x)
+            logp = normal.log_prob(x) - torch.log(1 - act.pow(2) + 1e-6)
+            return act, logp.sum(1, keepdim=True)
+
+    actor, critics, targets = Actor(), [mlp(D + A, 1) for _ in range(2)], [mlp(D + A, 1) for _ in range(2)]
+    for critic, target in zip(critics, targets, strict=True):
+        target.load_state_dict(critic.state_dict())
+    q_optimizer = torch.optim.Adam([p for critic in critics for p in critic.parameters()], lr=Q_LR)
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=POLICY_LR)
+    log_alpha = torch.zeros(1, requires_grad=True)
+    alpha_optimizer = torch.optim.Adam([log_alpha], lr=Q_LR)
+    data = transitions()
+    alpha = 1.0
+
+    def q(net: Any, obs: Any, act: Any) -> Any:
+        return net(torch.cat([obs, act], 1))
+
+    def update() -> None:
+        nonlocal alpha
+        index = np.random.randint(0, STORED, B)
+        obs, next_obs, act, rew = (torch.as_tensor(data[key][index]) for key in ("obs", "next_obs", "act", "rew"))
+        with torch.no_grad():
+            next_act, next_logp = actor.draw(next_obs)
+            value = torch.min(*[q(target, next_obs, next_act) for target in targets]) - alpha * next_logp
+            y = rew + GAMMA * value.view(-1)
+        loss = sum(F.mse_loss(q(critic, obs, act).view(-1), y) for critic in critics)
+        q_optimizer.zero_grad()
+        loss.backward()
+        q_optimizer.step()
+
+        pi, logp = actor.draw(obs)
+        actor_loss = (alpha * logp - torch.min(*[q(critic, obs, pi) for critic in critics])).mean()
+        actor_optimizer.zero_grad()
+        actor_loss.backward()
+        actor_optimizer.step()
+
+        with torch.no_grad():
+            _, logp = actor.draw(obs)
+        alpha_loss = (-log_alpha.exp() * (logp - A)).mean()
+        alpha_optimizer.zero_grad()
+        alpha_loss.backward()
+        alpha_optimizer.step()
+        alpha = log_alpha.exp().item()
+
+        for critic, target in zip(critics, targets, strict=True):
+            for fast, slow in zip(critic.parameters(), target.parameters(), strict=True):
+                slow.data.copy_(TAU * fast.data + (1 - TAU) * slow.data)
+
+    return lambda count: [update() for _ in range(count)]
+
+
+def tianshou(width: int) -> Updates:
+    """Tianshou's ``update``."""
+    from gymnasium import spaces
+    from tianshou.algorithm import SAC
+    from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.data import Batch, ReplayBuffer
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
+
+    def net(concat: bool) -> Any:
+        shapes = {"action_shape": (A,), "concat": True} if concat else {}
+        return Net(state_shape=(D,), hidden_sizes=(width, width), **shapes)
+
+    space = spaces.Box(-1, 1, (A,), np.float32)
+    actor = ContinuousActorProbabilistic(
+        preprocess_net=net(False), action_shape=(A,), unbounded=True, conditioned_sigma=True
+    )
+    critics = [ContinuousCritic(preprocess_net=net(True)) for _ in range(2)]
+    algorithm: Any = SAC(
+        policy=SACPolicy(actor=actor, action_space=space),
+        policy_optim=AdamOptimizerFactory(lr=POLICY_LR),
+        critic=critics[0],
+        critic_optim=AdamOptimizerFactory(lr=Q_LR),
+        critic2=critics[1],
+        critic2_optim=AdamOptimizerFactory(lr=Q_LR),
+        tau=TAU,
+        gamma=GAMMA,
+        alpha=AutoAlpha(-float(A), 0.0, AdamOptimizerFactory(lr=Q_LR)),
+    )
+    data, buffer = transitions(), ReplayBuffer(STORED)
+    for i in range(STORED):
+        buffer.add(
+            Batch(
+                obs=data["obs"][i], act=data["act"][i], rew=data["rew"][i], terminated=False, truncated=False,
+                obs_next=data["next_obs"][i], info={},
+            )
+        )  # fmt: skip
+    from tianshou.algorithm.algorithm_base import policy_within_training_step
+
+    def updates(count: int) -> None:
+        with policy_within_training_step(algorithm.policy):
+            for _ in range(count):
+                algorithm.update(buffer=buffer, sample_size=B)
+
+    return updates
+
+
+def stable_baselines3(width: int) -> Updates:
+    """Stable-Baselines3's ``train``."""
+    import gymnasium
+    from gymnasium import spaces
+    from stable_baselines3 import SAC
+    from stable_baselines3.common.logger import configure
+
+    class Spaces(gymnasium.Env):  # type: ignore[type-arg]
+        observation_space = spaces.Box(-np.inf, np.inf, (D,), np.float32)
+        action_space = spaces.Box(-1, 1, (A,), np.float32)
+
+    model: Any = SAC(
+        "MlpPolicy", Spaces(), learning_rate=POLICY_LR, buffer_size=STORED, batch_size=B, device="cpu",
+        policy_kwargs={"net_arch": [width, width]},
+    )  # fmt: skip
+    model.set_logger(configure(None, []))
+    data = transitions()
+    for i in range(STORED):
+        row = (data[key][i : i + 1] for key in ("obs", "next_obs", "act", "rew"))
+        model.replay_buffer.add(*row, np.zeros(1), [{}])
+
+    return lambda count: [model.train(gradient_steps=1, batch_size=B) for _ in range(count)]
+
+
+def jax(width: int, *, scan: int = 0) -> Updates:
+    """The update as one jitted function of donated state; with `scan`, that many in one call."""
+    import jax
+    import jax.numpy as jnp
+
+    def layers(key: Any, ins: int, outs: int) -> Any:
+        sizes = [(ins, width), (width, width), (width, outs)]
+        keys = jax.random.split(key, 3)
+        draw = lambda k, s: jax.random.uniform(k, s, minval=-1, maxval=1) / np.sqrt(s[0])  # noqa: E731
+        return [(draw(k, s), jnp.zeros(s[1])) for k, s in zip(keys, sizes, strict=True)]
+
+    def mlp(net: Any, x: Any) -> Any:
+        for weight, bias in net[:-1]:
+            x = jax.nn.relu(x @ weight + bias)
+        return x @ net[-1][0] + net[-1][1]
+
+    def q(nets: Any, obs: Any, act: Any) -> Any:
+        return jax.vmap(mlp, (0, None))(nets, jnp.concatenate([obs, act], 1))[..., 0]
+
+    def draw(net: Any, obs: Any, noise: Any) -> tuple[Any, Any]:
+        mean, raw = jnp.split(mlp(net, obs), 2, 1)
+        log_std = -5 + 3.5 * (jnp.tanh(raw) + 1)
+        x = mean + jnp.exp(log_std) * noise
+        logp = -0.5 * noise**2 - log_std - 0.919 - 2 * (jnp.log(2) - x - jax.nn.softplus(-2 * x))
+        return jnp.tanh(x), logp.sum(1)
+
+    def adam(state: Any, grads: Any, rate: float, step: Any) -> Any:
+        param, mean, square = state
+        tree = jax.tree_util.tree_map
+        mean = tree(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        square = tree(lambda v, g: 0.999 * v + 0.001 * g * g, square, grads)
+        one, two = rate / (1 - 0.9**step), 1 / jnp.sqrt(1 - 0.999**step)
+        param = tree(lambda p, m, v: p - one * m / (jnp.sqrt(v) * two + 1e-8), param, mean, square)
+        return param, mean, square
+
+    def update(state: Any, batch: Any) -> Any:
+        critic, target, actor, log_alpha, key, step = state
+        obs, act, rew, next_obs = batch
+        step, alpha = step + 1, jnp.exp(log_alpha[0])
+        key, one, two = jax.random.split(key, 3)
+        next_act, next_logp = draw(actor[0], next_obs, jax.random.normal(one, (B, A)))
+        y = rew + GAMMA * (q(target, next_obs, next_act).min(0) - alpha * next_logp)
+        grads = jax.grad(lambda nets: 0.5 * ((q(nets, obs, act) - y) ** 2).mean(1).sum())(critic[0])
+        critic = adam(critic, grads, Q_LR, step)
+
+        def actor_loss(net: Any) -> Any:
+            pi, logp = draw(net, obs, jax.random.normal(two, (B, A)))
+            return (alpha * logp - q(critic[0], obs, pi).min(0)).mean(), logp
+
+        grads, logp = jax.grad(actor_loss, has_aux=True)(actor[0])
+        actor = adam(actor, grads, POLICY_LR, step)
+        log_alpha = adam(log_alpha, -alpha * (logp.mean() - A), Q_LR, step)
+        target = jax.tree_util.tree_map(lambda slow, fast: slow + TAU * (fast - slow), target, critic[0])
+        return (critic, target, actor, log_alpha, key, step), None
+
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    pair = jax.vmap(lambda key: layers(key, D + A, 1))(keys[:2])
+    zeros = lambda tree: jax.tree_util.tree_map(jnp.zeros_like, tree)  # noqa: E731
+    fresh = lambda tree: (tree, zeros(tree), zeros(tree))  # noqa: E731
+    copied = jax.tree_util.tree_map(jnp.copy, pair)
+    alpha_and_key = fresh(jnp.zeros(())), jax.random.PRNGKey(1), jnp.zeros(())
+    state: Any = (fresh(pair), copied, fresh(layers(keys[2], D, 2 * A)), *alpha_and_key)
+    data = transitions()
+    names = ("obs", "act", "rew", "next_obs")
+    one = jax.jit(lambda state, batch: update(state, batch)[0], donate_argnums=0)
+    many = jax.jit(lambda state, batches: jax.lax.scan(update, state, batches)[0], donate_argnums=0)
+
+    def updates(count: int) -> None:
+        nonlocal state
+        for _ in range(count // scan if scan else count):
+            index = np.random.randint(0, STORED, (scan, B) if scan else B)
+            state = (many if scan else one)(state, tuple(data[name][index] for name in names))
+        jax.block_until_ready(state)
+
+    return updates
+
+
+PEERS: dict[str, Callable[[int], Updates]] = {
+    "rayvec": lambda width: rayvec(width, compile=False),
+    "rayvec compiled": lambda width: rayvec(width, compile=True),
+    "CleanRL-style": cleanrl_style,
+    "Tianshou": tianshou,
+    "Stable-Baselines3": stable_baselines3,
+    "JAX jit": jax,
+    "JAX jit, scanned over 32": lambda width: jax(width, scan=32),
+}
+
+
+def main() -> None:
+    """Serves one peer."""
+    name, width, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if not name.startswith("JAX"):
+        import torch
+
+        torch.set_num_threads(threads)
+    updates = PEERS[name](width)
+    updates(64)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        count = int(line)
+        begin = time.perf_counter()
+        updates(count)
+        print((time.perf_counter() - begin) / count, flush=True)
+
+
+if __name__ == "__main__":
+    main()
