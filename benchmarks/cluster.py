@@ -30,8 +30,8 @@ from rayvec.vector import RayVecEnv
 
 
 def timed(step_s: float, busy: bool = False) -> Callable[[], TimedEnv]:
-    """Returns what makes an environment that takes so long for a step."""
-    return lambda: TimedEnv(step_s, busy=busy)
+    """Returns what makes an environment that takes so long for a step; it has no infos, and long episodes."""
+    return lambda: TimedEnv(step_s, busy, max_episode_steps=1000, infos=False)
 
 
 def still(obs: Any) -> Any:
@@ -41,7 +41,7 @@ def still(obs: Any) -> Any:
 
 def alone(step_s: float, pipe: Connection) -> None:
     """Steps one environment whenever it is told for how long; answers with steps per second."""
-    env = TimedEnv(step_s)
+    env = timed(step_s)()
     env.reset(seed=0)
     while (seconds := pipe.recv()) is not None:
         begin, count = time.perf_counter(), 0
@@ -244,7 +244,7 @@ class BareEcho:
 
 def echo(port: int, sent_bytes: int, answer_bytes: int, busy_s: float) -> None:
     """Answers messages after some work, until the other side hangs up."""
-    answer, env = bytes(answer_bytes), TimedEnv(busy_s, busy=True)
+    answer, env = bytes(answer_bytes), timed(busy_s, busy=True)()
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         env.reset(seed=0)

@@ -294,7 +294,7 @@ class ProcessPool(PoolClient):
         if block is None:
             block = self._weights[key] = SharedBlock({"weights": (np.float32, (weights.size,))})
             command = ("attach_weights", key, weights.size)  # whoever starts later is told when it starts
-            attached = self._ask(self._plan(self._everyone), lambda part: command, repeat=False)
+            attached = self._ask(self._plans.of(self._everyone), lambda part: command, repeat=False)
             for link in self._links:
                 with contextlib.suppress(OSError):  # one that has ended is found to have, below
                     reduction.send_handle(link.pipe, block.fd, None)
@@ -310,7 +310,7 @@ class ProcessPool(PoolClient):
         """
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
-        packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
+        packed = self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None)
         chunk = join_chunks([part.unpack() for part in packed])
         self.stepped_by_another(chunk.last_obs)
         return chunk
@@ -334,7 +334,7 @@ class ProcessPool(PoolClient):
             self._workers.close()
 
     def _ask_all(self, name: str, *args: Any) -> list[Any]:
-        return self._ask(self._plan(self._everyone), lambda part: (name, *args))(None)
+        return self._ask(self._plans.of(self._everyone), lambda part: (name, *args))(None)
 
 
 def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:
