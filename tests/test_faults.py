@@ -52,6 +52,14 @@ class RaisesOnReset(CountingEnv):
         return super().reset(**kwargs)
 
 
+class TwoSteps(ObedientEnv):
+    """Its episodes end with the second step."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, obs[STEP] == 2, False, info
+
+
 class NeverSteps(ObedientEnv):
     """Can't step at all."""
 
@@ -242,6 +250,29 @@ def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
     assert chunk.valid.all() and batch.stats.n_collected_episodes == 0
     assert chunk.obs[0][:, TOTAL].tolist() == [10, 10, 0, 0]
     assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "chunk"])
+def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
+    make_vec: Any, nodes: int, fault: int, stepwise: bool
+) -> None:
+    """The last step of a chunk ends an episode and begins the next, which is lost before its own first step."""
+    env = make_vec([TwoSteps] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
+    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 2, seed=1)
+    assert chunk.terminated[-1].all() and (chunk.last_obs[:, STEP] == 0).all()
+    affected = [3] if fault == RAISE else [2, 3]
+    if stepwise:
+        obs, _, _, truncated, info = env.step(told(4, n3=fault))
+        assert np.flatnonzero(info["env_restarted"]).tolist() == affected
+        assert np.flatnonzero(truncated).tolist() == affected
+        assert_identical(obs[affected], chunk.last_obs[affected])
+    else:
+        seed = int(chunk.last_obs[3, SEED])
+        chunk = env.rollout(lambda obs: np.where((obs[:, SEED] == seed) & (obs[:, TOTAL] == 2), fault, GO), 2)
+        before = -1 if fault == DIE else 0  # a worker that ends takes the chunk with it
+        assert chunk.restarts.tolist() == [[before, n] for n in affected]
 
 
 def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:

@@ -63,6 +63,8 @@ class PoolClient:
         self.first_id = first_id
         self._block = block
         self._links = list(links)
+        for link in self._links:
+            link.wait_for_room = self._wait_for_room
         self._supervision = supervision
         self._respawn = respawn
         self._budget = RestartBudget()
@@ -75,7 +77,7 @@ class PoolClient:
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
         self._look_at_s = 0.0
-        self._last = LastAnswers(self._obs, self.num_envs) if supervision.restart else None
+        self._last = LastAnswers(self._obs, self.num_envs, block.arrays["stays"]) if supervision.restart else None
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -115,10 +117,10 @@ class PoolClient:
             self._start(plan, None, lambda link, part: link.post(Op.LOOK, part.rows))
 
     def _start(self, plan: Plan, stays: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
-        if self._last is not None and stays is not None:
-            self._last.started(plan.select, stays)
         for part in plan.parts:
             part.number = post(self._links[part.owner], part)
+        if self._last is not None and stays is not None:
+            self._last.started(plan.select, stays)
         plan.turn = self._turn
         self._under_way[plan.select] = True
         for part in plan.parts:  # after the workers have begun
@@ -205,9 +207,13 @@ class PoolClient:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
                 assert limit_s is not None
-                self._restart_worker(link, link.hangs(limit_s))
+                self._restart_worker(link, link.hangs(limit_s), link.waited_s)
             except WorkerLostError as error:
                 self._restart_worker(link, error)
+
+    def _wait_for_room(self, link: WorkerLink) -> None:
+        """Waits until the oldest command of a worker is done, so that there is room in its pipe for another."""
+        self._wait(link, link.num_done, None)
 
     def _look_after(self, link: WorkerLink) -> None:
         """Restarts a worker that has ended, or takes too long for its oldest command."""
@@ -217,17 +223,22 @@ class PoolClient:
             if link.num_done < link.num_posted:
                 self._restart_worker(link, link.lost())
         elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
-            self._restart_worker(link, link.hangs(limit_s))
+            self._restart_worker(link, link.hangs(limit_s), link.waited_s)
 
-    def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
         """Starts a worker anew, gives it what was under way again, and ends the episodes that were.
+
+        Args:
+            link: To the worker.
+            error: What is raised if it may not be restarted at all.
+            hung_s: How long it was waited for, if it hangs.
 
         Raises:
             WorkerLostError: It may not be restarted, or not once more.
         """
         if self._last is None:
             raise error
-        if not self._budget.spend(link.index):
+        if not self._budget.spend(link.index, hung_s):
             raise WorkerLostError(
                 message(
                     "A worker that ends again and again is not restarted for ever.",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -98,6 +97,7 @@ class WorkerLink:
         infos: Raw infos that nobody has asked for yet, by global environment id.
         objects: Last observation of each environment whose observations are no arrays, by index on the node.
         failures: What environments raised, by the worker's own row; -1 for what concerns all.
+        wait_for_room: Waits until the oldest command is done, for who posts one that has no room in the pipe.
     """
 
     def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str, first_id: int) -> None:
@@ -109,6 +109,7 @@ class WorkerLink:
         self.infos: dict[int, RawInfo] = {}
         self.objects: dict[int, Any] = {}
         self.failures: list[tuple[int, RemoteFailure]] = []
+        self.wait_for_room: Callable[[WorkerLink], None] = lambda link: link.wait(link.num_done, None)
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
         self._begun_s = 0.0  # when the worker may have begun with the oldest of them
@@ -195,11 +196,8 @@ class WorkerLink:
 
     def _make_room(self, num_bytes: int) -> None:
         """Waits until what lies in the pipe leaves room: the worker may be writing too, and both would block."""
-        with contextlib.suppress(WorkerLostError):  # as whoever waits for it finds out
-            while (
-                self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES
-            ):
-                self.wait(self.num_done, None)
+        while self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES:
+            self.wait_for_room(self)
 
     def _send(self, payload: bytes) -> None:
         try:
@@ -220,6 +218,11 @@ class WorkerLink:
         while self._tail[0] <= number:
             self._acquire(deadline)
             self._finish()
+
+    @property
+    def waited_s(self) -> float:
+        """How long the oldest command under way has been waited for."""
+        return time.monotonic() - self._begun_s
 
     def overdue_s(self, step_timeout_s: float) -> float:
         """When the oldest command under way takes too long, by ``time.monotonic``."""

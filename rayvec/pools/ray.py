@@ -182,7 +182,7 @@ class RayPool:
             raise
 
     def _start(self, handle: NodeHandle) -> Any:
-        return handle.actor.start.remote(self._factory.part(handle.slice.env_range).to_bytes(), self._preload)
+        return handle.actor.start.remote(self._factory.in_parts(handle.slice.worker_bounds), self._preload)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
