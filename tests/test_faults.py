@@ -16,6 +16,8 @@ import pytest
 
 from rayvec.collector import Collector
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
+from rayvec.pools import supervision
+from rayvec.pools.base import Autoreset
 from rayvec.pools.supervision import RestartBudget, restart_seed
 from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector import RayVecEnv
@@ -220,6 +222,30 @@ def test_a_crash_loop_ends(make_vec: Any) -> None:
         for _ in range(100):
             env.step(np.zeros(2, np.int64))
     assert "never" in str(caught.value) and env.closed
+
+
+def test_hangs_that_take_long_to_notice_are_a_crash_loop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
+    allowed = {"hangs": RestartBudget(), "ends": RestartBudget()}
+    spent: dict[str, list[bool]] = {"hangs": [], "ends": []}
+    for _ in range(8):
+        now += 30.0
+        spent["hangs"].append(allowed["hangs"].spend(3, hung_s=29.0))
+        spent["ends"].append(allowed["ends"].spend(3))
+    assert spent == {"hangs": [True] * 5 + [False] * 3, "ends": [True] * 8}
+
+
+def test_a_worker_that_hangs_over_a_full_pipe_is_restarted(make_vec: Any) -> None:
+    """What is posted has no room in its pipe until the command before it is done, which it never is."""
+    env = make_vec([ObedientEnv] * 2, workers=1, groups=2, on_env_error="restart", step_timeout_s=1.0)
+    env.reset(seed=1)
+    pool = env._pool
+    first, second = env.groups
+    pool.send(first, np.array([HANG]), Autoreset.NEXT_STEP)
+    pool.reset(second, [None], {"large": np.zeros(1 << 17, np.uint8)})
+    assert [info.info.get("env_restarted") for info in pool.recv(first).info] == [True]
+    assert pool.recv(second).obs[0, STEP] == 0
 
 
 def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:

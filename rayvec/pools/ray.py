@@ -491,7 +491,8 @@ class RayPool:
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids of each node's actor and workers, by the node's name."""
-        return {node.handle.slice.name: node.handle.call("worker_pids") for node in self._nodes}
+        pids = self._ask_all("worker_pids")
+        return {node.handle.slice.name: found for node, found in zip(self._nodes, pids, strict=True)}
 
     def close(self) -> None:
         """Closes the environments and ends every worker and actor; may be called again."""

@@ -98,7 +98,8 @@ class Listener:
             try:
                 _authenticate(sock, self._key, time.monotonic() + _HANDSHAKE_S, b"server", b"client")
             finally:
-                self._strangers.remove(sock)
+                with contextlib.suppress(ValueError):  # it had to make room
+                    self._strangers.remove(sock)
         except (OSError, PermissionError) as error:
             logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
             sock.close()
