@@ -172,9 +172,10 @@ def groups(args: argparse.Namespace) -> None:
                             env.rollout(still, steps)
                             rates["worker alone"].append(steps * num_envs / (time.perf_counter() - begin))
         work, unit = "busy" if busy else "asleep", "all rows" if by_rows else "a call"
+        policy_costs = f"policy {policy_s * 1e3:g} ms for {unit}"
         rows.append(
             [
-                f"{workers} workers, {num_envs} environments of {step}, policy {policy_s * 1e3:g} ms for {unit}, {work}",
+                f"{workers} workers, {num_envs} environments of {step}, {policy_costs}, {work}",
                 transport,
                 spread(rates["groups=1"]),
                 spread(rates["groups=2"]),
