@@ -9,7 +9,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import edges_of
 from rayvec.cluster import CLUSTER_MARK
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
@@ -28,7 +28,7 @@ from rayvec.pools.process import ProcessPool, Workers
 from rayvec.pools.stream import FrameSocket, Listener
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
-from rayvec.types import Chunk, NodeSlice, StepBatch
+from rayvec.types import Chunk, ChunkEdges, NodeSlice, RolloutTimes, StepBatch
 
 __all__ = ["FDS_PER_MESSAGE", "LEND_S", "NodeActor"]
 
@@ -106,16 +106,22 @@ class NodeActor:
         return self.ask("publish", key, version, weights)
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, float] | RemoteFailure:
-        """Lets the workers take steps with a policy; returns their chunk and the seconds that took."""
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Chunk | None]:
+        """Lets the workers take steps with a policy.
 
-        def timed() -> tuple[Chunk, float]:
+        Returns:
+            Two values, of which the driver need not fetch the second: the workers' times and, if asked for, the
+            chunk's edges; and the chunk.
+        """
+
+        def take() -> tuple[Any, Chunk]:
             assert self._pool is not None
-            begin = time.monotonic()
-            return self._pool.rollout(key, num_steps, first_step, noise_seed), time.monotonic() - begin
+            chunk, times = self._pool.rollout(key, num_steps, first_step, noise_seed)
+            return (times, edges_of(chunk) if with_edges else None), chunk
 
-        return self._guard(timed)  # type: ignore[no-any-return]
+        taken = self._guard(take)
+        return (taken, None) if isinstance(taken, RemoteFailure) else taken
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

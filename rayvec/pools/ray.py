@@ -18,10 +18,12 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import edges_of, join_chunks, join_edges
 from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.pools.acting import ActingNodes
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.joining import JoinedAnswers
 from rayvec.pools.link import LOOK_S, readable
@@ -29,8 +31,7 @@ from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
 from rayvec.pools.supervision import RESTARTED, NodeState, RestartBudget
-from rayvec.rollout import join_chunks
-from rayvec.types import Chunk, NodeSlice, RawInfo, StepBatch, Topology, Tree, tree_map
+from rayvec.types import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 
 __all__ = ["RayPool"]
 
@@ -75,6 +76,9 @@ class RayPool:
         loose: Whether environments are answered each as soon as it is done.
         session: Share in the connection to Ray, released when the pool is closed.
 
+    Attributes:
+        acting: The policies that act in the workers.
+
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
         NodeLostError: A node ended meanwhile.
@@ -108,8 +112,7 @@ class RayPool:
         self._under_way = np.zeros(self.num_envs, bool)
         self._sets: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
-        self._policies: dict[int, bytes] = {}
-        self._weights: dict[int, tuple[int, Any]] = {}
+        self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
@@ -376,53 +379,47 @@ class RayPool:
         for part in self._plans.of(env_ids).parts:
             self._nodes[part.owner].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
 
-    def load_policy(self, key: int, policy: bytes) -> None:
-        """Gives every worker of every node a pickled policy, to be named by `key`."""
-        self._policies[key] = policy
-        self._ask_all("ask", "load_policy", key, policy)
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk.
 
-    def drop_policy(self, key: int) -> None:
-        """Lets every worker forget a policy and its weights."""
-        self._ask_all("ask", "drop_policy", key)
-        self._policies.pop(key, None)
-        self._weights.pop(key, None)
-
-    def publish(self, key: int, version: int, weights: Any) -> None:
-        """Gives every node new weights: an object reference, which each node fetches once."""
-        self._weights[key] = version, weights
-        self._ask_all("publish", key, version, weights)
-
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[Chunk, float]:
-        """Lets every worker take steps with a policy over its own slice.
-
-        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere and
-        from new episodes.
-
-        Returns:
-            Their joint chunk, and the seconds that the slowest node took for its part.
+        Args:
+            key: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store, a part on each node, and only its edges come.
         """
-        parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
-        chunk = join_chunks([chunk for chunk, _ in parts])
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """Waits for the chunk under way.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays under way.
+        """
+        parts, waited_s = self.acting.finish(timeout_s)
+        chunk: Chunk | None = None
+        refs: tuple[ChunkRef, ...] = ()
+        if parts[0].edges is None:
+            chunk = join_chunks([part.chunk for part in parts])
+            edges = edges_of(chunk)
+        else:
+            every = [part.edges for part in parts if part.edges is not None]
+            edges = join_edges(every)
+            refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
+        self._note_rollout(edges)
+        return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+
+    def _note_rollout(self, edges: ChunkEdges) -> None:
         for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
-            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], chunk.last_obs))
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
         assert self._answers is not None
         self._answers.started(slice(None), True)
-        self._answers.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
-        np.add.at(self._restarts, chunk.restarts[:, 1], 1)
-        return chunk, max(seconds for _, seconds in parts)
-
-    def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every node's actor, all at once; one that is lost is replaced and asked again."""
-        refs = [getattr(node.handle.actor, method).remote(*args) for node in self._nodes]
-        values = []
-        for number, ref in enumerate(refs):
-            try:
-                values.append(self._nodes[number].handle.get(ref))
-            except NodeLostError as error:
-                self._replace(number, error)
-                values.append(self._nodes[number].handle.call(method, *args))
-        return values
+        self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
+        np.add.at(self._restarts, edges.restarts[:, 1], 1)
 
     def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
         """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
@@ -479,10 +476,7 @@ class RayPool:
         node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
         nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
         self.topology = Topology(nodes)
-        for key, policy in self._policies.items():
-            handle.call("ask", "load_policy", key, policy)
-            if key in self._weights:
-                handle.call("publish", key, *self._weights[key])
+        self.acting.install(handle)
 
     def _count_restarts(self, infos: Sequence[RawInfo]) -> None:
         for info in infos:
@@ -508,7 +502,8 @@ class RayPool:
             except Exception:
                 logger.exception("node %s did not close in order", handle.slice.name)
             ray.kill(handle.actor)
-        self._nodes, self._handles = [], []
+        self._nodes.clear()
+        self._handles = []
         if self._session is not None:
             self._session.release()
             self._session = None
