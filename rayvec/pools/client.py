@@ -247,6 +247,7 @@ class PoolClient:
                     remedy="Look into the system's log for what ends it.",
                 )
             ) from error
+        link.kill()  # one that was only slow must not write over what is restored now
         self._keep_last(self._finished(link))
         link.give_up_what_is_not_repeated()
         rows = slice(link.start, link.stop)

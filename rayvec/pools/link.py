@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -24,6 +26,7 @@ __all__ = ["LOOK_S", "ProcessWatch", "WorkerLink", "readable"]
 
 LOOK_S = 0.1
 """How often a wait looks whether the worker still lives."""
+_KILL_S = 10.0
 _PIPE_BYTES = 1 << 16
 """What surely fits into a pipe that nobody reads."""
 
@@ -56,6 +59,13 @@ class ProcessWatch:
         if self._fd < 0:
             return True
         return readable([self._fd], 0.0)
+
+    def kill(self) -> None:
+        """Kills it, and waits until it has ended."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            readable([self._fd], _KILL_S)
 
     def close(self) -> None:
         """Stops watching."""
@@ -256,7 +266,9 @@ class WorkerLink:
 
     def _acquire(self, deadline: float | None) -> None:
         while not self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
-            if self.ended() and not self._done.try_acquire():
+            if self.ended():
+                if self._done.try_acquire():  # it had just done it
+                    return
                 raise self.lost()
             if deadline is not None and time.monotonic() >= deadline:
                 raise NotReady(f"{self.where} has not answered in time")
@@ -308,6 +320,12 @@ class WorkerLink:
         Its pipe would not tell: a child of the environment may hold it open.
         """
         return self._process.ended()
+
+    def kill(self) -> None:
+        """Ends the worker's process; from then on it writes no more, and what it has done is noted."""
+        self._process.kill()
+        with contextlib.suppress(WorkerLostError):
+            self.poll()
 
     def lost(self) -> WorkerLostError:
         """Describes that the worker is gone."""

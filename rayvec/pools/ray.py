@@ -485,8 +485,16 @@ class RayPool:
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids of each node's actor and workers, by the node's name."""
-        pids = self._ask_all("worker_pids")
-        return {node.handle.slice.name: found for node, found in zip(self._nodes, pids, strict=True)}
+        pids: dict[str, list[int]] = {}
+        for number, node in enumerate(self._nodes):
+
+            def ask(pool: NodePool, node: _Node = node) -> list[int]:
+                found: list[int] = node.handle.call("worker_pids")
+                return found
+
+            found = self._on_node(number, ask)
+            pids[node.handle.slice.name] = found
+        return pids
 
     def close(self) -> None:
         """Closes the environments and ends every worker and actor; may be called again."""
