@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -74,7 +75,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 @contextlib.contextmanager
 def simulated_cluster(*cpus: int) -> Iterator[None]:
-    """A private Ray with one simulated node for each number of cores; the driver runs on the first."""
+    """A private Ray with one simulated node for each number of cores; the driver runs on the first.
+
+    SIGTERM ends the benchmark as Ctrl-C does, so that nothing of the cluster is left behind.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
     os.environ.setdefault("RAY_worker_niceness", "0")
     with tempfile.TemporaryDirectory(prefix="rvb-", dir="/tmp", ignore_cleanup_errors=True) as directory:
@@ -88,6 +93,7 @@ def simulated_cluster(*cpus: int) -> Iterator[None]:
             for count in cpus[1:]:
                 cluster.add_node(num_cpus=count)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=40)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in the place
             yield
         finally:
             ray.shutdown()

@@ -4,15 +4,26 @@
 
 Every peer takes random actions in the same loop, in windows that take turns. Steps per CPU-second count the
 driver and every process that steps for it. The floor is the bare `ProcessPool` under the same loop.
+
+PufferLib wants older packages than ours, so it runs in an interpreter of its own, if there is one:
+
+    python -m venv /tmp/puffer && /tmp/puffer/bin/pip install cython numpy "setuptools<70" wheel
+    /tmp/puffer/bin/pip install --no-deps --no-build-isolation pufferlib==1.0.1
+    /tmp/puffer/bin/pip install gymnasium==1.4.0 ray==2.60.0 psutil filelock gym==0.23.0 pettingzoo shimmy
+    python benchmarks/stepping.py --pufferlib /tmp/puffer/bin/python
+
+(2.x builds games at installation, for which it downloads a library that is no Python package.)
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -37,6 +48,7 @@ class Peer:
         close: Ends it.
         steps_per_s: One figure for each repeat.
         steps_per_cpu_s: Likewise.
+        measure_itself: Steps for so many seconds; returns steps, elapsed and CPU seconds. Of one that runs elsewhere.
     """
 
     name: str
@@ -46,6 +58,7 @@ class Peer:
     close: Callable[[], None]
     steps_per_s: list[float] = field(default_factory=list)
     steps_per_cpu_s: list[float] = field(default_factory=list)
+    measure_itself: Callable[[float], tuple[float, float, float]] | None = None
 
 
 def process_pool(env_id: str, num_envs: int, workers: int) -> Peer:
@@ -101,8 +114,43 @@ def of_tianshou(env_id: str, num_envs: int, workers: int, kind: str) -> Peer:
     return Peer(name, {"RayVectorEnv": "ray"}.get(kind, "pipe"), env.step, pids, env.close)
 
 
+def of_pufferlib(python: str, env_id: str, num_envs: int, workers: int) -> Peer:
+    """PufferLib's Ray backend, in a process of another interpreter."""
+    script = Path(__file__).with_name("pufferlib_peer.py")
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_TMPDIR")}
+    process = subprocess.Popen(
+        [python, str(script), env_id, str(num_envs), str(workers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    ours, answers = process.stdin, process.stdout
+    if answers.readline() != "ready\n":
+        raise SystemExit(f"{script.name} does not run with {python}; try it by hand")
+
+    def measure_itself(seconds: float) -> tuple[float, float, float]:
+        ours.write(f"{seconds}\n")
+        ours.flush()
+        steps, elapsed, cpu = map(float, answers.readline().split())
+        return steps, elapsed, cpu
+
+    def close() -> None:
+        ours.close()
+        process.wait()
+
+    return Peer("PufferLib, Ray backend", "ray", lambda actions: None, [], close, measure_itself=measure_itself)
+
+
 def measure(peer: Peer, actions: Any, seconds: float) -> None:
     """Steps for some seconds and notes what came of it."""
+    if peer.measure_itself is not None:
+        steps, elapsed, cpu = peer.measure_itself(seconds)
+        peer.steps_per_s.append(steps / elapsed)
+        peer.steps_per_cpu_s.append(steps / max(cpu, 1e-9))
+        return
     pids = [os.getpid(), *peer.pids]
     peer.step(actions[0])
     cpu, begin, count = cpu_s(pids), time.perf_counter(), 0
@@ -125,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tianshou-ray-envs", type=int, default=16, help="each takes seconds to start")
     parser.add_argument("--without", nargs="*", default=[], help="rows to leave out: async sync subproc shmem ray")
+    parser.add_argument("--pufferlib", metavar="PYTHON", help="an interpreter that has PufferLib; see above")
     args = parser.parse_args()
     setting = (args.env_id, args.num_envs, args.workers)
     space = gymnasium.vector.utils.batch_space(gymnasium.make(args.env_id).action_space, args.num_envs)
@@ -138,6 +187,8 @@ def main() -> None:
     }
     peers = [make() for name, make in makers.items() if name not in args.without]  # these fork: before Ray's threads
     peers.insert(0, process_pool(*setting))
+    if args.pufferlib:
+        peers.append(of_pufferlib(args.pufferlib, *setting))
     with simulated_cluster(args.workers, args.workers + args.num_envs):
         peers += [ray_vec_env(*setting), ray_vec_env(*setting)]
         if "ray" not in args.without:
@@ -159,6 +210,8 @@ def main() -> None:
         ]
         for peer in peers
     ]
+    if not args.pufferlib:
+        rows.append(["PufferLib, Ray backend", "ray", "not installed", "", ""])
     print(heading(("gymnasium", "ray", "tianshou", "numpy")))
     print(markdown(["", "transport", "steps/s", "of the floor", "steps per CPU-second"], rows))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -124,6 +125,10 @@ class EnvFactory:
     def part(self, env_ids: range) -> EnvFactory:
         """Returns a factory of only these environments, which is what a node or a worker is sent."""
         return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered)
+
+    def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
+        """Returns a factory, by cloudpickle, of the environments between each two of some bounds."""
+        return [self.part(range(start, stop)).to_bytes() for start, stop in pairwise(bounds)]
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
         """Makes the environment with this index."""

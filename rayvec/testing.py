@@ -333,18 +333,27 @@ class TimedEnv(CountingEnv):
     Args:
         step_s: Seconds of one step.
         busy: Whether to burn CPU meanwhile, rather than sleep.
+        max_episode_steps: Of the longest episode.
+        infos: Whether it has anything to say, as a :class:`CountingEnv` has.
     """
 
-    def __init__(self, step_s: float, busy: bool = False) -> None:
-        super().__init__(step_s=0.0 if busy else step_s)
+    def __init__(self, step_s: float, busy: bool = False, max_episode_steps: int = 7, infos: bool = True) -> None:
+        super().__init__(max_episode_steps, step_s=0.0 if busy else step_s)
         self._busy_s = step_s if busy else 0.0
+        self._infos = infos
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+        """Begins the next episode."""
+        obs, info = super().reset(seed=seed, options=options)
+        return obs, info if self._infos else {}
 
     def step(self, action: Any) -> Result:
         """Takes its time."""
         until = time.perf_counter() + self._busy_s
         while time.perf_counter() < until:
             pass
-        return super().step(action)
+        obs, rew, terminated, truncated, info = super().step(action)
+        return obs, rew, terminated, truncated, info if self._infos else {}
 
 
 class FaultyEnv(CountingEnv):

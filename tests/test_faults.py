@@ -16,6 +16,8 @@ import pytest
 
 from rayvec.collector import Collector
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
+from rayvec.pools import supervision
+from rayvec.pools.base import Autoreset
 from rayvec.pools.supervision import RestartBudget, restart_seed
 from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector import RayVecEnv
@@ -50,6 +52,14 @@ class RaisesOnReset(CountingEnv):
         if self.resets % 2 == 0:
             raise OSError("no more resets")
         return super().reset(**kwargs)
+
+
+class TwoSteps(ObedientEnv):
+    """Its episodes end with the second step."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, obs[STEP] == 2, False, info
 
 
 class NeverSteps(ObedientEnv):
@@ -214,6 +224,30 @@ def test_a_crash_loop_ends(make_vec: Any) -> None:
     assert "never" in str(caught.value) and env.closed
 
 
+def test_hangs_that_take_long_to_notice_are_a_crash_loop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
+    allowed = {"hangs": RestartBudget(), "ends": RestartBudget()}
+    spent: dict[str, list[bool]] = {"hangs": [], "ends": []}
+    for _ in range(8):
+        now += 30.0
+        spent["hangs"].append(allowed["hangs"].spend(3, hung_s=29.0))
+        spent["ends"].append(allowed["ends"].spend(3))
+    assert spent == {"hangs": [True] * 5 + [False] * 3, "ends": [True] * 8}
+
+
+def test_a_worker_that_hangs_over_a_full_pipe_is_restarted(make_vec: Any) -> None:
+    """What is posted has no room in its pipe until the command before it is done, which it never is."""
+    env = make_vec([ObedientEnv] * 2, workers=1, groups=2, on_env_error="restart", step_timeout_s=1.0)
+    env.reset(seed=1)
+    pool = env._pool
+    first, second = env.groups
+    pool.send(first, np.array([HANG]), Autoreset.NEXT_STEP)
+    pool.reset(second, [None], {"large": np.zeros(1 << 17, np.uint8)})
+    assert [info.info.get("env_restarted") for info in pool.recv(first).info] == [True]
+    assert pool.recv(second).obs[0, STEP] == 0
+
+
 def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
     """A failed step is not valid, the one before it is truncated at the last true observation."""
     env = make_vec([long_env] * 4, workers=2, on_env_error="restart")
@@ -242,6 +276,29 @@ def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
     assert chunk.valid.all() and batch.stats.n_collected_episodes == 0
     assert chunk.obs[0][:, TOTAL].tolist() == [10, 10, 0, 0]
     assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "chunk"])
+def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
+    make_vec: Any, nodes: int, fault: int, stepwise: bool
+) -> None:
+    """The last step of a chunk ends an episode and begins the next, which is lost before its own first step."""
+    env = make_vec([TwoSteps] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
+    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 2, seed=1)
+    assert chunk.terminated[-1].all() and (chunk.last_obs[:, STEP] == 0).all()
+    affected = [3] if fault == RAISE else [2, 3]
+    if stepwise:
+        obs, _, _, truncated, info = env.step(told(4, n3=fault))
+        assert np.flatnonzero(info["env_restarted"]).tolist() == affected
+        assert np.flatnonzero(truncated).tolist() == affected
+        assert_identical(obs[affected], chunk.last_obs[affected])
+    else:
+        seed = int(chunk.last_obs[3, SEED])
+        chunk = env.rollout(lambda obs: np.where((obs[:, SEED] == seed) & (obs[:, TOTAL] == 2), fault, GO), 2)
+        before = -1 if fault == DIE else 0  # a worker that ends takes the chunk with it
+        assert chunk.restarts.tolist() == [[before, n] for n in affected]
 
 
 def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:

@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,9 +23,10 @@ from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
 from rayvec.pools.link import LOOK_S, WorkerLink, readable
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
+from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.supervision import LastAnswers, RestartBudget
 from rayvec.pools.wire import NodeBlock, Op, travels
-from rayvec.types import RawInfo, StepBatch, Tree, as_slice
+from rayvec.types import RawInfo, StepBatch, Tree
 
 __all__ = ["PoolClient", "Respawn"]
 
@@ -35,40 +35,6 @@ logger = logging.getLogger(__name__)
 
 Respawn = Callable[[int], Connection]
 """Ends a worker, named by its index, if it has not ended, and starts another in its place; returns the pipe to it."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """The share of one worker in a set of environments.
-
-    Attributes:
-        link: The worker.
-        rows: The worker's own rows, ``int64 [k]``.
-        places: Where they stand among the ids.
-        number: Of the last command posted for this part.
-    """
-
-    link: WorkerLink
-    rows: NDArray[np.int64]
-    places: NDArray[np.int64]
-    number: int = -1
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What a set of ids means for the workers, worked out once for each set.
-
-    Attributes:
-        ids: The ids in the caller's order, ``int64 [k]``.
-        select: The same as a slice where they are consecutive, so that arrays are views.
-        parts: One for each worker concerned.
-        under_way: Whether exactly this set has been sent and not received.
-    """
-
-    ids: NDArray[np.int64]
-    select: Any
-    parts: list[_Part]
-    under_way: bool = False
 
 
 class PoolClient:
@@ -97,33 +63,35 @@ class PoolClient:
         self.first_id = first_id
         self._block = block
         self._links = list(links)
+        for link in self._links:
+            link.wait_for_room = self._wait_for_room
         self._supervision = supervision
         self._respawn = respawn
         self._budget = RestartBudget()
-        self._starts = np.array(block.shape.worker_bounds[:-1])
         self.action_layout: ArrayLayout | None = block.action_layout
         self._action_rows = block.actions(slice(None))
         self._arrays = block.arrays
         self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
-        self._plans: dict[bytes, _Plan] = {}
+        self._plans = Plans(np.array(block.shape.worker_bounds[:-1]))
+        self._turn = 0
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
         self._look_at_s = 0.0
-        self._last = LastAnswers(self._obs, self.num_envs) if supervision.restart else None
+        self._last = LastAnswers(self._obs, self.num_envs, block.arrays["stays"]) if supervision.restart else None
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plan(env_ids)
+        plan = self._plans.of(env_ids)
         codes = self._write_actions(plan, actions)
         stays = autoreset == Autoreset.SAME_STEP
         if codes is not None:
-            self._start(plan, stays, lambda part: part.link.post(Op.STEP, part.rows, autoreset=autoreset, dtypes=codes))
+            self._start(plan, stays, lambda link, part: link.post_step(part, autoreset, codes))
             return
         objects = split_actions(actions, len(env_ids))
         self._start(
             plan,
             stays,
-            lambda part: part.link.post(
+            lambda link, part: link.post(
                 Op.STEP_OBJECTS, part.rows, autoreset=autoreset, payload=[objects[i] for i in part.places]
             ),
         )
@@ -133,29 +101,30 @@ class PoolClient:
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(
-            self._plan(env_ids),
+            self._plans.of(env_ids),
             True,
-            lambda part: part.link.post(
+            lambda link, part: link.post(
                 Op.RESET, part.rows, payload=([seeds[i] for i in part.places.tolist()], options)
             ),
         )
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plan(env_ids)
+        plan = self._plans.of(env_ids)
         if begin:
-            self._start(plan, True, lambda part: part.link.post(Op.READY, part.rows))
+            self._start(plan, True, lambda link, part: link.post(Op.READY, part.rows))
         else:
-            self._start(plan, None, lambda part: part.link.post(Op.LOOK, part.rows))
+            self._start(plan, None, lambda link, part: link.post(Op.LOOK, part.rows))
 
-    def _start(self, plan: _Plan, stays: bool | None, post: Callable[[_Part], int]) -> None:
+    def _start(self, plan: Plan, stays: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
         for part in plan.parts:
-            part.number = post(part)
-            self._command_of[part.link.start + part.rows] = part.number
-        self._under_way[plan.select] = True
+            part.number = post(self._links[part.owner], part)
         if self._last is not None and stays is not None:
             self._last.started(plan.select, stays)
-        plan.under_way = True
+        plan.turn = self._turn
+        self._under_way[plan.select] = True
+        for part in plan.parts:  # after the workers have begun
+            self._command_of[part.of_all] = part.number
 
     def recv(
         self,
@@ -167,16 +136,16 @@ class PoolClient:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if env_ids is None:
             env_ids = self._wait_for(min_ready, deadline)
-        plan = self._plan(env_ids)
-        if not plan.under_way:  # another grouping than was asked for: what that plan knows of numbers is out of date
-            for other in self._plans.values():
-                other.under_way = False
-        for part in plan.parts:
-            number = part.number
-            if not plan.under_way:
-                number = int(self._command_of[part.link.start + part.rows].max())
-            self._wait(part.link, number, deadline)
-        plan.under_way = False
+        plan = self._plans.of(env_ids)
+        if (
+            plan.turn != self._turn
+        ):  # another grouping than was asked for: what any plan knows of numbers is out of date
+            self._turn += 1
+            for part in plan.parts:
+                part.number = int(self._command_of[part.of_all].max())
+        for part in reversed(plan.parts):  # who was asked last is done last, and we are woken but once
+            self._wait(self._links[part.owner], part.number, deadline)
+        plan.turn = -1
         self._under_way[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
@@ -238,9 +207,13 @@ class PoolClient:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
                 assert limit_s is not None
-                self._restart_worker(link, link.hangs(limit_s))
+                self._restart_worker(link, link.hangs(limit_s), link.waited_s)
             except WorkerLostError as error:
                 self._restart_worker(link, error)
+
+    def _wait_for_room(self, link: WorkerLink) -> None:
+        """Waits until the oldest command of a worker is done, so that there is room in its pipe for another."""
+        self._wait(link, link.num_done, None)
 
     def _look_after(self, link: WorkerLink) -> None:
         """Restarts a worker that has ended, or takes too long for its oldest command."""
@@ -250,17 +223,22 @@ class PoolClient:
             if link.num_done < link.num_posted:
                 self._restart_worker(link, link.lost())
         elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
-            self._restart_worker(link, link.hangs(limit_s))
+            self._restart_worker(link, link.hangs(limit_s), link.waited_s)
 
-    def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
         """Starts a worker anew, gives it what was under way again, and ends the episodes that were.
+
+        Args:
+            link: To the worker.
+            error: What is raised if it may not be restarted at all.
+            hung_s: How long it was waited for, if it hangs.
 
         Raises:
             WorkerLostError: It may not be restarted, or not once more.
         """
         if self._last is None:
             raise error
-        if not self._budget.spend(link.index):
+        if not self._budget.spend(link.index, hung_s):
             raise WorkerLostError(
                 message(
                     "A worker that ends again and again is not restarted for ever.",
@@ -269,6 +247,7 @@ class PoolClient:
                     remedy="Look into the system's log for what ends it.",
                 )
             ) from error
+        link.kill()  # one that was only slow must not write over what is restored now
         self._keep_last(self._finished(link))
         link.give_up_what_is_not_repeated()
         rows = slice(link.start, link.stop)
@@ -317,7 +296,7 @@ class PoolClient:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plan(env_ids)
+        plan = self._plans.of(env_ids)
         collect = self._ask(plan, lambda part: ("call", name, args, kwargs, part.rows.tolist()))
 
         def results(timeout_s: float | None) -> list[Any]:
@@ -332,7 +311,7 @@ class PoolClient:
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._ask(
-            self._plan(env_ids),
+            self._plans.of(env_ids),
             lambda part: ("set_attr", name, [values[i] for i in part.places.tolist()], part.rows.tolist()),
         )(None)
 
@@ -344,28 +323,32 @@ class PoolClient:
         self._block.close()
 
     def _ask(
-        self, plan: _Plan, command: Callable[[_Part], tuple[Any, ...]], num_steps: int = 1, repeat: bool = True
+        self, plan: Plan, command: Callable[[Part], tuple[Any, ...]], num_steps: int = 1, repeat: bool = True
     ) -> Callable[[float | None], list[Any]]:
         """Calls a method, which takes so many steps, on every worker concerned, all at once.
 
         Returns:
             A function that waits and returns one value for each part of the plan.
         """
-        numbers = [part.link.post_call(*command(part), num_steps=num_steps, repeat=repeat) for part in plan.parts]
+        links = [self._links[part.owner] for part in plan.parts]
+        numbers = [
+            link.post_call(*command(part), num_steps=num_steps, repeat=repeat)
+            for link, part in zip(links, plan.parts, strict=True)
+        ]
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            for part, number in zip(plan.parts, numbers, strict=True):
-                self._wait(part.link, number, deadline)
-            replies = [part.link.take_reply(number) for part, number in zip(plan.parts, numbers, strict=True)]
-            for part, reply in zip(plan.parts, replies, strict=True):
-                part.link.failures += reply.failures
+            for link, number in zip(links, numbers, strict=True):
+                self._wait(link, number, deadline)
+            replies = [link.take_reply(number) for link, number in zip(links, numbers, strict=True)]
+            for link, reply in zip(links, replies, strict=True):
+                link.failures += reply.failures
             self._raise_failures(plan)
             return [reply.value for reply in replies]
 
         return collect
 
-    def _write_actions(self, plan: _Plan, actions: Tree) -> list[int] | None:
+    def _write_actions(self, plan: Plan, actions: Tree) -> list[int] | None:
         """Writes actions into the block; returns the codes of their data types, or None if they don't fit."""
         layout = self.action_layout
         if layout is None:
@@ -380,7 +363,7 @@ class PoolClient:
             rows.view(leaf.dtype.char)[plan.select] = leaf
         return [ord(leaf.dtype.char) for leaf in leaves]
 
-    def _batch(self, plan: _Plan) -> StepBatch:
+    def _batch(self, plan: Plan) -> StepBatch:
         arrays, select = self._arrays, plan.select
         return StepBatch(
             plan.ids,
@@ -391,52 +374,36 @@ class PoolClient:
             self._take_infos(plan),
         )
 
-    def _take_infos(self, plan: _Plan) -> tuple[RawInfo, ...]:
-        if not any(part.link.infos for part in plan.parts):
+    def _take_infos(self, plan: Plan) -> tuple[RawInfo, ...]:
+        links = self._links
+        if not any([links[part.owner].infos for part in plan.parts]):
             return ()
         first = self.first_id
         taken: dict[int, RawInfo] = {}
         for part in plan.parts:
-            for row in part.rows.tolist():
-                env_id = first + part.link.start + row
-                info = part.link.infos.pop(env_id, None)
+            infos = links[part.owner].infos
+            for env_id in (first + part.start + part.rows).tolist() if infos else ():
+                info = infos.pop(env_id, None)
                 if info is not None:
                     taken[env_id - first] = info._replace(env_id=env_id - first)
         return tuple(taken[env_id] for env_id in plan.ids.tolist() if env_id in taken)
 
-    def _take_objects(self, plan: _Plan) -> NDArray[Any]:
+    def _take_objects(self, plan: Plan) -> NDArray[Any]:
         objects = np.full(len(plan.ids), None, dtype=object)
         for part in plan.parts:
+            known = self._links[part.owner].objects
             for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
-                objects[place] = part.link.objects.get(part.link.start + row)
+                objects[place] = known.get(part.start + row)
         return objects
 
-    def _raise_failures(self, plan: _Plan) -> None:
+    def _raise_failures(self, plan: Plan) -> None:
         """Raises what one of these environments raised; what others did is raised when they are asked for."""
         ours: list[RemoteFailure] = []
         for part in plan.parts:
-            if part.link.failures:
+            link = self._links[part.owner]
+            if link.failures:
                 rows = {-1, *part.rows.tolist()}
-                ours += [failure for row, failure in part.link.failures if row in rows]
-                part.link.failures = [(row, failure) for row, failure in part.link.failures if row not in rows]
+                ours += [failure for row, failure in link.failures if row in rows]
+                link.failures = [(row, failure) for row, failure in link.failures if row not in rows]
         if ours:
             raise ours[0].rebuild()
-
-    def _plan(self, env_ids: NDArray[np.int64]) -> _Plan:
-        key = env_ids.tobytes()
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > 4096:  # random subsets would otherwise be kept for ever
-                self._plans = {k: p for k, p in self._plans.items() if p.under_way}
-            plan = self._plans[key] = self._make_plan(env_ids)
-        return plan
-
-    def _make_plan(self, env_ids: NDArray[np.int64]) -> _Plan:
-        ids = np.array(env_ids, np.int64)
-        owner = np.searchsorted(self._starts, ids, side="right") - 1
-        parts = []
-        for k in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == k)
-            link = self._links[k]
-            parts.append(_Part(link, ids[places] - link.start, places))
-        return _Plan(ids, as_slice(ids), parts)

@@ -49,7 +49,7 @@ class JoinedAnswers(LastAnswers):
         np.concatenate([batch.rew for batch in batches], out=rows.rew)
         np.concatenate([batch.terminated for batch in batches], out=rows.terminated)
         np.concatenate([batch.truncated for batch in batches], out=rows.truncated)
-        np.logical_or(rows.terminated, rows.truncated, out=self._done[plan.select])
+        self._done[plan.select] = (rows.terminated | rows.truncated) & ~self._stays[plan.select]
         if isinstance(rows.obs, np.ndarray):
             np.concatenate([batch.obs for batch in batches], out=rows.obs)
         else:

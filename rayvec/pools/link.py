@@ -6,11 +6,11 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import NotReady
 from rayvec.pools.bulk import BulkReceiver, dumps
-from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply
+from rayvec.pools.plan import Part
+from rayvec.pools.wire import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
 from rayvec.types import RawInfo
 
 __all__ = ["LOOK_S", "ProcessWatch", "WorkerLink", "readable"]
 
 LOOK_S = 0.1
 """How often a wait looks whether the worker still lives."""
+_KILL_S = 10.0
 _PIPE_BYTES = 1 << 16
 """What surely fits into a pipe that nobody reads."""
 
@@ -58,6 +60,13 @@ class ProcessWatch:
             return True
         return readable([self._fd], 0.0)
 
+    def kill(self) -> None:
+        """Kills it, and waits until it has ended."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            readable([self._fd], _KILL_S)
+
     def close(self) -> None:
         """Stops watching."""
         if self._fd >= 0:
@@ -65,21 +74,21 @@ class ProcessWatch:
             self._fd = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
+class _Posted(NamedTuple):
     """A command under way.
 
     Attributes:
-        begun_s: When the worker may have begun with it, by ``time.monotonic``.
         num_steps: How many steps it takes.
         payload: What went with it through the pipe.
         repeat: Whether a worker that takes the place of this one is to do it again.
     """
 
-    begun_s: float
-    num_steps: int
-    payload: bytes
-    repeat: bool
+    num_steps: int = 1
+    payload: bytes = b""
+    repeat: bool = True
+
+
+_STEP = _Posted()
 
 
 class WorkerLink:
@@ -98,6 +107,7 @@ class WorkerLink:
         infos: Raw infos that nobody has asked for yet, by global environment id.
         objects: Last observation of each environment whose observations are no arrays, by index on the node.
         failures: What environments raised, by the worker's own row; -1 for what concerns all.
+        wait_for_room: Waits until the oldest command is done, for who posts one that has no room in the pipe.
     """
 
     def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str, first_id: int) -> None:
@@ -109,8 +119,10 @@ class WorkerLink:
         self.infos: dict[int, RawInfo] = {}
         self.objects: dict[int, Any] = {}
         self.failures: list[tuple[int, RemoteFailure]] = []
+        self.wait_for_room: Callable[[WorkerLink], None] = lambda link: link.wait(link.num_done, None)
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
+        self._begun_s = 0.0  # when the worker may have begun with the oldest of them
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -134,19 +146,31 @@ class WorkerLink:
         """How many commands are done and noted: the number of the oldest under way."""
         return int(self._tail[0])
 
-    def post(
-        self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, dtypes: Sequence[int] = (), payload: Any = None
-    ) -> int:
-        """Posts a step or reset of these rows (the worker's own); returns the command's number."""
+    def post(self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, payload: Any = None) -> int:
+        """Posts what is no plain step, of these rows (the worker's own); returns the command's number."""
         command = self._ring[self.num_posted % self._depth]
         count, at = len(rows), self._first_id_at
         command[OP] = op
         command[AUTORESET] = autoreset
         command[COUNT] = count
-        if dtypes:
-            command[DTYPES:at] = dtypes
         command[at : at + count] = rows
         return self._post(b"" if payload is None else dumps(payload))
+
+    def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
+        """Posts a step whose actions are in the block; returns the command's number."""
+        number = int(self._head[0])
+        key = autoreset, *dtypes
+        command = part.commands.get(key)
+        if command is None:
+            head = [Op.STEP, autoreset, len(part.rows), *dtypes]
+            command = part.commands[key] = np.array([*head, *part.rows.tolist()], np.int64)
+        self._ring[number % self._depth][: len(command)] = command
+        self._head[0] = number + 1
+        self._posted[number] = _STEP
+        if number == self._tail[0]:
+            self._begun_s = time.monotonic()
+        self._go.post()
+        return number
 
     def post_call(self, name: str, *args: Any, num_steps: int = 1, repeat: bool = True) -> int:
         """Posts a call of one of the worker's methods, which takes so many steps.
@@ -172,7 +196,9 @@ class WorkerLink:
         if payload:
             self._make_room(len(payload))
         self._head[0] = number + 1
-        self._posted[number] = _Posted(time.monotonic(), num_steps, payload, repeat)
+        self._posted[number] = _Posted(num_steps, payload, repeat)
+        if number == self._tail[0]:
+            self._begun_s = time.monotonic()
         self._go.post()
         if payload:
             self._send(payload)
@@ -180,11 +206,8 @@ class WorkerLink:
 
     def _make_room(self, num_bytes: int) -> None:
         """Waits until what lies in the pipe leaves room: the worker may be writing too, and both would block."""
-        with contextlib.suppress(WorkerLostError):  # as whoever waits for it finds out
-            while (
-                self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES
-            ):
-                self.wait(self.num_done, None)
+        while self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES:
+            self.wait_for_room(self)
 
     def _send(self, payload: bytes) -> None:
         try:
@@ -206,10 +229,14 @@ class WorkerLink:
             self._acquire(deadline)
             self._finish()
 
+    @property
+    def waited_s(self) -> float:
+        """How long the oldest command under way has been waited for."""
+        return time.monotonic() - self._begun_s
+
     def overdue_s(self, step_timeout_s: float) -> float:
         """When the oldest command under way takes too long, by ``time.monotonic``."""
-        oldest = self._posted[self.num_done]
-        return oldest.begun_s + oldest.num_steps * step_timeout_s
+        return self._begun_s + self._posted[self.num_done].num_steps * step_timeout_s
 
     def poll(self) -> None:
         """Takes note of the commands that are done, without waiting."""
@@ -235,11 +262,13 @@ class WorkerLink:
             self._go.post()
             if self._posted[number].payload:
                 self._send(self._posted[number].payload)
-        self._begin_next()
+        self._begun_s = time.monotonic()
 
     def _acquire(self, deadline: float | None) -> None:
         while not self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
-            if self.ended() and not self._done.try_acquire():
+            if self.ended():
+                if self._done.try_acquire():  # it had just done it
+                    return
                 raise self.lost()
             if deadline is not None and time.monotonic() >= deadline:
                 raise NotReady(f"{self.where} has not answered in time")
@@ -249,25 +278,24 @@ class WorkerLink:
         number = self.num_done
         slot = number % self._depth
         if self._has_reply[slot]:
-            try:
-                reply: Reply = self._receiver.recv()
-            except (EOFError, ConnectionResetError) as error:
-                raise self.lost() from error
-            for note in reply.notes:
-                logger.warning(note)
-            if self._ring[slot][OP] == Op.CALL:
-                self._replies[number] = reply
-            else:
-                self._keep(self._ring[slot], reply)
+            self._hear(number, slot)
         self._tail[0] = number + 1
         self._posted.pop(number, None)
-        self._begin_next()
+        if self._posted:  # the next begins only now: what came before it kept the worker
+            self._begun_s = time.monotonic()
 
-    def _begin_next(self) -> None:
-        """The oldest command under way begins only now: what came before it kept the worker."""
-        oldest = self._posted.get(self.num_done)
-        if oldest is not None:
-            self._posted[self.num_done] = replace(oldest, begun_s=time.monotonic())
+    def _hear(self, number: int, slot: int) -> None:
+        """Takes the reply that came with a command."""
+        try:
+            reply: Reply = self._receiver.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self.lost() from error
+        for note in reply.notes:
+            logger.warning(note)
+        if self._ring[slot][OP] == Op.CALL:
+            self._replies[number] = reply
+        else:
+            self._keep(self._ring[slot], reply)
 
     def _keep(self, command: NDArray[np.int64], reply: Reply) -> None:
         self.failures += reply.failures
@@ -292,6 +320,12 @@ class WorkerLink:
         Its pipe would not tell: a child of the environment may hold it open.
         """
         return self._process.ended()
+
+    def kill(self) -> None:
+        """Ends the worker's process; from then on it writes no more, and what it has done is noted."""
+        self._process.kill()
+        with contextlib.suppress(WorkerLostError):
+            self.poll()
 
     def lost(self) -> WorkerLostError:
         """Describes that the worker is gone."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import shutil
 import socket
 import tempfile
@@ -57,14 +56,12 @@ class NodeActor:
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
 
-    def start(self, factory: bytes, preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
+    def start(self, factories: Sequence[bytes], preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
         """Starts the workers, which make their environments; returns what these say of themselves."""
 
         def begin() -> PoolSpaces:
             self._tempdir = _use_tempdir_of_session()
-            self._workers = Workers(
-                pickle.loads(factory), self._slice.worker_bounds, self._slice.name, preload, self._supervision
-            )
+            self._workers = Workers(factories, self._slice.worker_bounds, self._slice.name, preload, self._supervision)
             return self._workers.spaces
 
         return self._guard(begin)  # type: ignore[no-any-return]

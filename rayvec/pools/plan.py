@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ class Part:
         rows: Its own ids of those that are meant, ``int64 [k]``.
         places: Where they stand in the set, ``int64 [k]``.
         select: The same as a slice where they are consecutive.
+        of_all: Their ids among those of all owners, as a slice where they are consecutive.
         number: For the owner's client: of the last command posted for this part.
+        commands: For the owner's client: commands that it has posted before, to be posted again.
     """
 
     owner: int
@@ -33,7 +35,9 @@ class Part:
     rows: NDArray[np.int64]
     places: NDArray[np.int64]
     select: Any
+    of_all: Any
     number: int = -1
+    commands: dict[Any, NDArray[np.int64]] = field(default_factory=dict)
 
     def take(self, actions: Tree) -> Tree:
         """Returns this part's share of a batch of actions, or of a list of objects."""
@@ -92,5 +96,5 @@ class Plans:
         for k in np.unique(owner).tolist():
             places = np.flatnonzero(owner == k)
             start = int(self._starts[k])
-            parts.append(Part(k, start, ids[places] - start, places, as_slice(places)))
+            parts.append(Part(k, start, ids[places] - start, places, as_slice(places), as_slice(ids[places])))
         return Plan(key, ids, as_slice(ids), parts)

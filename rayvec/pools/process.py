@@ -54,7 +54,7 @@ class Workers:
     few megabytes.
 
     Args:
-        factory: Makes the environments of this node.
+        factories: Make the environments, one for each worker, by cloudpickle: only the workers import what is in them.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the node, for errors.
         preload: Modules that the forkserver imports beside ours.
@@ -66,7 +66,7 @@ class Workers:
 
     def __init__(
         self,
-        factory: EnvFactory,
+        factories: Sequence[bytes],
         worker_bounds: Sequence[int],
         node: str = "local",
         preload: Sequence[str] = (),
@@ -80,14 +80,7 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["rayvec.pools.worker", *preload])
         self._specs = [
-            WorkerSpec(
-                k,
-                worker_bounds[k],
-                factory.part(range(self.bounds[k], self.bounds[k + 1])).to_bytes(),
-                node,
-                supervision,
-            )
-            for k in range(len(self.bounds) - 1)
+            WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
         ]
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -241,7 +234,8 @@ class ProcessPool(PoolClient):
         supervision: Supervision = RAISE,
     ) -> ProcessPool:
         """Starts workers for all environments of a factory and returns the pool over them."""
-        return cls(Workers(factory, even_bounds(factory.num_envs, num_workers), node, preload, supervision))
+        bounds = even_bounds(factory.num_envs, num_workers)
+        return cls(Workers(factory.in_parts(bounds), bounds, node, preload, supervision))
 
     @property
     def block_shape(self) -> BlockShape:
@@ -295,7 +289,7 @@ class ProcessPool(PoolClient):
         if block is None:
             block = self._weights[key] = SharedBlock({"weights": (np.float32, (weights.size,))})
             command = ("attach_weights", key, weights.size)  # whoever starts later is told when it starts
-            attached = self._ask(self._plan(self._everyone), lambda part: command, repeat=False)
+            attached = self._ask(self._plans.of(self._everyone), lambda part: command, repeat=False)
             for link in self._links:
                 with contextlib.suppress(OSError):  # one that has ended is found to have, below
                     reduction.send_handle(link.pipe, block.fd, None)
@@ -315,7 +309,7 @@ class ProcessPool(PoolClient):
         """
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key])
-        packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
+        packed = self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None)
         chunk = join_chunks([part.unpack() for part in packed])
         self.stepped_by_another(chunk.last_obs)
         return chunk, tuple(part.times for part in packed)
@@ -323,7 +317,6 @@ class ProcessPool(PoolClient):
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""
         if self._last is not None:
-            self._last.started(slice(None), False)
             self._keep_last(slice(None))
 
     def close(self) -> None:
@@ -339,7 +332,7 @@ class ProcessPool(PoolClient):
             self._workers.close()
 
     def _ask_all(self, name: str, *args: Any) -> list[Any]:
-        return self._ask(self._plan(self._everyone), lambda part: (name, *args))(None)
+        return self._ask(self._plans.of(self._everyone), lambda part: (name, *args))(None)
 
 
 def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:

@@ -185,7 +185,7 @@ class RayPool:
             raise
 
     def _start(self, handle: NodeHandle) -> Any:
-        return handle.actor.start.remote(self._factory.part(handle.slice.env_range).to_bytes(), self._preload)
+        return handle.actor.start.remote(self._factory.in_parts(handle.slice.worker_bounds), self._preload)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
@@ -485,7 +485,16 @@ class RayPool:
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids of each node's actor and workers, by the node's name."""
-        return {node.handle.slice.name: node.handle.call("worker_pids") for node in self._nodes}
+        pids: dict[str, list[int]] = {}
+        for number, node in enumerate(self._nodes):
+
+            def ask(pool: NodePool, node: _Node = node) -> list[int]:
+                found: list[int] = node.handle.call("worker_pids")
+                return found
+
+            found = self._on_node(number, ask)
+            pids[node.handle.slice.name] = found
+        return pids
 
     def close(self) -> None:
         """Closes the environments and ends every worker and actor; may be called again."""

@@ -194,10 +194,10 @@ class LentPool(PoolClient):
     def flush(self) -> None:
         """See :class:`NodePool`; the workers know."""
 
-    def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
         if self._actor.ended():  # the worker ended because its actor did
             raise self._node.lost(error) from error
-        super()._restart_worker(link, error)
+        super()._restart_worker(link, error, hung_s)
 
     def close(self) -> None:
         """Lets go of what was lent."""

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from rayvec.pools.link import readable
@@ -23,6 +24,7 @@ __all__ = ["LENGTH_BYTES", "FrameSocket", "Listener", "connect"]
 
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
+_MOST_STRANGERS = 16
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _BUFFER_BYTES = 1 << 16
@@ -56,8 +58,8 @@ def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S
 class Listener:
     """Accepts peers that can prove themselves, on a port of this node's own address.
 
-    Each peer is checked in a thread of its own with a deadline, so that one that stays silent holds
-    nobody up.
+    Each peer is checked in a thread of its own with a deadline, so that one that stays silent holds nobody up; of those
+    that have not proved themselves there are only so many, and whoever has waited longest makes room for the next.
 
     Args:
         address: The node's own IP address, which the port is bound to.
@@ -68,6 +70,7 @@ class Listener:
     def __init__(self, address: str, key: bytes, serve: Callable[[FrameSocket], None]) -> None:
         self._key = key
         self._serve = serve
+        self._strangers: deque[socket.socket] = deque()
         self._socket = socket.create_server((address, 0))
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="rayvec-accept", daemon=True).start()
@@ -84,11 +87,19 @@ class Listener:
                 sock, peer = self._socket.accept()
             except OSError:
                 return
+            self._strangers.append(sock)
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError, IndexError):  # it may just have proved itself, or gone
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._admit, args=(sock, peer), name="rayvec-stream", daemon=True).start()
 
     def _admit(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:
-            _authenticate(sock, self._key, time.monotonic() + _HANDSHAKE_S, b"server", b"client")
+            try:
+                _authenticate(sock, self._key, time.monotonic() + _HANDSHAKE_S, b"server", b"client")
+            finally:
+                with contextlib.suppress(ValueError):  # it had to make room
+                    self._strangers.remove(sock)
         except (OSError, PermissionError) as error:
             logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
             sock.close()

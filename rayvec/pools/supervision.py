@@ -34,15 +34,26 @@ def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
 
 
 class RestartBudget:
-    """Allows five restarts within a minute, for each key; more are a crash loop, which restarting won't cure."""
+    """Allows five restarts within a minute, for each key; more are a crash loop, which restarting won't cure.
+
+    Time that was spent on waiting for who hangs does not count: else a hang that takes longer to be noticed than
+    a fifth of a minute could be repeated for ever.
+    """
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
+        self._hung_s: dict[int, float] = {}
 
-    def spend(self, key: int) -> bool:
-        """Takes note of a restart; returns whether it is allowed."""
+    def spend(self, key: int, hung_s: float = 0.0) -> bool:
+        """Takes note of a restart; returns whether it is allowed.
+
+        Args:
+            key: Of what is restarted.
+            hung_s: How long it was waited for before it was taken to hang.
+        """
+        self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
         times = self._times.setdefault(key, deque())
-        now = time.monotonic()
+        now = time.monotonic() - self._hung_s[key]
         while times and now - times[0] > _WINDOW_S:
             times.popleft()
         times.append(now)
@@ -95,31 +106,32 @@ class LastAnswers:
     Args:
         obs: Tree of ``[N, *obs_shape]`` to be like; None where observations are objects.
         num_envs: N.
+        stays: What :meth:`started` notes, ``bool [N]``, where that is shared with another process.
 
     Attributes:
         obs: Last observation of each environment, in arrays of its own.
     """
 
-    def __init__(self, obs: Tree, num_envs: int) -> None:
+    def __init__(self, obs: Tree, num_envs: int, stays: NDArray[np.bool_] | None = None) -> None:
         self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
         self._leaves = [] if obs is None else list(tree_leaves(self.obs))
         self._done = np.ones(num_envs, bool)
-        self._stays = np.zeros(num_envs, bool)
+        self._stays = np.zeros(num_envs, bool) if stays is None else stays
 
     def started(self, select: Any, stays: bool) -> None:
-        """Takes note of what was asked for: whether the environments are within an episode afterwards in any case."""
+        """Takes note of what was asked for: whether its answer leaves the environments in an episode in any case."""
         self._stays[select] = stays
 
     def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Takes note of answers, whose arrays have rows for `select` alone."""
-        self._done[select] = terminated | truncated
+        self._done[select] = (terminated | truncated) & ~self._stays[select]
         if self._leaves:
             for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
                 kept[select] = array
 
     def mid_episode(self, select: Any) -> NDArray[np.bool_]:
         """Returns which environments were in the midst of an episode when they last answered."""
-        going_on: NDArray[np.bool_] = ~self._done[select] | self._stays[select]
+        going_on: NDArray[np.bool_] = ~self._done[select]
         return going_on
 
     def restore(self, select: Any, obs: Tree) -> None:

@@ -170,6 +170,7 @@ class NodeBlock:
             "restarts": (np.int64, (n,)),
             "cut": (np.bool_, (n,)),
             "started": (np.bool_, (n,)),
+            "stays": (np.bool_, (n,)),
             "pid": (np.int64, (workers,)),
         }
         if self.layout is not None:

@@ -46,7 +46,8 @@ from odd_envs import (
 )
 
 from rayvec.errors import EnvError, WorkerLostError
-from rayvec.pools.base import Autoreset
+from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.link import ProcessWatch
 from rayvec.pools.process import ProcessPool, even_bounds
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout import rollout
@@ -534,3 +535,28 @@ def test_registered_environments_are_known_to_workers() -> None:
             assert pool.spaces.observation == spaces.Discrete(3)
     finally:
         del gymnasium.registry["rayvec-tests/Known-v0"]
+
+
+def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end its step after the last true observation has been restored, and before its successor tells it."""
+    supervision = Supervision(restart=True, step_timeout_s=2.0)
+    with closing(ProcessPool.start(factory([partial(TimedEnv, 4.0)]), 1, supervision=supervision)) as pool:
+        ids = np.arange(1)
+        pool.reset(ids, [3])
+        first = pool.recv(ids).obs.copy()
+        worker = ProcessWatch(pool.worker_pids[0])
+        assert pool._last is not None
+        restore = pool._last.restore
+
+        def restore_and_wait(select: Any, obs: Any) -> None:
+            restore(select, obs)
+            until = time.monotonic() + DEADLINE_S
+            while not worker.ended() and (obs == first).all():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        monkeypatch.setattr(pool._last, "restore", restore_and_wait)
+        pool.send(ids, np.zeros(1, int), Autoreset.NEXT_STEP)
+        batch = pool.recv(ids)
+        worker.close()
+        assert (batch.obs == first).all() and batch.truncated.all() and not batch.rew.any()

@@ -163,6 +163,19 @@ def test_the_silent_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
             assert len(read_to_end(sock)) <= 64
 
 
+def test_many_strangers_make_room_for_each_other_and_for_who_holds_the_key(listener: Listener) -> None:
+    """None of them is dropped by its deadline here: whoever has waited longest is hung up on."""
+    before = threading.active_count()
+    silent = [stranger(listener) for _ in range(3 * stream._MOST_STRANGERS)]
+    for sock in silent[: 2 * stream._MOST_STRANGERS]:
+        assert len(read_to_end(sock)) <= 32
+    assert_served(listener)
+    wait_until(lambda: threading.active_count() <= before + stream._MOST_STRANGERS)
+    for sock in silent:
+        sock.close()
+    wait_until(lambda: threading.active_count() == before)
+
+
 @pytest.mark.usefixtures("short_handshake")
 def test_those_who_drip_are_dropped_too(listener: Listener) -> None:
     """A byte now and then must not put the deadline off."""
