@@ -1,4 +1,4 @@
-"""The command line: ``rayvec train | eval | doctor``.
+"""The command line: ``rayvec train | eval | bench | doctor``.
 
 Options are the fields of the config classes, read by tyro. What can't work ends with one message on
 standard error and exit code 2; Ctrl-C ends with code 130.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 import tyro
 
 import rayvec
+from rayvec.bench.scaling import Scaling
 from rayvec.config import CONFIGS, TrainConfig
 from rayvec.errors import ConfigError, RayvecError, message
 from rayvec.fields import Bounds, check, field_names
@@ -120,6 +121,18 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Measure how steps/s scale, how peers do, what a cluster would give, and what it would cost."""
+
+    command: Annotated[Scaling, tyro.conf.subcommand("scaling")] | Annotated[None, tyro.conf.Suppress]
+
+    def run(self) -> None:
+        """Runs the benchmark."""
+        assert self.command is not None
+        self.command.run()
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Say what there is to run on: versions, cores, limits, and whether Ray answers."""
 
@@ -171,6 +184,7 @@ def _cluster(address: str | None) -> Iterator[str]:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -183,7 +197,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
-        command: Train | Eval | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
+        command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
         command.run()
     except KeyboardInterrupt as interrupt:
         print(f"rayvec: {interrupt or 'interrupted'}", file=sys.stderr)
