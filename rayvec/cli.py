@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 import tyro
 
 import rayvec
+from rayvec.bench.compare import Compare
+from rayvec.bench.plan import Model
 from rayvec.bench.scaling import Scaling
 from rayvec.config import CONFIGS, TrainConfig
 from rayvec.errors import ConfigError, RayvecError, message
@@ -124,11 +126,14 @@ class Eval:
 class Bench:
     """Measure how steps/s scale, how peers do, what a cluster would give, and what it would cost."""
 
-    command: Annotated[Scaling, tyro.conf.subcommand("scaling")] | Annotated[None, tyro.conf.Suppress]
+    command: (
+        Annotated[Scaling, tyro.conf.subcommand("scaling")]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[Model, tyro.conf.subcommand("model")]
+    )
 
     def run(self) -> None:
         """Runs the benchmark."""
-        assert self.command is not None
         self.command.run()
 
 

@@ -67,10 +67,6 @@ class Task:
             __import__(module)
         return gymnasium.make(name)
 
-    def emulated_fns(self) -> list[EmulatedSpec]:
-        """Returns what makes each of the emulated environments."""
-        return [EmulatedSpec(**(self.emulated or {}))] * self.num_envs
-
     def actions(self, space: Any) -> list[Any]:
         """Returns batches of random actions from a batched space."""
         space.seed(0)
@@ -109,6 +105,14 @@ class Adapter(ABC):
     def set_step(self, step_s: float, chunk_steps: int) -> None:
         """Sets how long emulated environments take."""
         raise NotImplementedError
+
+    def set_inference(self, inference: str) -> None:
+        """Sets who chooses actions from now on, where there is a choice."""
+        raise NotImplementedError
+
+    def kinds_cpu_s(self) -> tuple[float, float]:
+        """CPU time so far of what stands between the driver and the workers, and of the workers, where it is known."""
+        return 0.0, 0.0
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """When the steps of each worker began and ended."""
@@ -178,8 +182,7 @@ class TianshouVector(Adapter):
         if kind == "RayVectorEnv":
             import ray
 
-            if task.address is not None and not ray.is_initialized():
-                ray.init(address=task.address, log_to_driver=False, logging_level=40)
+            ray.init(address=task.address or "local", log_to_driver=False, logging_level=40)
         self.num_envs = task.num_envs
         make: Any = task.make if task.env_id is None else lambda: gymnasium.wrappers.Autoreset(task.make())
         self.env: Any = getattr(tianshou.env, kind)([make] * task.num_envs)
@@ -212,6 +215,8 @@ def _step_alone(task: Task, pipe: Connection) -> None:
     envs: list[Any] = [task.make() for _ in range(max(1, task.num_envs // task.workers))]
     for env in envs:
         env.reset(seed=0)
+    actions = [0] if task.env_id is None else [envs[0].action_space.sample() for _ in range(_ACTION_BATCHES)]
+    chosen = itertools.cycle(actions)
     while (told := pipe.recv()) is not None:
         seconds, step_s = told
         for env in envs:
@@ -221,7 +226,7 @@ def _step_alone(task: Task, pipe: Connection) -> None:
         while time.monotonic() - begin < seconds:
             for env in envs:
                 before = time.monotonic()
-                _, _, terminated, truncated, _ = env.step(0 if task.env_id is None else env.action_space.sample())
+                _, _, terminated, truncated, _ = env.step(next(chosen))
                 inside_s += time.monotonic() - before
                 if terminated or truncated:
                     env.reset()
@@ -391,7 +396,7 @@ class Rllib(Adapter):
         from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
         from ray.tune.registry import register_env
 
-        ray.init(num_cpus=task.workers + 1, include_dashboard=False, log_to_driver=False, logging_level=40)
+        ray.init("local", num_cpus=task.workers + 1, include_dashboard=False, log_to_driver=False, logging_level=40)
         register_env("bench", lambda _: task.make())
         self._each = max(1, task.num_envs // task.workers)
         config = (

@@ -66,8 +66,10 @@ class Host:
         self._pids = marked() - self._before
         return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
 
-    def set_step(self, step_s: float, chunk_steps: int) -> dict[str, Any]:
-        """Sets how long emulated environments take, and warms up."""
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> dict[str, Any]:
+        """Sets how long emulated environments take, and who chooses actions, and warms up."""
+        if inference is not None:
+            self._adapter.set_inference(inference)
         self._adapter.set_step(step_s, chunk_steps)
         if isinstance(self._adapter, Adapter):
             for _ in range(_WARM_CALLS if step_s * chunk_steps < 0.5 else 1):
@@ -77,11 +79,14 @@ class Host:
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
         cpu, own = cpu_s(self._pids), time.process_time()
+        kinds = [0.0, 0.0]
         if isinstance(self._adapter, Floor | ClusterFloor):
             steps, elapsed, rate, inside = self._adapter.measure(seconds)
             shares: dict[str, float] | None = {"environment": inside, "driver": 1.0 - inside}
         else:
+            before = self._adapter.kinds_cpu_s()
             steps, elapsed, shares = self._advance(self._adapter, seconds, with_split)
+            kinds = [after - earlier for after, earlier in zip(self._adapter.kinds_cpu_s(), before, strict=True)]
             rate = steps / elapsed
         return {
             "steps": steps,
@@ -89,6 +94,8 @@ class Host:
             "steps_per_s": rate,
             "cpu_s": cpu_s(self._pids) - cpu,
             "driver_cpu_s": time.process_time() - own,
+            "node_cpu_s": kinds[0],
+            "worker_cpu_s": kinds[1],
             "split": shares,
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import pickle
 import time
 from dataclasses import replace
@@ -51,7 +53,7 @@ class Ours(Adapter):
         from rayvec.vector import RayVecEnv
 
         self.num_envs = task.num_envs
-        env_fns: Any = task.emulated_fns() if task.env_id is None else task.env_id
+        env_fns: Any = [task.make] * task.num_envs if task.env_id is None else task.env_id
         self.env = RayVecEnv(
             env_fns,
             task.num_envs,
@@ -72,6 +74,8 @@ class Ours(Adapter):
         self._task = task
         self._steps = task.chunk_steps
         self._chunk: Any = None
+        pids = self.env.worker_pids().values()
+        self._pids = [each[0] for each in pids], [pid for each in pids for pid in each[1:]]
         self._offsets = self._clock_offsets() if task.env_id is None else np.zeros(task.num_envs)
 
     def advance(self) -> int:
@@ -90,6 +94,15 @@ class Ours(Adapter):
         """Sets how long environments take, and T of a chunk."""
         self.env.set_attr("step_s", step_s)
         self._steps = chunk_steps
+
+    def set_inference(self, inference: str) -> None:
+        """Sets who chooses actions from now on: ``"driver"`` or ``"worker"``."""
+        self._task = replace(self._task, inference=inference)
+
+    def kinds_cpu_s(self) -> tuple[float, float]:
+        """CPU time so far of all nodes' actors, and of all workers, where they are processes of this machine."""
+        actors, workers = self._pids
+        return sum(map(_on_cpu_s, actors)), sum(map(_on_cpu_s, workers))
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
         """Seconds of inference of each worker in the last call, ``float64 [workers]``; None where there is none."""
@@ -182,6 +195,16 @@ def _columns(chunk: Any, columns: slice) -> Any:
             name: getattr(chunk, name)[:, columns] for name in ("obs", "act", "rew", "terminated", "truncated", "valid")
         },
     )
+
+
+def _on_cpu_s(pid: int) -> float:
+    """Returns the CPU time of all threads of a process, to the nanosecond."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/schedstat") as file:
+                total += int(file.read().split()[0])
+    return total * 1e-9
 
 
 def _quickest(function: Any) -> float:
