@@ -134,4 +134,4 @@ def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
             samples.append(time.perf_counter() - begin)
         times.append(float(np.median(samples)))
     call_s, row_s = fit_line([(1.0, rows) for rows in sizes], times)
-    return float(call_s), float(row_s)
+    return call_s, row_s

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 __all__ = [
     "ASSUMPTIONS",
@@ -136,10 +135,12 @@ class Costs:
         worker_call_s: CPU time of a worker per call.
         env_s: CPU time of a worker per step of an environment.
         oversleep_s: What a step takes longer than it is meant to.
+        oversleep_share: The same for each second of its duration.
         spread_s: Standard deviation of what a step takes.
         latency_s: Wall time per call beside CPU time: switches, wake-ups, waiting in queues.
         per_env_s: Wall time per step of an environment, likewise.
-        crowding: How much wall time a second of CPU time takes that is spread over shared cores.
+        crowding: Wall time for each second of CPU time per call that is spread over shared cores.
+        queueing: Likewise of CPU time per step, much of which is hidden while others sleep.
         byte_s: Wall time per byte that travels, both sides together.
     """
 
@@ -154,6 +155,8 @@ class Costs:
     latency_s: float = 0.0
     per_env_s: float = 0.0
     crowding: float = 1.0
+    queueing: float = 1.0
+    oversleep_share: float = 0.0
     byte_s: float = 0.0
 
 
@@ -199,7 +202,7 @@ def expected_maximum(count: float) -> float:
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def fit_line(features: Sequence[Sequence[float]], values: Sequence[float]) -> NDArray[np.float64]:
+def fit_line(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Returns coefficients of at least 0 that explain the values, errors taken relative to each value.
 
     Least squares over every subset of the features, since there are few; the best with no negative coefficient.
@@ -216,7 +219,7 @@ def fit_line(features: Sequence[Sequence[float]], values: Sequence[float]) -> ND
             if error < 0.999 * least:
                 best, least = np.zeros(x.shape[1]), error
                 best[list(columns)] = found
-    return best
+    return [float(value) for value in best]
 
 
 def _cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
@@ -234,7 +237,7 @@ def _slowest_s(costs: Costs, setting: Setting) -> float:
     steps = setting.envs / setting.calls  # of one worker between two calls
     spread = math.hypot(costs.spread_s, setting.step_s * math.sqrt(math.expm1(setting.sigma**2)))
     late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
-    return setting.envs * (setting.step_s + costs.oversleep_s) + late
+    return setting.envs * (setting.step_s * (1.0 + costs.oversleep_share) + costs.oversleep_s) + late
 
 
 def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
@@ -245,8 +248,8 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
     if cluster.shared_cores is None:
         beside_s = driver_s + node_s + worker_s
     else:
-        others_s = setting.nodes * (node_s + setting.workers * worker_s)
-        beside_s = driver_s + costs.crowding * others_s / cluster.shared_cores
+        call_s, env_s = _shared_s(costs, setting, cluster.shared_cores)
+        beside_s = driver_s + costs.crowding * call_s + costs.queueing * env_s
     num_bytes = setting.num_envs * (setting.obs_bytes + 18)
     travel_s = num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
     travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
@@ -268,8 +271,8 @@ def fit(observations: Sequence[Observation], shared_cores: int, policy: tuple[fl
     """Fits costs to observations on nodes that share cores.
 
     Args:
-        observations: Of both kinds of inference, of some numbers of nodes, workers and environments, and of observations
-            of two sizes.
+        observations: Of both kinds of inference, of some numbers of nodes, workers and environments, and of two
+            sizes of what an environment returns.
         shared_cores: Of the machine.
         policy: Seconds of a forward pass, and of each row.
     """
@@ -284,20 +287,25 @@ def _fit_kind(observations: Sequence[Observation], shared_cores: int) -> Costs:
         return Costs()
     settings = [each.setting for each in plain]
     calls = [setting.calls for setting in settings]
-    call_s, frame_s = fit_line([(c, c * s.nodes) for c, s in zip(calls, settings, strict=True)], _of(plain, "driver_s"))
-    node_call_s, node_worker_s = fit_line(
-        [(c, c * s.workers) for c, s in zip(calls, settings, strict=True)], _of(plain, "node_s")
-    )
-    worker_call_s, env_s = fit_line([(c, s.envs) for c, s in zip(calls, settings, strict=True)], _of(plain, "worker_s"))
-    oversleep = [max(0.0, each.work_s / each.setting.envs - each.setting.step_s) for each in plain]
+    # What a process uses of its own accord, such as Ray's heartbeats, grows with time, not with calls.
+    own = [each.step_s for each in plain]
+    rows = list(zip(calls, settings, own, strict=True))
+    call_s, frame_s, _ = fit_line([(c, c * s.nodes, t) for c, s, t in rows], _of(plain, "driver_s"))
+    node_call_s, node_worker_s, _ = fit_line([(c, c * s.workers, t) for c, s, t in rows], _of(plain, "node_s"))
+    worker_call_s, env_s, _ = fit_line([(c, s.envs, t) for c, s, t in rows], _of(plain, "worker_s"))
+    fewest = min(s.nodes * s.workers for s in settings)  # there nobody waits for a core
+    alone = [each for each in plain if each.setting.nodes * each.setting.workers == fewest]
+    late = [max(1e-9, each.work_s / each.setting.envs - each.setting.step_s) for each in alone]
+    oversleep_s, oversleep_share = fit_line([(1.0, each.setting.step_s) for each in alone], late)
     costs = Costs(
-        *(call_s, frame_s, node_call_s, node_worker_s, worker_call_s, env_s), oversleep_s=float(np.min(oversleep))
+        *(call_s, frame_s, node_call_s, node_worker_s, worker_call_s, env_s),
+        oversleep_s=oversleep_s,
+        oversleep_share=oversleep_share,
     )
     rest = [max(each.step_s - _known_s(costs, each.setting), 1e-7) for each in plain]
-    others = [_others_s(costs, setting, shared_cores) for setting in settings]
-    features = [(c, s.envs, o) for c, s, o in zip(calls, settings, others, strict=True)]
-    latency_s, per_env_s, crowding = fit_line(features, rest)
-    costs = replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding)
+    features = [(c, s.envs, *_shared_s(costs, s, shared_cores)) for c, s in zip(calls, settings, strict=True)]
+    latency_s, per_env_s, crowding, queueing = fit_line(features, rest)
+    costs = replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing)
     return replace(costs, byte_s=_fit_bytes(costs, observations, small, shared_cores))
 
 
@@ -310,9 +318,11 @@ def _known_s(costs: Costs, setting: Setting) -> float:
     return _slowest_s(costs, setting) + _cpu_s(costs, setting)[0]
 
 
-def _others_s(costs: Costs, setting: Setting, shared_cores: int) -> float:
-    _, node_s, worker_s = _cpu_s(costs, setting)
-    return setting.nodes * (node_s + setting.workers * worker_s) / shared_cores
+def _shared_s(costs: Costs, setting: Setting, shared_cores: int) -> tuple[float, float]:
+    """Returns the CPU time of nodes and workers, per call and per step, spread over shared cores."""
+    _, node_s, _ = _cpu_s(costs, setting)
+    call_s = setting.nodes * (node_s + setting.workers * setting.calls * costs.worker_call_s)
+    return call_s / shared_cores, setting.nodes * setting.workers * setting.envs * costs.env_s / shared_cores
 
 
 def _fit_bytes(costs: Costs, observations: Sequence[Observation], small: int, shared_cores: int) -> float:
@@ -347,9 +357,5 @@ def recommend(found: Fit, base: Setting, num_envs: int, most_workers: int, clust
     """
     rated = [(steps_per_s(found, each, cluster), each) for each in settings_for(base, num_envs, most_workers)]
     best = max(rate for rate, _ in rated)
-    good = [
-        (1 if each.inference == "driver" else each.chunk_steps, -rate, each)
-        for rate, each in rated
-        if rate > 0.98 * best
-    ]
-    return min(good, key=lambda item: item[:2])[2]
+    chunk = {each: each.chunk_steps * (each.inference == "worker") for _, each in rated}
+    return min(((chunk[each], -rate, each) for rate, each in rated if rate > 0.98 * best), key=lambda item: item[:2])[2]

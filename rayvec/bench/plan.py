@@ -109,7 +109,7 @@ class Model:
                     found = fit(observations, shared, policy)
                 _keep(results, observations, found, shared, policy)
                 if self.check:
-                    checks = self._check(found, where, shared, sigma, terminal)
+                    checks = self._check(found, where, shared, sigma, results, terminal)
         else:
             _keep(results, observations, found, shared, policy)
         results.extra["checks"] = checks
@@ -175,7 +175,9 @@ class Model:
         title = f"Recommended for {self.envs_per_core} environments a core and {policy}"
         show_table(terminal, title, ("nodes", "step, s", "setting", "steps/s"), advice)
 
-    def _check(self, found: Fit, where: Any, shared: int, sigma: float, terminal: Any) -> list[dict[str, Any]]:
+    def _check(
+        self, found: Fit, where: Any, shared: int, sigma: float, results: Results, terminal: Any
+    ) -> list[dict[str, Any]]:
         """Measures what the model was not fitted to, and says how far off it is."""
         from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, check_settings, measure_settings
         from rayvec.bench.model import Cluster
@@ -188,10 +190,12 @@ class Model:
         todo = [*dict.fromkeys(base), *check_settings(sigma, 4 * self.obs_size)]
         with ticking(len(todo), terminal) as ticker:
             measured = measure_settings(todo, where, cores, self.window, ticker)
+        results.extra["check_observations"] = [asdict(each) for each in measured]
+        results.write()
         checks = compare_overheads(found, measured, Cluster(shared))
         show_table(
             terminal,
-            f"Overhead per step, ms: the model was fitted to 1 and 2 nodes; at most {100 * _CHECK_LIMIT:.0f}% off is asked",
+            f"Overhead per step, ms: fitted to 1 and 2 nodes; at most {100 * _CHECK_LIMIT:.0f}% off is asked",
             ("setting", "step, ms", "measured", "model", "off", "as on 2 nodes", "off", "beats it and ideal"),
             [
                 (
@@ -264,7 +268,7 @@ def compare_overheads(found: Fit, measured: Sequence[Observation], shared: Clust
                 "model_off": model / truth - 1.0,
                 "as_on_2_s": same,
                 "as_on_2_off": same / truth - 1.0,
-                "beats_both": abs(model - truth) < min(abs(same - truth), truth),
+                "beats_both": bool(abs(model - truth) < min(abs(same - truth), abs(truth))),
             }
         )
     return found_checks
