@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collector import Collector as Collector
+    from rayvec.config import IMPALAConfig as IMPALAConfig
     from rayvec.config import PPOConfig as PPOConfig
+    from rayvec.config import SACConfig as SACConfig
     from rayvec.config import TrainConfig as TrainConfig
+    from rayvec.parallel.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies import Policy as Policy
     from rayvec.train import TrainResult as TrainResult
     from rayvec.train import resume as resume
@@ -30,7 +33,10 @@ _HOMES = {
     "Batch": "rayvec.types",
     "Chunk": "rayvec.types",
     "Collector": "rayvec.collector",
+    "LearnerGroup": "rayvec.parallel.learner_group",
+    "IMPALAConfig": "rayvec.config",
     "PPOConfig": "rayvec.config",
+    "SACConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",
     "StepBatch": "rayvec.types",

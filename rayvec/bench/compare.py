@@ -68,7 +68,7 @@ class Compare:
     out: Path = Path("runs/bench-compare")
     """Directory for compare.json and compare.csv."""
 
-    def run(self) -> None:
+    def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, prints a table for each environment, and writes the files."""
         check(self)
         check_any(self, "env_id", "num_envs")

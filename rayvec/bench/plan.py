@@ -72,7 +72,7 @@ class Model:
     out: Path = Path("runs/bench-model")
     """Directory for model.json and model.csv."""
 
-    def run(self) -> None:
+    def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, fits, predicts."""
         check(self)
         check_any(self, "nodes", "step_duration")

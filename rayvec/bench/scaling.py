@@ -139,7 +139,7 @@ class Scaling:
     out: Path = Path("runs/bench-scaling")
     """Directory for scaling.json, scaling.csv and the plots."""
 
-    def run(self) -> None:
+    def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, prints the table, and writes the files."""
         check(self)
         parse_jitter(self.jitter)
@@ -149,7 +149,7 @@ class Scaling:
         check_peers(self.peer, tuple(name for name in SCALING_PEERS if name != "rayvec"))
         from rayvec.bench.scaling_run import run
 
-        run(self)
+        run(self, mentioned)
 
     def narrowed(self) -> Scaling:
         """Returns the settings that are in force, --quick worked in."""

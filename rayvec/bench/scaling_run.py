@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from rayvec.errors import ConfigError, message
 __all__ = ["run"]
 
 
-def run(given: Scaling) -> None:
+def run(given: Scaling, mentioned: frozenset[str]) -> None:
     """Measures what is left to be measured, prints the table, writes JSON, CSV and plots."""
-    settings, results = _begin(given)
+    settings, results = _begin(given, mentioned)
     if settings.address is None:
         _check_memory(settings)
     terminal = console()
@@ -49,7 +48,7 @@ def run(given: Scaling) -> None:
     _show(settings, results, terminal)
 
 
-def _begin(given: Scaling) -> tuple[Scaling, Results]:
+def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]:
     """Returns the settings in force and the results so far."""
     if given.resume is None:
         settings = given.narrowed()
@@ -64,11 +63,7 @@ def _begin(given: Scaling) -> tuple[Scaling, Results]:
                 )
             )
         return settings, Results("scaling", stored(settings), path)
-    changed = [
-        f"--{item.name.replace('_', '-')}"
-        for item in dataclasses.fields(given)
-        if item.name != "resume" and getattr(given, item.name) != item.default
-    ]
+    changed = [f"--{name.replace('_', '-')}" for name in sorted(mentioned - {"resume"})]
     if changed:
         raise ConfigError(
             message(

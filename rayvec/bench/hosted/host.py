@@ -66,6 +66,26 @@ class Host:
         self._pids = marked() - self._before
         return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
 
+    def start_learner(self, way: str, task: dict[str, Any]) -> dict[str, Any]:
+        """Makes what updates."""
+        from rayvec.bench.hosted.learners import WAYS, LearnerTask
+
+        begin = time.monotonic()
+        self._adapter = WAYS[way](LearnerTask(**task))
+        self._pids = marked() - self._before
+        return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
+
+    def update(self, seconds: float) -> dict[str, Any]:
+        """Updates once to warm up, then for so many seconds, at least twice; returns the time of each update."""
+        self._adapter.advance()
+        times: list[float] = []
+        samples = 0
+        while len(times) < 2 or sum(times) < seconds:
+            begin = time.perf_counter()
+            samples += self._adapter.advance()
+            times.append(time.perf_counter() - begin)
+        return {"samples": samples, "times_s": times}
+
     def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> dict[str, Any]:
         """Sets how long emulated environments take, and who chooses actions, and warms up."""
         if inference is not None:

@@ -165,7 +165,7 @@ class Ours(Adapter):
         return num_nodes * _quickest(once)
 
     def _chunk_packing_s(self, workers: list[int]) -> float:
-        from rayvec.rollout import join_chunks
+        from rayvec.chunks import join_chunks
 
         chunk, first_node = self._chunk, self.env.topology.nodes[0].env_range
         width = max(1, len(first_node) // workers[0])
