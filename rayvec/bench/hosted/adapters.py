@@ -384,16 +384,14 @@ def _torchrl(task: Task) -> Foreign:
 
 
 class Rllib(Adapter):
-    """RLlib's env runners with a policy that chooses at random, as many as there are cores."""
+    """RLlib's env runners, as many as there are cores, with random actions."""
 
     transport = "ray, whole episodes"
 
     def __init__(self, task: Task) -> None:
         import ray
         from ray.rllib.algorithms.ppo import PPOConfig
-        from ray.rllib.core.rl_module.rl_module import RLModuleSpec
         from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
-        from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
         from ray.tune.registry import register_env
 
         ray.init("local", num_cpus=task.workers + 1, include_dashboard=False, log_to_driver=False, logging_level=40)
@@ -403,7 +401,6 @@ class Rllib(Adapter):
             PPOConfig()
             .environment("bench")
             .env_runners(num_envs_per_env_runner=self._each, rollout_fragment_length=128)
-            .rl_module(rl_module_spec=RLModuleSpec(module_class=RandomRLModule))
         )
         runner: Any = ray.remote(num_cpus=1)(SingleAgentEnvRunner)
         self._runners = [runner.remote(config=config, worker_index=k + 1) for k in range(task.workers)]
