@@ -29,6 +29,8 @@ _CHUNK_S, _MOST_CHUNK_STEPS = 2.0, 128
 _QUICK_NODES, _QUICK_DURATION_S, _QUICK_WINDOW_S, _QUICK_REPEATS = 2, 0.1, 0.8, 2
 _START_S = {"tianshou-ray": 2.6}
 """Seconds to start an environment, of who takes long."""
+_ONE_MACHINE = ("gymnasium-sync", "gymnasium-async", "tianshou-subproc", "tianshou-shmem")
+"""Peers that know of no cluster: on one, all their processes are on the driver's machine."""
 
 
 def parse_jitter(text: str | None) -> float:
@@ -274,7 +276,10 @@ class Stepper:
                     others.append(self._window(floor, step_s, 1, split=False))
                     own.append(self._window(process, step_s, length, split=True))
                 windows.setdefault(step_s, []).extend(others)
-                self._add(num_nodes, way, step_s, own, others, started["transport"], started["start_s"])
+                transport = started["transport"]
+                if not self._nodes.simulated and way in _ONE_MACHINE:
+                    transport += ", driver's machine alone"
+                self._add(num_nodes, way, step_s, own, others, transport, started["start_s"])
                 self._ticker.advance(settings.expected_s((num_nodes, way, step_s)))
 
     def _window(self, process: PeerProcess, step_s: float, length: int, split: bool) -> dict[str, Any]:

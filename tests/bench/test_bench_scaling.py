@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import assert_nothing_left, running
+from processes import RAYVEC, assert_nothing_left, running
 
 from rayvec.bench.hosted.split import STATES
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import Scaling, chunk_length
+from rayvec.bench.simulate import nodes
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 
@@ -108,6 +111,28 @@ def test_what_cannot_work(
     for word in ("Expected: ", "Got: ", "Remedy: ", *words):
         assert word in error
     assert not list(tmp_path.iterdir())
+
+
+def test_on_a_cluster_its_nodes_are_used(tmp_path: Path) -> None:
+    settings = "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.05 --inference driver".split()
+    with nodes() as where:
+        where.grow(1, 2)
+        command = [*RAYVEC, "bench", "scaling", *settings, "--peer", "gymnasium-sync", "--address", where.address]
+        environment = {**os.environ, **where.environment}
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert f"the cluster at {where.address}" in done.stdout and "simulated" not in done.stdout
+    rows = {row["way"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
+    assert list(rows) == ["rayvec-driver", "gymnasium-sync", "floor"]
+    assert not any(row["simulated"] for row in rows.values()) and rows["floor"]["efficiency"] > 0
+    assert "driver's machine alone" in rows["gymnasium-sync"]["transport"]
 
 
 def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,8 @@ class ClusterFloor:
 
         ray.init(address=task.address, log_to_driver=False, logging_level=40)
         found = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        if len(found) < (task.nodes or 1):
+            raise ValueError(f"{task.nodes} nodes with cores are wanted, the cluster has {len(found)}")
         each = replace(task, num_envs=task.workers_per_node or 1, workers=task.workers_per_node or 1)
         actor: Any = ray.remote(num_cpus=0)(Floor)
         self._ray, self._step_s = ray, 0.0
