@@ -195,7 +195,7 @@ def expected_maximum(count: float) -> float:
     By G. Blom, Statistical estimates and transformed beta-variables, 1958: the quantile of (n - 3/8) / (n + 1/4).
 
     >>> [round(expected_maximum(n), 2) for n in (1, 2, 10, 100)]
-    [0.0, 0.59, 1.55, 2.51]
+    [0.0, 0.59, 1.55, 2.5]
     """
     from statistics import NormalDist
 

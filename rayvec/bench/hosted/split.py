@@ -38,7 +38,7 @@ def split(
         driver_s: Seconds of CPU time that the driver's process used in a call beside packing; likewise.
 
     >>> shares = split(np.array([[0.0, 0.8], [1.0, 1.8]]), [np.array([[0.1, 0.6]]), np.array([[0.1, 0.7]])])
-    >>> {state: round(share, 3) for state, share in shares.items() if share > 1e-9}
+    >>> {state: round(float(share), 3) for state, share in shares.items() if share > 1e-9}
     {'environment': 0.55, 'transport': 0.2, 'waiting': 0.05, 'driver': 0.2}
     """
     total = dict.fromkeys(STATES, 0.0)
