@@ -49,8 +49,9 @@ docs: $(DOCS_STAMP) ## Build the documentation into docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo "open docs/_build/index.html"
 
-bench: $(STAMP) ## Run the benchmark suites
-	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only
+bench: $(STAMP) ## Run the benchmark suites, with figures in runs/bench-pieces.json
+	@mkdir -p runs
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-json=runs/bench-pieces.json
 
 clean: ## Remove the virtual environment, builds and caches, never runs/
 	rm -rf $(VENV) build dist docs/_build docs/configuration-table.md *.egg-info

@@ -1,4 +1,4 @@
-"""The command line: ``rayvec train | eval | doctor``.
+"""The command line: ``rayvec train | eval | bench | doctor``.
 
 Options are the fields of the config classes, read by tyro. What can't work ends with one message on
 standard error and exit code 2; a run that fails after it has begun with code 1 and a line that says how to go on;
@@ -23,6 +23,11 @@ from typing import TYPE_CHECKING, Annotated, Union
 import tyro
 
 import rayvec
+from rayvec.bench.compare import Compare
+from rayvec.bench.cost import Cost
+from rayvec.bench.learner import LearnerBench
+from rayvec.bench.plan import Model
+from rayvec.bench.scaling import Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.fields import Bounds, check, field_names
@@ -116,6 +121,23 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Measure how steps/s scale, how peers do, what a cluster would give, and what it would cost."""
+
+    command: (
+        Annotated[Scaling, tyro.conf.subcommand("scaling")]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[Model, tyro.conf.subcommand("model")]
+        | Annotated[Cost, tyro.conf.subcommand("cost")]
+        | Annotated[LearnerBench, tyro.conf.subcommand("learner")]
+    )
+
+    def run(self, mentioned: frozenset[str]) -> None:
+        """Runs the benchmark; `mentioned` are the names of the options on the command line."""
+        self.command.run(mentioned)
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Say what there is to run on: versions, cores, limits, and whether Ray answers."""
 
@@ -167,6 +189,7 @@ def _cluster(address: str | None) -> Iterator[str]:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -180,7 +203,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
-        command: Train | Eval | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
+        command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
         command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
         print(f"rayvec: {interrupt or 'interrupted'}", file=sys.stderr)

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes a virtual environment for each peer of `rayvec bench compare` that can't live beside rayvec.
+#
+#     benchmarks/make_peer_venvs.sh DIRECTORY [PEER...]
+#
+# and prints the line that lets `rayvec bench compare` find them. A peer whose packages can't be installed is left out.
+set -uo pipefail
+if [ $# -lt 1 ]; then
+    sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+directory=$1
+shift
+peers=("${@:-stable-baselines3 envpool pufferlib torchrl rllib}")
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+mkdir -p "$directory"
+
+packages() {
+    case $1 in
+        stable-baselines3) echo "stable-baselines3 torch" ;;
+        envpool) echo "envpool gymnasium numpy<2" ;;
+        pufferlib) echo "pufferlib<3 gymnasium==0.29.1 numpy<2 torch setuptools<81" ;;
+        torchrl) echo "torchrl torch gymnasium" ;;
+        rllib) echo "ray[rllib] torch" ;;
+        *)
+            echo "unknown peer $1" >&2
+            exit 2
+            ;;
+    esac
+}
+
+found=""
+for peer in ${peers[*]}; do
+    list=$(packages "$peer") || exit 2
+    venv="$directory/$peer"
+    ${PYTHON:-python3} -m venv "$venv" || exit 1
+    # The environments are the same for all: what Gymnasium and ALE bring.
+    # shellcheck disable=SC2086
+    if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c <(grep '^torch' "$here/constraints.txt") $list "gymnasium[mujoco]" ale-py; then
+        found="$found:$peer=$venv"
+    else
+        echo "$peer could not be installed" >&2
+        rm -rf "$venv"
+    fi
+done
+echo "export RAYVEC_BENCH_VENVS=${found#:}"

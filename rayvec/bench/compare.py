@@ -1,0 +1,217 @@
+"""``rayvec bench compare``: steps/s and steps per CPU-second of rayvec and its peers in real environments."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rayvec.bench.scaling import check_any
+from rayvec.errors import ConfigError, RayvecError, message
+from rayvec.fields import Bounds, check, plain
+
+if TYPE_CHECKING:
+    from rayvec.bench.results import Results
+    from rayvec.bench.terminal import Ticker
+
+__all__ = ["Compare"]
+
+Count = Annotated[int, Bounds(1)]
+OURS = ("rayvec-driver", "rayvec-worker")
+_CHUNK_STEPS = 128
+_MOST_RAY_ACTORS = 16
+"""Environments that peers with one Ray actor for each are asked to have; more take minutes to start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Measure steps/s and steps per CPU-second of rayvec and its peers, in real environments with random actions.
+
+    Every peer is measured with each number of environments; its best row is marked.
+    """
+
+    env_id: tuple[str, ...] = ("CartPole-v1",)
+    """Gymnasium ids, such as CartPole-v1 HalfCheetah-v5 ale_py:ALE/Breakout-v5."""
+
+    peer: tuple[str, ...] = (
+        "floor",
+        "gymnasium-sync",
+        "gymnasium-async",
+        "tianshou-subproc",
+        "tianshou-shmem",
+        "tianshou-ray",
+        "stable-baselines3",
+        "envpool",
+        "pufferlib",
+        "torchrl",
+        "rllib",
+    )
+    """What is measured beside rayvec; floor are independent processes, one for each core."""
+
+    peer_venv: tuple[str, ...] = ()
+    """Virtual environments of peers, each name=path; those that RAYVEC_BENCH_VENVS names, separated by colons, too."""
+
+    num_envs: tuple[Count, ...] = (8, 64)
+    """Numbers of environments."""
+
+    workers: Count | None = None
+    """Processes or threads of those who can put several environments into one; unset: one for each core."""
+
+    repeats: Count = 3
+    """Windows of each row."""
+
+    window: Annotated[float, Bounds(0, above=True)] = 1.0
+    """Seconds of a window."""
+
+    out: Path = Path("runs/bench-compare")
+    """Directory for compare.json and compare.csv."""
+
+    def run(self, mentioned: frozenset[str] = frozenset()) -> None:
+        """Measures, prints a table for each environment, and writes the files."""
+        check(self)
+        check_any(self, "env_id", "num_envs")
+        from rayvec.bench.peers import COMPARE_PEERS, check_peers, venvs
+
+        check_peers(self.peer, tuple(name for name in COMPARE_PEERS if name != "rayvec"))
+        pythons = venvs(self.peer_venv)
+        _check_envs(self.env_id)
+        from rayvec.bench.results import Results
+        from rayvec.bench.terminal import console, ticking
+
+        results = Results("compare", plain(self) | {"out": str(self.out)}, self.out / "compare.json")
+        terminal = console()
+        cells = [(env_id, way, n) for env_id in self.env_id for way in (*OURS, *self.peer) for n in self._sizes(way)]
+        try:
+            with ticking(len(cells), terminal) as ticker:
+                self._measure(cells, pythons, results, ticker)
+        except KeyboardInterrupt:
+            show(results, terminal)
+            raise KeyboardInterrupt(f"interrupted; the finished rows are in {results.path}") from None
+        show(results, terminal)
+
+    def _sizes(self, way: str) -> list[int]:
+        sizes = sorted(set(self.num_envs))
+        return sorted({min(n, _MOST_RAY_ACTORS) for n in sizes}) if way == "tianshou-ray" else sizes
+
+    def _measure(
+        self, cells: list[tuple[str, str, int]], pythons: dict[str, str], results: Results, ticker: Ticker
+    ) -> None:
+        absent: dict[tuple[str, str], str] = {}
+        for env_id, way, num_envs in cells:
+            ticker.say(f"{env_id}, {way}, {num_envs} environments")
+            if (env_id, way) not in absent:
+                try:
+                    row = self._row(env_id, way, num_envs, pythons)
+                except RayvecError as error:
+                    row = {"failed": str(error)}
+                if "missing" in row:
+                    absent[env_id, way] = row["missing"]
+                results.add({"env_id": env_id, "way": way, "num_envs": num_envs, **row})
+            ticker.advance(1.0)
+
+    def _row(self, env_id: str, way: str, num_envs: int, pythons: dict[str, str]) -> dict[str, Any]:
+        import sys
+        import uuid
+
+        from rayvec.bench.hosted.host import MARK
+        from rayvec.bench.peers import peer_process
+
+        peer, _, inference = way.partition("-") if way in OURS else (way, "", "driver")
+        workers = min(self.workers or len(os.sched_getaffinity(0)), num_envs)
+        task = {
+            "num_envs": num_envs,
+            "workers": workers,
+            "workers_per_node": workers,
+            "nodes": 1,
+            "env_id": env_id,
+            "inference": inference,
+            "chunk_steps": _CHUNK_STEPS,
+        }
+        environment = {MARK: uuid.uuid4().hex, "RAY_ADDRESS": "", "RAY_worker_niceness": "0"}
+        with peer_process(peer, environment, task, pythons.get(peer, sys.executable)) as (process, started):
+            if "missing" in started:
+                return {"missing": started["missing"]}
+            process.do("measure", seconds=min(0.3, self.window), with_split=False)
+            windows = [process.do("measure", seconds=self.window, with_split=False) for _ in range(self.repeats)]
+        rates = [window["steps_per_s"] for window in windows]
+        per_cpu = [window["steps"] / max(window["cpu_s"], 0.01) for window in windows]
+        return {
+            "workers": workers,
+            "transport": started["transport"],
+            "steps_per_s": statistics.median(rates),
+            "steps_per_s_all": rates,
+            "steps_per_cpu_s": statistics.median(per_cpu),
+            "steps_per_cpu_s_all": per_cpu,
+            "start_s": started["start_s"],
+        }
+
+
+def _check_envs(env_ids: tuple[str, ...]) -> None:
+    """Refuses ids that name no environment, before anything is measured.
+
+    Raises:
+        ConfigError: One of them.
+    """
+    from rayvec.envs import EnvFactory
+
+    for env_id in env_ids:
+        try:
+            EnvFactory.build(env_id, 1).make(0).close()
+        except RayvecError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                message(
+                    "--env-id names environments that can be made.",
+                    expected="a registered environment whose libraries are installed",
+                    got=f"{env_id} ({type(error).__name__}: {error})",
+                    remedy="Install what it needs, or leave it out.",
+                )
+            ) from error
+
+
+def show(results: Results, terminal: Any) -> None:
+    """Prints a table for each environment, and writes the CSV."""
+    from rayvec.bench.terminal import show_table
+
+    if not results.rows:
+        terminal.print("nothing was measured")
+        return
+    for env_id in dict.fromkeys(row["env_id"] for row in results.rows):
+        rows = [row for row in results.rows if row["env_id"] == env_id]
+        floor = max((row["steps_per_s"] for row in rows if row["way"] == "floor" and "steps_per_s" in row), default=0.0)
+        best = {
+            way: max((row["steps_per_s"] for row in rows if row["way"] == way and "steps_per_s" in row), default=0.0)
+            for way in {row["way"] for row in rows}
+        }
+        show_table(
+            terminal,
+            f"{env_id}, random actions; each peer's best row has a *",
+            ("", "environments", "transport", "steps/s", "lowest to highest", "of floor", "steps per CPU-second"),
+            [_cells(row, floor, best[row["way"]]) for row in rows],
+        )
+    for row in results.rows:
+        if "failed" in row:
+            terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {row['failed']}")
+    terminal.print(f"written: {results.path}, {results.write_csv()}")
+
+
+def _cells(row: dict[str, Any], floor: float, best: float) -> tuple[str, ...]:
+    from rayvec.bench.peers import NOT_INSTALLED
+
+    if "missing" in row:
+        return row["way"], "", "", f"{NOT_INSTALLED}: {row['missing']}"[:60], "", "", ""
+    if "failed" in row:
+        return row["way"], str(row["num_envs"]), "", "failed, see below", "", "", ""
+    rates = row["steps_per_s_all"]
+    return (
+        row["way"],
+        str(row["num_envs"]),
+        row["transport"],
+        f"{row['steps_per_s']:,.0f}" + ("*" if row["steps_per_s"] == best else ""),
+        f"{min(rates):,.0f} to {max(rates):,.0f}",
+        f"{row['steps_per_s'] / floor:.2f}" if floor else "",
+        f"{row['steps_per_cpu_s']:,.0f}",
+    )

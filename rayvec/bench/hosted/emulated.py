@@ -1,0 +1,100 @@
+"""An environment that takes a given time for a step, and writes down when it did."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+__all__ = ["EmulatedEnv", "EmulatedSpec"]
+
+_REMEMBERED = 2048
+"""Steps whose times are kept, the newest ones."""
+
+
+class EmulatedEnv(gymnasium.Env[Any, Any]):
+    """Steps that take time, in one episode that never ends.
+
+    Args:
+        step_s: Mean duration of a step in seconds.
+        busy: Whether a step burns that much CPU time; else it sleeps, as an emulated core of its own would work.
+        sigma: Standard deviation of the logarithm of a step's duration; 0 for steps of equal length.
+        obs_size: Numbers in an observation, float32.
+    """
+
+    def __init__(self, step_s: float = 0.0, busy: bool = False, sigma: float = 0.0, obs_size: int = 4) -> None:
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this process
+        self.observation_space = spaces.Box(-np.inf, np.inf, (obs_size,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.step_s = step_s
+        self._busy = busy
+        self._sigma = sigma
+        self._obs = np.zeros(obs_size, np.float32)
+        self._times: NDArray[np.float64] | None = None
+        self._count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins; nothing changes but the random generator."""
+        super().reset(seed=seed)
+        return self._obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Takes its time."""
+        begin = time.monotonic()
+        duration_s = self.step_s
+        if self._sigma:  # lognormal with the mean that was asked for
+            duration_s *= math.exp(self._sigma * self.np_random.standard_normal() - 0.5 * self._sigma**2)
+        if self._busy:
+            until = time.thread_time() + duration_s
+            while time.thread_time() < until:
+                pass
+        elif duration_s:
+            time.sleep(duration_s)
+        if self._times is None:  # an array made before would come out of a pickle that Ray holds read-only
+            self._times = np.zeros((_REMEMBERED, 2))
+        self._times[self._count % _REMEMBERED] = begin, time.monotonic()
+        self._count += 1
+        return self._obs, 1.0, False, False, {}
+
+    @property
+    def clock(self) -> NDArray[np.float64]:
+        """When the last steps began and ended by this machine's monotonic clock, ``float64 [m, 2]``, in order."""
+        if self._times is None:
+            return np.zeros((0, 2))
+        if self._count <= _REMEMBERED:
+            return self._times[: self._count].copy()
+        return np.roll(self._times, -(self._count % _REMEMBERED), axis=0)
+
+    @property
+    def now(self) -> float:
+        """This machine's monotonic clock."""
+        return time.monotonic()
+
+    @property
+    def boot_id(self) -> str:
+        """Names the machine since it was started: processes with the same one share a clock."""
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+
+
+@dataclass(frozen=True)
+class EmulatedSpec:
+    """Makes emulated environments; the arguments are those of :class:`EmulatedEnv`."""
+
+    step_s: float = 0.0
+    busy: bool = False
+    sigma: float = 0.0
+    obs_size: int = 4
+
+    def __call__(self) -> EmulatedEnv:
+        """Makes one."""
+        return EmulatedEnv(self.step_s, self.busy, self.sigma, self.obs_size)

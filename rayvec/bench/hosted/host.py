@@ -1,0 +1,178 @@
+"""A process that holds one way of stepping environments, measures it when told to, and says what it found.
+
+Run by ``python -m rayvec.bench.hosted.host READ_FD WRITE_FD``: requests and answers are lines of JSON in two pipes,
+so that whoever orders the measurement, with its progress bar, takes no time from the loop that is measured, and
+so that a peer may live in a virtual environment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rayvec.bench.hosted.adapters import ADAPTERS, Adapter, ClusterFloor, Floor, Task
+from rayvec.bench.hosted.split import split
+
+__all__ = ["MARK", "main"]
+
+MARK = "RAYVEC_BENCH_MARK"
+"""Environment variable that the processes of one benchmark have in common, Ray's among them."""
+_WARM_CALLS = 2
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def marked() -> set[int]:
+    """Returns the processes of this benchmark: those that were started with the same mark as this one."""
+    mark = f"{MARK}={os.environ.get(MARK, '')}".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                if mark in file.read().split(b"\0"):
+                    found.add(int(entry))
+    return found
+
+
+def cpu_s(pids: set[int]) -> float:
+    """Returns the CPU time that these processes have used so far, in seconds; of those that have ended, none."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICKS_PER_S
+
+
+class Host:
+    """Serves requests about one adapter."""
+
+    def __init__(self) -> None:
+        self._before = marked() - {os.getpid()}
+        self._adapter: Any = None
+
+    def start(self, peer: str, task: dict[str, Any]) -> dict[str, Any]:
+        """Makes the environments."""
+        begin = time.monotonic()
+        self._adapter = ADAPTERS[peer](Task(**task))
+        self._pids = marked() - self._before
+        return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
+
+    def start_learner(self, way: str, task: dict[str, Any]) -> dict[str, Any]:
+        """Makes what updates."""
+        from rayvec.bench.hosted.learners import WAYS, LearnerTask
+
+        begin = time.monotonic()
+        self._adapter = WAYS[way](LearnerTask(**task))
+        self._pids = marked() - self._before
+        return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
+
+    def update(self, seconds: float) -> dict[str, Any]:
+        """Updates once to warm up, then for so many seconds, at least twice; returns the time of each update."""
+        self._adapter.advance()
+        times: list[float] = []
+        samples = 0
+        while len(times) < 2 or sum(times) < seconds:
+            begin = time.perf_counter()
+            samples += self._adapter.advance()
+            times.append(time.perf_counter() - begin)
+        return {"samples": samples, "times_s": times}
+
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> dict[str, Any]:
+        """Sets how long emulated environments take, and who chooses actions, and warms up."""
+        if inference is not None:
+            self._adapter.set_inference(inference)
+        self._adapter.set_step(step_s, chunk_steps)
+        if isinstance(self._adapter, Adapter):
+            for _ in range(_WARM_CALLS if step_s * chunk_steps < 0.5 else 1):
+                self._adapter.advance()
+        return {}
+
+    def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
+        """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
+        cpu, own = cpu_s(self._pids), time.process_time()
+        kinds = [0.0, 0.0]
+        if isinstance(self._adapter, Floor | ClusterFloor):
+            steps, elapsed, rate, inside = self._adapter.measure(seconds)
+            shares: dict[str, float] | None = {"environment": inside, "driver": 1.0 - inside}
+        else:
+            before = self._adapter.kinds_cpu_s()
+            steps, elapsed, shares = self._advance(self._adapter, seconds, with_split)
+            kinds = [after - earlier for after, earlier in zip(self._adapter.kinds_cpu_s(), before, strict=True)]
+            rate = steps / elapsed
+        return {
+            "steps": steps,
+            "elapsed_s": elapsed,
+            "steps_per_s": rate,
+            "cpu_s": cpu_s(self._pids) - cpu,
+            "driver_cpu_s": time.process_time() - own,
+            "node_cpu_s": kinds[0],
+            "worker_cpu_s": kinds[1],
+            "split": shares,
+        }
+
+    @staticmethod
+    def _advance(adapter: Adapter, seconds: float, with_split: bool) -> tuple[int, float, dict[str, float] | None]:
+        calls, inference, steps = [], [], 0
+        own, begin = time.process_time(), time.monotonic()
+        now = begin
+        while now - begin < seconds:
+            asked = now
+            steps += adapter.advance()
+            now = time.monotonic()
+            calls.append((asked, now))
+            if with_split and (inference_s := adapter.call_inference_s()) is not None:
+                inference.append(inference_s)
+        if not with_split:
+            return steps, now - begin, None
+        driver_s = (time.process_time() - own) / len(calls)
+        clocks, packing_s = adapter.clocks(), adapter.packing_s()
+        since = max(clock[0, 0] for clock in clocks)  # only the last steps are remembered
+        first = next((i for i, (asked, _) in enumerate(calls) if asked >= since or i == len(calls) - 2), 0)
+        times = np.array([*calls[first:], (now, now)])
+        within = np.array(inference[first:]) if inference else None
+        shares = split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))
+        return steps, now - begin, shares
+
+    def close(self) -> dict[str, Any]:
+        """Ends what was started."""
+        if self._adapter is not None:
+            self._adapter.close()
+        return {}
+
+
+def serve(requests: Any, answers: Any) -> None:
+    """Answers requests until there are no more."""
+    host = Host()
+    for line in requests:
+        request = json.loads(line)
+        method: Callable[..., dict[str, Any]] = getattr(host, request.pop("do"))
+        try:
+            answer = method(**request)
+        except (ImportError, LookupError) as error:  # LookupError: the library is there, its environment is not
+            traceback.print_exc()
+            answer = {"missing": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serves the pipes that the command line names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us says when to end
+    with os.fdopen(int(sys.argv[1])) as requests, os.fdopen(int(sys.argv[2]), "w") as answers:
+        serve(requests, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""rayvec's own vector environment as the benchmarks step it: from the driver, and in chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.bench.hosted.adapters import Adapter, Task
+
+__all__ = ["Ours"]
+
+_PACKING_REPEATS = 5
+_CLOCK_LOOKS = 7
+
+
+class TimedPolicy:
+    """Chooses the same actions always, and records in every chunk how long that took.
+
+    Args:
+        actions: Of one environment each.
+        weights: Matrices of a net of tanh units that is evaluated meanwhile, so that it costs what such a net costs.
+    """
+
+    def __init__(self, actions: NDArray[Any], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
+        from rayvec.noise import NO_NOISE
+
+        self.noise = NO_NOISE
+        self._actions = actions
+        self._weights = weights
+
+    def act(self, obs: Any, noise: NDArray[np.float64]) -> tuple[Any, dict[str, NDArray[Any]]]:
+        """Returns actions and ``inference_s``, ``float64 [k]``: an equal part of the time for each environment."""
+        begin, count = time.monotonic(), len(noise)
+        hidden = obs
+        for matrix in self._weights:
+            hidden = np.tanh(hidden @ matrix)
+        actions = np.resize(self._actions, (count, *self._actions.shape[1:]))
+        return actions, {"inference_s": np.full(count, (time.monotonic() - begin) / count)}
+
+
+class Ours(Adapter):
+    """A :class:`rayvec.RayVecEnv`, stepped by ``step`` or by ``rollout``."""
+
+    def __init__(self, task: Task) -> None:
+        from rayvec.vector import RayVecEnv
+
+        self.num_envs = task.num_envs
+        env_fns: Any = [task.make] * task.num_envs if task.env_id is None else task.env_id
+        self.env = RayVecEnv(
+            env_fns,
+            task.num_envs,
+            num_nodes=task.nodes,
+            workers_per_node=task.workers_per_node,
+            address=task.address,
+            groups=2 if task.groups == 2 else 1,
+        )
+        self.env.reset(seed=0)
+        self.actions = task.actions(self.env.action_space)
+        weights = task.net(self.env.single_observation_space) if task.hidden_size else ()
+        self.policy = TimedPolicy(self.actions[0], weights)
+        transports = self.env.transports
+        self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
+        if task.inference == "worker":
+            self.transport = f"ray over {self.transport}"
+        self.inference_s: NDArray[np.float64] | None = None
+        self._task = task
+        self._steps = task.chunk_steps
+        self._chunk: Any = None
+        pids = self.env.worker_pids().values()
+        self._pids = [each[0] for each in pids], [pid for each in pids for pid in each[1:]]
+        self._offsets = self._clock_offsets() if task.env_id is None else np.zeros(task.num_envs)
+
+    def advance(self) -> int:
+        """Takes one step of every environment, or one chunk."""
+        if self._task.inference == "worker":
+            self._chunk = self.env.rollout(self.policy, self._steps)
+        elif self._task.hidden_size or self._task.groups == 2:
+            self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
+        else:
+            self._count = (self._count + 1) % len(self.actions)
+            self.env.step(self.actions[self._count])
+            return self.num_envs
+        return self.num_envs * self._steps
+
+    def set_step(self, step_s: float, chunk_steps: int) -> None:
+        """Sets how long environments take, and T of a chunk."""
+        self.env.set_attr("step_s", step_s)
+        self._steps = chunk_steps
+
+    def set_inference(self, inference: str) -> None:
+        """Sets who chooses actions from now on: ``"driver"`` or ``"worker"``."""
+        self._task = replace(self._task, inference=inference)
+
+    def kinds_cpu_s(self) -> tuple[float, float]:
+        """CPU time so far of all nodes' actors, and of all workers, where they are processes of this machine."""
+        actors, workers = self._pids
+        return sum(map(_on_cpu_s, actors)), sum(map(_on_cpu_s, workers))
+
+    def call_inference_s(self) -> NDArray[np.float64] | None:
+        """Seconds of inference of each worker in the last call, ``float64 [workers]``; None where there is none."""
+        if self._task.inference != "worker":
+            return None
+        per_env = self._chunk.extras["inference_s"].sum(0)
+        return np.array([per_env[ids].sum() for ids in self._worker_ids()])
+
+    def _worker_ids(self) -> list[slice]:
+        bounds = [node.worker_bounds for node in self.env.topology.nodes]
+        return [slice(a, b) for part in bounds for a, b in itertools.pairwise(part)]
+
+    def clocks(self) -> list[NDArray[np.float64]]:
+        """When the steps of each worker began and ended, by this process's clock."""
+        times = [clock - offset for clock, offset in zip(self.env.get_attr("clock"), self._offsets, strict=True)]
+        joined = [np.concatenate(times[ids]) for ids in self._worker_ids()]
+        return [worker[np.argsort(worker[:, 0])] for worker in joined]
+
+    def _clock_offsets(self) -> NDArray[np.float64]:
+        """How far each environment's clock is ahead of ours: nothing on the same machine, else by the quickest call.
+
+        The error is at most half of that call's round trip (F. Cristian, Probabilistic clock synchronization, 1989).
+        """
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            here = file.read().strip()
+        away = np.array([boot_id != here for boot_id in self.env.get_attr("boot_id")])
+        offsets, quickest = np.zeros(self.num_envs), np.inf
+        for _ in range(_CLOCK_LOOKS if away.any() else 0):
+            begin = time.monotonic()
+            now = np.array(self.env.get_attr("now"))
+            end = time.monotonic()
+            if end - begin < quickest:
+                quickest, offsets = end - begin, now - 0.5 * (begin + end)
+        return np.where(away, offsets, 0.0)
+
+    def packing_s(self) -> float:
+        """Seconds that a call packs and unpacks, timed apart with what it carries."""
+        nodes = self.env.topology.nodes
+        if self._task.inference == "worker":
+            return self._chunk_packing_s([node.num_workers for node in nodes])
+        return self._frame_packing_s(len(nodes)) if "tcp" in self.transport else 0.0
+
+    def _frame_packing_s(self, num_nodes: int) -> float:
+        from rayvec.pools.base import Autoreset
+        from rayvec.pools.frames import FrameFormat
+        from rayvec.pools.memory import ArrayLayout
+        from rayvec.types import StepBatch
+
+        spaces = self.env.single_observation_space, self.env.single_action_space
+        frames = FrameFormat(*(ArrayLayout.of(space) for space in spaces))
+        ids = np.arange(self.num_envs // num_nodes)
+        obs = np.zeros((len(ids), *(spaces[0].shape or ())), spaces[0].dtype)
+        flags = np.zeros(len(ids), bool)
+        answer = StepBatch(ids, obs, np.zeros(len(ids)), flags, flags)
+
+        def once() -> None:
+            frames.unpack_request(frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0])
+            frames.unpack_answer(bytearray(frames.pack_answer(answer)[0]))
+
+        return num_nodes * _quickest(once)
+
+    def _chunk_packing_s(self, workers: list[int]) -> float:
+        from rayvec.chunks import join_chunks
+
+        chunk, first_node = self._chunk, self.env.topology.nodes[0].env_range
+        width = max(1, len(first_node) // workers[0])
+        part = _columns(chunk, slice(0, width))
+        node = join_chunks([part] * workers[0])
+
+        def once() -> None:
+            join_chunks([part] * workers[0])
+            pickle.loads(pickle.dumps(node, protocol=5))
+            join_chunks([node] * len(workers))
+
+        return _quickest(once)
+
+    def close(self) -> None:
+        """Ends it."""
+        self.env.close()
+
+
+def _columns(chunk: Any, columns: slice) -> Any:
+    """Returns some environments of a chunk without ends of episodes, which emulated environments don't have."""
+    return replace(
+        chunk,
+        env_ids=chunk.env_ids[columns],
+        last_obs=chunk.last_obs[columns],
+        extras={name: values[:, columns] for name, values in chunk.extras.items()},
+        **{
+            name: getattr(chunk, name)[:, columns] for name in ("obs", "act", "rew", "terminated", "truncated", "valid")
+        },
+    )
+
+
+def _on_cpu_s(pid: int) -> float:
+    """Returns the CPU time of all threads of a process, to the nanosecond."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/schedstat") as file:
+                total += int(file.read().split()[0])
+    return total * 1e-9
+
+
+def _quickest(function: Any) -> float:
+    times = []
+    for _ in range(_PACKING_REPEATS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times))

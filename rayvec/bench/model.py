@@ -1,0 +1,361 @@
+"""A model of what a step costs: fitted to measurements on few nodes, it predicts many.
+
+Everything here is a pure function of numbers. A step of all environments takes the slowest worker's own work, which
+the model knows from the step duration and its variance, and beside it:
+
+- driver inference: a latency, the driver's CPU time (per call and per node), the node's (per frame and per worker),
+  the worker's wake-up, and what bytes cost;
+- worker inference: per step the inference and bookkeeping of a worker, and per chunk of T steps a call (per chunk, per
+  node, per byte), divided by T.
+
+Nodes *simulated* on one machine share its cores, so their CPU time adds up and is divided by the number of cores; on
+a cluster every node has its own, and only the driver's CPU time adds up over nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "ASSUMPTIONS",
+    "Cluster",
+    "Costs",
+    "Fit",
+    "Observation",
+    "Setting",
+    "expected_maximum",
+    "fit",
+    "fit_line",
+    "predict_step_s",
+    "recommend",
+    "settings_for",
+    "steps_per_s",
+]
+
+ASSUMPTIONS = (
+    "Every core of the cluster is as fast as those that were measured, and every worker has one of its own.",
+    "The nodes' CPU work runs in parallel; the driver's adds up over nodes, and nothing else shares its core.",
+    "Durations of steps are independent of each other, and the slowest of many is that of a normal distribution.",
+    "The network is not the bottleneck beyond the latency and the bandwidth given; no packet is lost.",
+    "Nodes do not fail, and weights are published so rarely that they cost nothing.",
+)
+_CHUNKS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to step environments.
+
+    Attributes:
+        nodes: How many.
+        workers: On each node.
+        envs: Environments of each worker.
+        inference: ``"driver"`` or ``"worker"``.
+        chunk_steps: T of a chunk, where the workers choose actions.
+        groups: 1 or 2, where the driver does.
+        step_s: Mean duration of a step.
+        sigma: Standard deviation of the logarithm of durations.
+        obs_bytes: Of an observation.
+        policy: Whether a net chooses actions, so that inference costs what it was measured to cost.
+    """
+
+    nodes: int
+    workers: int
+    envs: int = 1
+    inference: str = "driver"
+    chunk_steps: int = 128
+    groups: int = 1
+    step_s: float = 0.01
+    sigma: float = 0.0
+    obs_bytes: int = 16
+    policy: bool = False
+
+    @property
+    def num_envs(self) -> int:
+        """In all."""
+        return self.nodes * self.workers * self.envs
+
+    @property
+    def calls(self) -> float:
+        """Calls of the driver for each step."""
+        return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the nodes run on.
+
+    Attributes:
+        shared_cores: Cores that simulated nodes share; None where each node has its own.
+        latency_s: One way through the network, beside what was measured on one machine.
+        bytes_per_s: Bandwidth of the driver's network.
+    """
+
+    shared_cores: int | None = None
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A setting and what was measured of it, each per step of all environments.
+
+    Attributes:
+        setting: Which.
+        step_s: Wall time.
+        work_s: Time that a worker's environments took, sleep and oversleep.
+        driver_s: CPU time of the driver.
+        node_s: CPU time of a node's actor.
+        worker_s: CPU time of a worker.
+    """
+
+    setting: Setting
+    step_s: float
+    work_s: float
+    driver_s: float
+    node_s: float
+    worker_s: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, for one kind of inference; *per call* means per step from the driver, or per chunk.
+
+    Attributes:
+        call_s: Driver's CPU time per call.
+        frame_s: Driver's CPU time per node and call.
+        node_call_s: CPU time of a node's actor per call.
+        node_worker_s: CPU time of a node's actor per worker and call.
+        worker_call_s: CPU time of a worker per call.
+        env_s: CPU time of a worker per step of an environment.
+        oversleep_s: What a step takes longer than it is meant to.
+        oversleep_share: The same for each second of its duration.
+        spread_s: Standard deviation of what a step takes.
+        latency_s: Wall time per call beside CPU time: switches, wake-ups, waiting in queues.
+        per_env_s: Wall time per step of an environment, likewise.
+        crowding: Wall time for each second of CPU time per call that is spread over shared cores.
+        queueing: Likewise of CPU time per step, much of which is hidden while others sleep.
+        byte_s: Wall time per byte that travels, both sides together.
+    """
+
+    call_s: float = 0.0
+    frame_s: float = 0.0
+    node_call_s: float = 0.0
+    node_worker_s: float = 0.0
+    worker_call_s: float = 0.0
+    env_s: float = 0.0
+    oversleep_s: float = 0.0
+    spread_s: float = 0.0
+    latency_s: float = 0.0
+    per_env_s: float = 0.0
+    crowding: float = 1.0
+    queueing: float = 1.0
+    oversleep_share: float = 0.0
+    byte_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Costs by kind of inference, and of the inference itself.
+
+    Attributes:
+        driver: Where the driver chooses actions.
+        worker: Where the workers do.
+        policy_call_s: Of a forward pass.
+        policy_row_s: Of each of its rows.
+    """
+
+    driver: Costs
+    worker: Costs
+    policy_call_s: float = 0.0
+    policy_row_s: float = 0.0
+
+    def of(self, setting: Setting) -> Costs:
+        """Returns the costs of a setting's kind of inference."""
+        return self.worker if setting.inference == "worker" else self.driver
+
+    def policy_s(self, rows: float) -> float:
+        """Returns what a forward pass of so many rows takes."""
+        return self.policy_call_s + rows * self.policy_row_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self)
+
+
+def expected_maximum(count: float) -> float:
+    """Returns about how many standard deviations the largest of `count` normal numbers lies above the mean.
+
+    By G. Blom, Statistical estimates and transformed beta-variables, 1958: the quantile of (n - 3/8) / (n + 1/4).
+
+    >>> [round(expected_maximum(n), 2) for n in (1, 2, 10, 100)]
+    [0.0, 0.59, 1.55, 2.5]
+    """
+    from statistics import NormalDist
+
+    return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def fit_line(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Returns coefficients of at least 0 that explain the values, errors taken relative to each value.
+
+    Least squares over every subset of the features, since there are few; the best with no negative coefficient.
+    """
+    x, y = np.array(features, float), np.array(values, float)
+    weight = 1.0 / np.maximum(np.abs(y), 1e-9)
+    best, least = np.zeros(x.shape[1]), math.inf
+    for size in range(1, x.shape[1] + 1):
+        for columns in itertools.combinations(range(x.shape[1]), size):
+            found, *_ = np.linalg.lstsq(x[:, columns] * weight[:, None], y * weight, rcond=None)
+            if (found < 0).any():
+                continue
+            error = float((((x[:, columns] @ found) - y) * weight) @ (((x[:, columns] @ found) - y) * weight))
+            if error < 0.999 * least:
+                best, least = np.zeros(x.shape[1]), error
+                best[list(columns)] = found
+    return [float(value) for value in best]
+
+
+def _cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
+    """Returns the CPU time of the driver, of a node's actor and of a worker, each per step of all environments."""
+    calls = setting.calls
+    return (
+        calls * (costs.call_s + setting.nodes * costs.frame_s),
+        calls * (costs.node_call_s + setting.workers * costs.node_worker_s),
+        calls * costs.worker_call_s + setting.envs * costs.env_s,
+    )
+
+
+def _slowest_s(costs: Costs, setting: Setting) -> float:
+    """Returns what the slowest worker's environments take, averaged over the steps between two calls."""
+    steps = setting.envs / setting.calls  # of one worker between two calls
+    spread = math.hypot(costs.spread_s, setting.step_s * math.sqrt(math.expm1(setting.sigma**2)))
+    late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
+    return setting.envs * (setting.step_s * (1.0 + costs.oversleep_share) + costs.oversleep_s) + late
+
+
+def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
+    """Returns the wall time of one step of all environments."""
+    costs = found.of(setting)
+    driver_s, node_s, worker_s = _cpu_s(costs, setting)
+    work_s = _slowest_s(costs, setting) + setting.envs * costs.per_env_s
+    if cluster.shared_cores is None:
+        beside_s = driver_s + node_s + worker_s
+    else:
+        call_s, env_s = _shared_s(costs, setting, cluster.shared_cores)
+        beside_s = driver_s + costs.crowding * call_s + costs.queueing * env_s
+    num_bytes = setting.num_envs * (setting.obs_bytes + 18)
+    travel_s = num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
+    travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
+    if setting.inference == "worker":
+        policy_s = found.policy_s(setting.envs) if setting.policy else 0.0
+        return work_s + beside_s + travel_s + policy_s
+    policy_s = found.policy_s(setting.num_envs / setting.groups) if setting.policy else 0.0
+    if setting.groups == 2:  # one group steps while the driver works for the other
+        return max(work_s + beside_s - driver_s + travel_s, 2.0 * (policy_s + driver_s))
+    return work_s + beside_s + travel_s + policy_s
+
+
+def steps_per_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
+    """Returns environment steps per second."""
+    return setting.num_envs / predict_step_s(found, setting, cluster)
+
+
+def fit(observations: Sequence[Observation], shared_cores: int, policy: tuple[float, float] = (0.0, 0.0)) -> Fit:
+    """Fits costs to observations on nodes that share cores.
+
+    Args:
+        observations: Of both kinds of inference, of some numbers of nodes, workers and environments, and of two
+            sizes of what an environment returns.
+        shared_cores: Of the machine.
+        policy: Seconds of a forward pass, and of each row.
+    """
+    kinds = {kind: [each for each in observations if each.setting.inference == kind] for kind in ("driver", "worker")}
+    return Fit(_fit_kind(kinds["driver"], shared_cores), _fit_kind(kinds["worker"], shared_cores), *policy)
+
+
+def _fit_kind(observations: Sequence[Observation], shared_cores: int) -> Costs:
+    small = min((each.setting.obs_bytes for each in observations), default=0)
+    plain = [each for each in observations if each.setting.obs_bytes == small]
+    if not plain:
+        return Costs()
+    settings = [each.setting for each in plain]
+    calls = [setting.calls for setting in settings]
+    # What a process uses of its own accord, such as Ray's heartbeats, grows with time, not with calls.
+    own = [each.step_s for each in plain]
+    rows = list(zip(calls, settings, own, strict=True))
+    call_s, frame_s, _ = fit_line([(c, c * s.nodes, t) for c, s, t in rows], _of(plain, "driver_s"))
+    node_call_s, node_worker_s, _ = fit_line([(c, c * s.workers, t) for c, s, t in rows], _of(plain, "node_s"))
+    worker_call_s, env_s, _ = fit_line([(c, s.envs, t) for c, s, t in rows], _of(plain, "worker_s"))
+    fewest = min(s.nodes * s.workers for s in settings)  # there nobody waits for a core
+    alone = [each for each in plain if each.setting.nodes * each.setting.workers == fewest]
+    late = [max(1e-9, each.work_s / each.setting.envs - each.setting.step_s) for each in alone]
+    oversleep_s, oversleep_share = fit_line([(1.0, each.setting.step_s) for each in alone], late)
+    costs = Costs(
+        *(call_s, frame_s, node_call_s, node_worker_s, worker_call_s, env_s),
+        oversleep_s=oversleep_s,
+        oversleep_share=oversleep_share,
+    )
+    rest = [max(each.step_s - _known_s(costs, each.setting), 1e-7) for each in plain]
+    features = [(c, s.envs, *_shared_s(costs, s, shared_cores)) for c, s in zip(calls, settings, strict=True)]
+    latency_s, per_env_s, crowding, queueing = fit_line(features, rest)
+    costs = replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing)
+    return replace(costs, byte_s=_fit_bytes(costs, observations, small, shared_cores))
+
+
+def _of(observations: Sequence[Observation], name: str) -> list[float]:
+    return [getattr(each, name) for each in observations]
+
+
+def _known_s(costs: Costs, setting: Setting) -> float:
+    """Returns what needs no fit of wall time: the environments and the driver's CPU time."""
+    return _slowest_s(costs, setting) + _cpu_s(costs, setting)[0]
+
+
+def _shared_s(costs: Costs, setting: Setting, shared_cores: int) -> tuple[float, float]:
+    """Returns the CPU time of nodes and workers, per call and per step, spread over shared cores."""
+    _, node_s, _ = _cpu_s(costs, setting)
+    call_s = setting.nodes * (node_s + setting.workers * setting.calls * costs.worker_call_s)
+    return call_s / shared_cores, setting.nodes * setting.workers * setting.envs * costs.env_s / shared_cores
+
+
+def _fit_bytes(costs: Costs, observations: Sequence[Observation], small: int, shared_cores: int) -> float:
+    found = Fit(costs, costs)
+    more = [
+        (each.step_s - predict_step_s(found, each.setting, Cluster(shared_cores)))
+        / (each.setting.num_envs * (each.setting.obs_bytes + 18))
+        for each in observations
+        if each.setting.obs_bytes > small
+    ]
+    return max(0.0, float(np.median(more))) if more else 0.0
+
+
+def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Setting]:
+    """Yields all ways to step so many environments on the nodes of `base`, in which all workers have equally many."""
+    each = num_envs // base.nodes
+    for workers in range(1, min(each, most_workers) + 1):
+        if each % workers:
+            continue
+        setting = replace(base, workers=workers, envs=each // workers)
+        for chunk_steps in _CHUNKS:
+            yield replace(setting, inference="worker", chunk_steps=chunk_steps, groups=1)
+        yield replace(setting, inference="driver", groups=1)
+        if setting.envs > 1:
+            yield replace(setting, inference="driver", groups=2)
+
+
+def recommend(found: Fit, base: Setting, num_envs: int, most_workers: int, cluster: Cluster) -> Setting:
+    """Returns the quickest setting by the model; of those within 2 % of it the one with the shortest chunks.
+
+    Short chunks mean actions by newer weights.
+    """
+    rated = [(steps_per_s(found, each, cluster), each) for each in settings_for(base, num_envs, most_workers)]
+    best = max(rate for rate, _ in rated)
+    chunk = {each: each.chunk_steps * (each.inference == "worker") for _, each in rated}
+    return min(((chunk[each], -rate, each) for rate, each in rated if rate > 0.98 * best), key=lambda item: item[:2])[2]

@@ -1,0 +1,152 @@
+"""Result files: what was measured, with what, on what; written after every row, so that nothing is lost."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rayvec.errors import ConfigError, message
+
+__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
+
+SCHEMA_VERSION = 1
+_PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
+_OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the benchmark ran on: cores, processor, memory, system, interpreter."""
+    processors = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": processors[0] if processors else platform.machine(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that matter, where they are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass
+class Results:
+    """One result file.
+
+    Attributes:
+        kind: The command: ``scaling``, ``compare``, ``model``, ``cost`` or ``learner``.
+        settings: Of the command.
+        path: Where the JSON goes.
+        rows: What was measured, one dict of plain values for each.
+        notes: Sentences for whoever reads the rows.
+        extra: What is no row.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    path: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row, and writes the file."""
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the JSON, so that the file is always whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "schema": f"rayvec-bench-{self.kind}",
+            "schema_version": SCHEMA_VERSION,
+            "command": " ".join(["rayvec", *sys.argv[1:]]),
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "settings": self.settings,
+            "notes": self.notes,
+            "rows": self.rows,
+            **self.extra,
+        }
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(self.path)
+
+    def write_csv(self) -> Path:
+        """Writes the rows as CSV beside the JSON, nested values with dots in their names; returns where."""
+        flat = [_flat(row) for row in self.rows]
+        names = list(dict.fromkeys(name for row in flat for name in row))
+        path = self.path.with_suffix(".csv")
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(flat)
+        return path
+
+    @classmethod
+    def read(cls, path: Path, kind: str) -> Results:
+        """Reads a result file of a command.
+
+        Raises:
+            ConfigError: It is none, or of another command or another version of the schema.
+        """
+        try:
+            content = json.loads(path.read_text())
+            got = f"{content['schema']}, version {content['schema_version']}"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            got, content = f"{path} ({type(error).__name__}: {error})", {}
+        expected = f"rayvec-bench-{kind}, version {SCHEMA_VERSION}"
+        if got != expected:
+            raise ConfigError(
+                message(
+                    "A result file is read by the command, and by the version of it, that wrote it.",
+                    expected=expected,
+                    got=got,
+                    remedy="Pass another file, or measure anew.",
+                )
+            )
+        return cls(kind, content["settings"], path, content["rows"], content["notes"])
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = " ".join(f"{item:.6g}" for item in value) if _numbers(value) else value
+    return flat
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, int | float) for v in value)
+
+
+def old_design() -> list[dict[str, float]]:
+    """Returns the published measurement of one Ray actor for each environment, on nodes of 48 cores.
+
+    It was made with Tianshou's ``RayVectorEnv`` by one of its users (issue 1172 of that project, 2024).
+    """
+    with _OLD_DESIGN.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]

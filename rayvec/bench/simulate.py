@@ -1,0 +1,201 @@
+"""Where benchmarks run: a cluster that is there, or nodes simulated on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from rayvec import cluster
+from rayvec.bench.hosted.host import MARK
+from rayvec.errors import ConfigError, NodeLostError, message
+
+__all__ = ["Nodes", "check_memory", "nodes"]
+
+_PROBE_S = 25.0
+_PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); print(len(ray.nodes()))"
+_END_S = 15.0
+_NODE_MIB = 260.0
+"""Memory of a simulated node's own processes."""
+
+
+class Nodes:
+    """The nodes of a benchmark.
+
+    Attributes:
+        address: Of the Ray cluster.
+        simulated: Whether the nodes are simulated on this machine.
+        environment: What a process needs in its environment to connect.
+    """
+
+    def __init__(self, address: str, environment: dict[str, str], keeper: Keeper | None = None) -> None:
+        self.address = address
+        self.simulated = keeper is not None
+        self.environment = environment
+        self._keeper = keeper
+        self._count = 0
+
+    def grow(self, count: int, cores: int) -> None:
+        """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
+        while self._keeper is not None and self._count < count:
+            self._keeper.add(cores)
+            self._count += 1
+
+    def describe(self, cores: int) -> str:
+        """Says for a person what the benchmark runs on."""
+        if self.simulated:
+            return (
+                f"simulated nodes of {cores} cores on this machine ({os.cpu_count()} cores); "
+                "the driver has a node of its own, so that each is reached by TCP"
+            )
+        return f"the cluster at {self.address}, {cores} cores of each node"
+
+
+@contextlib.contextmanager
+def nodes(address: str | None = None) -> Iterator[Nodes]:
+    """Yields the cluster at an address, or else a private one without nodes to work on, which can be added.
+
+    Raises:
+        ConfigError: No cluster answers at the address.
+    """
+    mark = uuid.uuid4().hex
+    if address is not None:
+        _probe(address)
+        yield Nodes(address, {MARK: mark})
+        return
+    directory = tempfile.mkdtemp(prefix="rayvec-", dir="/tmp")
+    Path(directory, "ray").mkdir()
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(cluster._REAPER), cluster.CLUSTER_MARK, directory],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_TMPDIR": directory,
+        "RAY_worker_niceness": "0",
+        "RAY_ADDRESS": "",
+        cluster.CLUSTER_MARK: directory,
+        MARK: mark,
+    }
+    keeper = None
+    try:
+        keeper = Keeper(settings, Path(directory, "keeper.txt"))
+        yield Nodes(keeper.address, settings, keeper)
+    finally:
+        if keeper is not None:
+            keeper.close()
+        cluster._end_reaper(reaper)
+
+
+class Keeper:
+    """The process that keeps simulated nodes, see :mod:`rayvec.bench.keeper`.
+
+    Args:
+        environment: Of the nodes.
+        log: Where it writes what goes wrong.
+    """
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "rayvec.bench.keeper"],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        self.address = self._answer()
+
+    def add(self, cores: int) -> None:
+        """Adds a node."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{cores}\n")
+        self._process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
+            raise NodeLostError(f"a simulated node did not start:\n{tail}")
+        return line
+
+    def close(self) -> None:
+        """Ends the nodes."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+        self._process.stdout.close()
+
+
+def _probe(address: str) -> None:
+    """Refuses an address where no Ray answers; Ray itself would try for minutes, so another process tries."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, address], timeout=_PROBE_S, capture_output=True, text=True, check=False
+        )
+        failed = done.returncode != 0
+        got = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+    except subprocess.TimeoutExpired:
+        failed, got = True, f"no answer within {_PROBE_S:g} s"
+    if failed:
+        raise ConfigError(
+            message(
+                "--address names a running Ray cluster.",
+                expected="a cluster that answers, such as auto or host:6379",
+                got=f"{address} ({got})",
+                remedy="Start one (ray start --head), set RAY_AUTH_TOKEN if it asks for a token, "
+                "or leave --address out to simulate nodes on this machine.",
+            )
+        )
+
+
+def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -> None:
+    """Refuses more emulated cores than this machine's memory has room for.
+
+    Args:
+        num_nodes: Simulated.
+        per_env_mib: What a process of each peer takes; the peers run one after another.
+        num_envs: Processes of a peer at most.
+
+    Raises:
+        ConfigError: There is not enough.
+    """
+    peer, each_mib = max(per_env_mib.items(), key=lambda item: item[1])
+    needed = (num_nodes + 1) * _NODE_MIB + num_envs * each_mib
+    available = available_mib()
+    if needed > available:
+        raise ConfigError(
+            message(
+                "Simulated nodes and emulated cores need memory.",
+                expected=f"at least {needed / 1024:.1f} GiB available for {num_nodes} nodes with {num_envs} cores "
+                f"({each_mib:.0f} MiB for each process of {peer})",
+                got=f"{available / 1024:.1f} GiB",
+                remedy=f"Lower --nodes or --cores-per-node, or leave {peer} out of --peer.",
+            )
+        )
+
+
+def available_mib() -> float:
+    """Returns the memory that can be had without swapping, in MiB."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) / 1024
+    raise AssertionError("Linux says how much memory is available")

@@ -1,0 +1,114 @@
+"""``rayvec bench compare`` and ``rayvec bench learner`` at their smallest, through the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from processes import assert_nothing_left, running
+
+from rayvec.bench.hosted.adapters import ADAPTERS
+from rayvec.bench.hosted.learners import LearnerTask, Updates
+from rayvec.bench.learner import show
+from rayvec.bench.peers import COMPARE_PEERS, SCALING_PEERS
+from rayvec.bench.results import Results
+from rayvec.bench.terminal import console
+from rayvec.cli import main
+
+
+def test_peers_beside_ours(tmp_path: Path) -> None:
+    arguments = "bench compare --num-envs 2 --workers 1 --repeats 1 --window 0.05 --out out".split()
+    with running([*arguments, "--peer", "floor", "gymnasium-async", "pufferlib"], tmp_path) as command:
+        assert command.process.wait(150) == 0, command.stderr.read_text()
+        printed = command.stdout.read_text()
+        assert_nothing_left(command)
+    content = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert content["schema"] == "rayvec-bench-compare"
+    rows = {row["way"]: row for row in content["rows"]}
+    assert list(rows) == ["rayvec-driver", "rayvec-worker", "floor", "gymnasium-async", "pufferlib"]
+    assert "pufferlib" in rows["pufferlib"]["missing"] and "not installed" in printed
+    for way in ("rayvec-driver", "rayvec-worker", "floor", "gymnasium-async"):
+        assert rows[way]["steps_per_s"] > 0 and rows[way]["steps_per_cpu_s"] > 0 and rows[way]["num_envs"] == 2
+    assert rows["rayvec-driver"]["transport"] == "shm x 1"
+    with (tmp_path / "out" / "compare.csv").open() as file:
+        assert [row["way"] for row in csv.DictReader(file)] == list(rows)
+
+
+def test_two_ranks_and_ddp(tmp_path: Path) -> None:
+    arguments = "bench learner --num-learners 2 --algorithm ppo --way ranks ddp --window 0.01 --out out".split()
+    with running([*arguments, "--num-envs", "4", "--minibatch-size", "128"], tmp_path) as command:
+        assert command.process.wait(170) == 0, command.stderr.read_text()
+        assert_nothing_left(command)
+    content = json.loads((tmp_path / "out" / "learner.json").read_text())
+    assert content["schema"] == "rayvec-bench-learner"
+    assert [row["way"] for row in content["rows"]] == ["ranks", "ddp"]
+    for row in content["rows"]:
+        assert row["samples_per_s"] > 0 and len(row["update_ms_all"]) >= 2 and row["num_learners"] == 2
+
+
+@pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 8 * 256), ("sac", 16 * 64), ("impala", 256)])
+def test_samples_are_rows_of_minibatches(algorithm: str, samples: int) -> None:
+    task = LearnerTask(algorithm, num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3)
+    learner = task.learner()()
+    updates = Updates(task, learner, task.batch(learner))
+    updates.advance()
+    assert updates.advance() == samples
+
+
+def test_a_batch_grows_with_ranks_where_the_scaling_is_weak() -> None:
+    strong, weak = LearnerTask("ppo", 4), LearnerTask("ppo", 4, weak=True)
+    assert (weak.rows, weak.minibatch) == (4 * strong.rows, 4 * strong.minibatch) and weak.config().num_envs == 64
+
+
+def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
+    rows = [
+        {
+            "algorithm": "ppo",
+            "way": "ranks",
+            "num_learners": n,
+            "scaling": "weak",
+            "samples_per_s": rate,
+            "update_ms": 1,
+        }
+        for n, rate in ((1, 100.0), (4, 300.0))
+    ]
+    results = Results("learner", {}, tmp_path / "learner.json", rows)
+    show(results, console())
+    assert [row["efficiency"] for row in results.rows] == [1.0, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("compare --peer warp-drive", ["warp-drive"]),
+        ("compare --env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
+        ("compare --peer-venv rllib=/nowhere", ["rllib=/nowhere", "make_peer_venvs.sh"]),
+        ("compare --peer-venv someone=/usr", ["someone=/usr"]),
+        ("compare --num-envs 0", ["num_envs"]),
+        ("learner --num-learners 0", ["num_learners"]),
+        ("learner --window 0", ["window"]),
+        ("learner --way", ["--way", "at least one"]),
+        ("model --cores-per-node 0", ["cores_per_node"]),
+        ("model --step-duration -1", ["step_duration"]),
+        ("model --fit nowhere.json", ["nowhere.json"]),
+    ],
+)
+def test_what_cannot_work(
+    arguments: str,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    for word in ("Expected: ", "Got: ", "Remedy: ", *words):
+        assert word in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_peer_can_be_made() -> None:
+    assert set(SCALING_PEERS) <= set(COMPARE_PEERS) == set(ADAPTERS) - {"cluster-floor"}

@@ -1,0 +1,174 @@
+"""The cost model: it finds costs that it was made with, and says what arithmetic says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayvec.bench.calibrate import check_settings, fit_settings
+from rayvec.bench.model import (
+    Cluster,
+    Costs,
+    Fit,
+    Observation,
+    Setting,
+    expected_maximum,
+    fit,
+    fit_line,
+    predict_step_s,
+    recommend,
+    settings_for,
+    steps_per_s,
+)
+from rayvec.bench.plan import compare_overheads, read_fit
+from rayvec.bench.results import Results
+from rayvec.cli import main
+from rayvec.errors import ConfigError
+
+TRUTH = Fit(
+    driver=Costs(1e-4, 3e-5, 4e-5, 1e-5, 2e-5, 5e-6, oversleep_s=7e-5, latency_s=5e-5, crowding=1.5, byte_s=1e-9),
+    worker=Costs(2e-3, 5e-4, 8e-4, 1e-4, 2e-4, 3e-5, oversleep_s=7e-5, latency_s=1e-3, queueing=2.0, byte_s=1e-9),
+    policy_call_s=1e-5,
+    policy_row_s=1e-7,
+)
+SHARED = Cluster(shared_cores=2)
+
+
+def observe(setting: Setting) -> Observation:
+    costs, calls = TRUTH.of(setting), setting.calls
+    return Observation(
+        setting,
+        step_s=predict_step_s(TRUTH, setting, SHARED),
+        work_s=setting.envs * (setting.step_s + costs.oversleep_s),
+        driver_s=calls * (costs.call_s + setting.nodes * costs.frame_s),
+        node_s=calls * (costs.node_call_s + setting.workers * costs.node_worker_s),
+        worker_s=calls * costs.worker_call_s + setting.envs * costs.env_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "cluster", "expected"),
+    [
+        # 1e-2 + oversleep; driver 1e-4 + 2 * 3e-5; 2 nodes of (4e-5 + 4e-5) and 8 workers of 2e-5 + 5e-6, on two cores.
+        (Setting(2, 4), SHARED, 0.01007 + 1.6e-4 + 1.5 * (2 * 8e-5 + 8 * 2e-5) / 2 + 8 * 5e-6 / 2 + 8 * 34e-9 + 5e-5),
+        # On a cluster the nodes' own work counts once, and the network is passed twice.
+        (Setting(2, 4), Cluster(None, 1e-3), 0.01007 + 1.6e-4 + 8e-5 + 2.5e-5 + 8 * 34e-9 + 5e-5 + 2e-3),
+        # A chunk of ten steps: a tenth of each call.
+        (
+            Setting(1, 2, 3, "worker", 10),
+            Cluster(),
+            0.03021 + 2.5e-4 + 1e-4 + 2e-5 + 9e-5 + 1e-4 + 6 * 34e-9,
+        ),
+        # With a policy that acts on three rows in each worker.
+        (
+            Setting(1, 2, 3, "worker", 10, policy=True),
+            Cluster(),
+            0.03021 + 2.5e-4 + 1e-4 + 2e-5 + 9e-5 + 1e-4 + 6 * 34e-9 + 1.03e-5,
+        ),
+    ],
+)
+def test_a_step_by_hand(setting: Setting, cluster: Cluster, expected: float) -> None:
+    assert predict_step_s(TRUTH, setting, cluster) == pytest.approx(expected, rel=1e-9)
+    assert steps_per_s(TRUTH, setting, cluster) == pytest.approx(setting.num_envs / expected, rel=1e-9)
+
+
+def test_bandwidth_is_paid_by_the_byte() -> None:
+    setting = Setting(4, 8, obs_bytes=100_000)
+    slow, fast = Cluster(bytes_per_s=1e9), Cluster()
+    more = predict_step_s(TRUTH, setting, slow) - predict_step_s(TRUTH, setting, fast)
+    assert more == pytest.approx(32 * 100_018 / 1e9)
+
+
+def test_jitter_costs_less_in_chunks() -> None:
+    even, uneven = Setting(4, 8), Setting(4, 8, sigma=0.5)
+    late = predict_step_s(TRUTH, uneven, SHARED) - predict_step_s(TRUTH, even, SHARED)
+    assert late == pytest.approx(expected_maximum(32) * 0.01 * math.sqrt(math.exp(0.25) - 1))
+    in_chunks = [replace(each, inference="worker", chunk_steps=64) for each in (even, uneven)]
+    assert predict_step_s(TRUTH, in_chunks[1], SHARED) - predict_step_s(TRUTH, in_chunks[0], SHARED) == pytest.approx(
+        late / math.sqrt(64)
+    )
+
+
+def test_two_groups_hide_the_shorter_of_two() -> None:
+    slow = replace(TRUTH, policy_call_s=5e-3, policy_row_s=0.0)
+    one = Setting(1, 2, 4, policy=True)
+    gain = predict_step_s(slow, one, SHARED) - predict_step_s(slow, replace(one, groups=2), SHARED)
+    assert gain == pytest.approx(5e-3 + TRUTH.driver.call_s + TRUTH.driver.frame_s)
+    slower = replace(slow, policy_call_s=0.1)
+    assert predict_step_s(slower, replace(one, groups=2), SHARED) > predict_step_s(slower, one, SHARED)
+
+
+@pytest.mark.parametrize("count", [2, 10, 100])
+def test_the_expected_maximum_is_that_of_samples(count: int) -> None:
+    samples = np.random.default_rng(0).standard_normal((20_000, count)).max(1).mean()
+    assert expected_maximum(count) == pytest.approx(samples, abs=0.03)
+
+
+def test_lines_have_no_negative_slope() -> None:
+    x = [(1.0, n, n * n) for n in range(1, 8)]
+    assert fit_line(x, [3 + 2 * n for _, n, _ in x]) == pytest.approx([3.0, 2.0, 0.0], abs=1e-9)
+    falling = fit_line([(1.0, n) for n in range(1, 8)], [10.0 - n for n in range(1, 8)])
+    assert falling[1] == 0.0 and falling[0] > 0
+
+
+def test_costs_that_measurements_were_made_with_are_found_and_extrapolate() -> None:
+    found = fit([observe(setting) for setting in fit_settings()], 2, (1e-5, 1e-7))
+    for name, cost in asdict(TRUTH.driver).items():
+        if name not in ("crowding", "queueing"):
+            assert getattr(found.driver, name) == pytest.approx(cost, rel=1e-3, abs=1e-8), name
+    for setting in [*fit_settings(), *check_settings(), Setting(32, 48), Setting(32, 48, inference="worker")]:
+        for cluster in (SHARED, Cluster(None, 1e-4, 1e9)):
+            expected = predict_step_s(TRUTH, setting, cluster)
+            assert predict_step_s(found, setting, cluster) == pytest.approx(expected, rel=1e-2)
+
+
+def test_the_check_compares_with_two_nodes_and_ideal() -> None:
+    settings = check_settings()
+    measured = [observe(each) for each in [*dict.fromkeys(replace(s, nodes=2) for s in settings), *settings]]
+    checks = compare_overheads(TRUTH, measured, SHARED)
+    assert len(checks) == len(settings)
+    assert all(abs(each["model_off"]) < 1e-9 and each["beats_both"] for each in checks)
+    assert all(-1 < each["as_on_2_off"] < 0 for each in checks)
+    wrong = compare_overheads(Fit(Costs(), Costs()), measured, SHARED)
+    assert not any(each["beats_both"] for each in wrong)
+
+
+def test_the_recommendation_is_the_best_of_all_settings() -> None:
+    base = Setting(2, 1, step_s=0.001)
+    best = recommend(TRUTH, base, 8, 4, SHARED)
+    rates = {each: steps_per_s(TRUTH, each, SHARED) for each in settings_for(base, 8, 4)}
+    assert best in rates and rates[best] > 0.98 * max(rates.values())
+    assert all(each.num_envs == 8 and each.workers <= 4 for each in rates)
+    assert {(each.inference, each.groups) for each in rates} == {("worker", 1), ("driver", 1), ("driver", 2)}
+
+
+def test_a_fit_is_read_back_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    observations = [asdict(observe(setting)) for setting in fit_settings()]
+    path = tmp_path / "model.json"
+    extra = {"observations": observations, "shared_cores": 2, "policy_s": [1e-5, 1e-7]}
+    Results("model", {}, path, extra=extra).write()
+    found, again = read_fit(path)
+    assert [asdict(each) for each in again] == observations
+    assert found.driver.frame_s == pytest.approx(TRUTH.driver.frame_s, rel=1e-3)
+    out = tmp_path / "out"
+    assert main(["bench", "model", "--fit", str(path), "--nodes", "2", "32", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("Assumptions:", "4,268 (0%)", "Recommended", "every worker has one of its own"):
+        assert words in printed
+    content = json.loads((out / "model.json").read_text())
+    assert content["schema"] == "rayvec-bench-model" and len(content["rows"]) == 8 and len(content["notes"]) == 5
+    row = content["rows"][-1]
+    assert row["nodes"] == 32 and row["cores"] == 1536 and row["old_design_steps_per_s"] == 4267.77
+    assert 0 < row["worker_efficiency"] < 1
+
+
+def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    Results("model", {}, path).write()
+    with pytest.raises(ConfigError, match="observations"):
+        read_fit(path)

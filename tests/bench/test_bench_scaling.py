@@ -1,0 +1,183 @@
+"""``rayvec bench scaling`` at its smallest, through the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import RAYVEC, assert_nothing_left, running
+
+from rayvec.bench.hosted.split import STATES
+from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
+from rayvec.bench.scaling import Scaling, chunk_length
+from rayvec.bench.simulate import nodes
+from rayvec.cli import main
+from rayvec.errors import ConfigError
+
+TINY = (
+    "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.1 --chunk-steps 8 --peer gymnasium-sync"
+).split()
+ROW = {
+    "nodes": int,
+    "cores": int,
+    "step_duration_s": float,
+    "way": str,
+    "transport": str,
+    "steps_per_s": float,
+    "ideal_steps_per_s": float,
+    "efficiency": float,
+    "of_floor": float,
+    "floor_efficiency": float,
+    "marked": bool,
+    "split": dict,
+    "simulated": bool,
+}
+
+
+def assert_schema(content: dict[str, Any]) -> None:
+    assert content["schema"] == "rayvec-bench-scaling" and content["schema_version"] == SCHEMA_VERSION
+    assert content["machine"]["cores"] >= 1 and content["versions"]["numpy"] and "bench scaling" in content["command"]
+    for row in content["rows"]:
+        for name, kind in ROW.items():
+            assert isinstance(row[name], kind), name
+        assert row["efficiency"] == pytest.approx(row["steps_per_s"] / (row["cores"] / row["step_duration_s"]))
+        assert set(row["split"]) <= set(STATES) and sum(row["split"].values()) == pytest.approx(1.0)
+        assert row["steps_per_s"] > 0 and row["simulated"]
+
+
+def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with running(["bench", "scaling", *TINY, "--out", str(out)], tmp_path) as command:
+        command.wait_until(lambda: (out / "scaling.json").exists() and '"way"' in (out / "scaling.json").read_text())
+        assert command.interrupt() == 130
+        assert "--resume" in command.stderr.read_text() and "Traceback" not in command.stderr.read_text()
+        assert_nothing_left(command)
+    before = json.loads((out / "scaling.json").read_text())["rows"]
+    assert 1 <= len(before) < 4
+    again = tmp_path / "again"
+    again.mkdir()
+    with running(["bench", "scaling", "--resume", str(out / "scaling.json")], again) as command:
+        assert command.process.wait(120) == 0, command.stderr.read_text()
+        printed = command.stdout.read_text()
+        assert_nothing_left(command)
+    content = json.loads((out / "scaling.json").read_text())
+    assert_schema(content)
+    assert content["rows"][: len(before)] == before
+    ways = {row["way"]: row for row in content["rows"]}
+    assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-driver", "rayvec-worker"]
+    assert ways["rayvec-driver"]["transport"] == "tcp x 1"
+    assert all(row["split"]["unattributed"] <= 0.05 for way, row in ways.items() if way != "floor")
+    assert ways["rayvec-worker"]["split"]["inference"] > 0
+    assert "simulated nodes of 2 cores on this machine" in printed and "tcp x 1" in printed
+    with (out / "scaling.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(content["rows"])
+    for name in ("efficiency", "steps", "split"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--peer warp-drive", ["warp-drive", "tianshou-ray"]),
+        ("--peer rllib", ["rllib"]),
+        ("--step-duration 0", ["step_duration", "above 0"]),
+        ("--step-duration 1 -0.1", ["step_duration"]),
+        ("--nodes 0", ["nodes", "at least 1"]),
+        ("--nodes", ["--nodes", "at least one"]),
+        ("--jitter normal:1", ["lognormal:SIGMA"]),
+        ("--jitter lognormal:zero", ["lognormal:SIGMA"]),
+        ("--nodes 100000 --cores-per-node 1000", ["GiB", "memory"]),
+        ("--address 127.0.0.1:1", ["127.0.0.1:1", "ray start --head"]),
+        ("--resume nowhere.json", ["nowhere.json", "rayvec-bench-scaling"]),
+        ("--resume nowhere.json --nodes 3", ["--resume FILE alone", "--nodes"]),
+    ],
+)
+def test_what_cannot_work(
+    arguments: str,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "scaling", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    for word in ("Expected: ", "Got: ", "Remedy: ", *words):
+        assert word in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_cluster_its_nodes_are_used(tmp_path: Path) -> None:
+    settings = "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.05 --inference driver".split()
+    with nodes() as where:
+        where.grow(1, 2)
+        command = [*RAYVEC, "bench", "scaling", *settings, "--peer", "gymnasium-sync", "--address", where.address]
+        environment = {**os.environ, **where.environment}
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert f"the cluster at {where.address}" in done.stdout and "simulated" not in done.stdout
+    rows = {row["way"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
+    assert list(rows) == ["rayvec-driver", "gymnasium-sync", "floor"]
+    assert not any(row["simulated"] for row in rows.values()) and rows["floor"]["efficiency"] > 0
+    assert "driver's machine alone" in rows["gymnasium-sync"]["transport"]
+
+
+def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rayvec"])
+    path = tmp_path / "results.json"
+    Results("scaling", {"nodes": [1]}, path, [{"nodes": 1}]).write()
+    assert Results.read(path, "scaling").rows == [{"nodes": 1}]
+    with pytest.raises(ConfigError, match=r"rayvec-bench-compare, version 1\. Got: rayvec-bench-scaling"):
+        Results.read(path, "compare")
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    with pytest.raises(ConfigError, match="version 99"):
+        Results.read(path, "scaling")
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="TypeError"):
+        Results.read(path, "scaling")
+
+
+def test_a_result_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "scaling.json").write_text("{}")
+    assert main(["bench", "scaling", "--out", str(tmp_path)]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_quick_leaves_out_what_takes_long() -> None:
+    quick = Scaling(quick=True).narrowed()
+    assert quick.nodes == (1, 2) and quick.step_duration == (0.1, 0.01, 0.001) and quick.peer == ("tianshou-subproc",)
+    assert Scaling(quick=True, nodes=(4,)).narrowed().nodes == (4,)
+
+
+def test_the_time_that_tables_are_expected_to_take() -> None:
+    def total(settings: Scaling) -> float:
+        cells = list(settings.cells())
+        starts = {cell[:2] for cell in cells}
+        return sum(map(settings.expected_s, cells)) + sum(settings.start_s(way, 8 * n) for n, way in starts)
+
+    assert total(Scaling().narrowed()) < 25 * 60
+    assert total(Scaling(quick=True).narrowed()) < 3 * 60
+
+
+def test_chunks_are_of_at_least_one_step() -> None:
+    assert chunk_length(100.0) == 1 and chunk_length(1e-6) == 128 and chunk_length(0.1, 7) == 7
+
+
+def test_the_old_design_is_what_was_published() -> None:
+    rows = old_design()
+    assert len(rows) == 20
+    assert rows[-4] | {"steps_per_s_per_core": 0.78} == rows[-4] and rows[-4]["nodes"] == 32
+    assert all(abs(100 * r["steps_per_s"] / r["ideal_steps_per_s"] - r["efficiency_percent"]) < 0.7 for r in rows)
