@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rayvec.collector import Collector as Collector
     from rayvec.config import PPOConfig as PPOConfig
     from rayvec.config import TrainConfig as TrainConfig
+    from rayvec.parallel.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies import Policy as Policy
     from rayvec.train import TrainResult as TrainResult
     from rayvec.train import resume as resume
@@ -30,6 +31,7 @@ _HOMES = {
     "Batch": "rayvec.types",
     "Chunk": "rayvec.types",
     "Collector": "rayvec.collector",
+    "LearnerGroup": "rayvec.parallel.learner_group",
     "PPOConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",

@@ -6,6 +6,7 @@
     ├── WorkerLostError      a worker process ended without being asked to
     ├── NodeLostError        a node, or the actor on it, is gone
     ├── LearnerError         an update failed, or a rank was lost
+    │   └── RankLostError    a rank of a learner is gone, or silent for too long
     └── CheckpointError      a checkpoint is missing, truncated or of another kind
 
 Wrong use of a vector environment raises Gymnasium's own errors (`ClosedEnvironmentError`,
@@ -32,6 +33,7 @@ __all__ = [
     "EnvError",
     "LearnerError",
     "NodeLostError",
+    "RankLostError",
     "RayvecError",
     "RemoteFailure",
     "WorkerLostError",
@@ -63,6 +65,10 @@ class NodeLostError(RayvecError, RuntimeError):
 
 class LearnerError(RayvecError, RuntimeError):
     """An update failed, or a rank of a learner group was lost."""
+
+
+class RankLostError(LearnerError):
+    """A rank of a learner is gone, or did not come to a sum in time."""
 
 
 class CheckpointError(RayvecError, RuntimeError):
@@ -152,20 +158,20 @@ class RemoteFailure:
             where=where,
         )
 
-    def rebuild(self) -> BaseException:
-        """Returns the original exception, its ``__cause__`` the :class:`EnvError` that says where.
+    def rebuild(self, cause_type: type[RayvecError] = EnvError) -> BaseException:
+        """Returns the original exception, its ``__cause__`` of `cause_type`, saying where it was raised.
 
-        Where the original can't be rebuilt, the `EnvError` itself is returned.
+        Where the original can't be rebuilt, that cause itself is returned.
         """
         if self.pickled is None:
-            return self.cause()
+            return self.cause(cause_type)
         try:
             error: BaseException = pickle.loads(self.pickled)
         except Exception:  # its class is known to the other process alone
-            return self.cause()
-        error.__cause__ = self.cause()
+            return self.cause(cause_type)
+        error.__cause__ = self.cause(cause_type)
         return error
 
-    def cause(self) -> EnvError:
-        """Returns the :class:`EnvError` that says where, with the remote traceback."""
-        return EnvError(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
+    def cause(self, cause_type: type[RayvecError] = EnvError) -> RayvecError:
+        """Returns an error of `cause_type` that says where, with the remote traceback."""
+        return cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")

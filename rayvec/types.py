@@ -202,6 +202,40 @@ class Chunk:
 
         return tree_map(shift, self.obs, self.last_obs, self.final_obs)
 
+    def columns(self, start: int, stop: int) -> Chunk:
+        """Returns the chunk of the columns `start` to ``stop - 1``, maybe of none; its arrays are views."""
+
+        def of_step(leaf: NDArray[Any]) -> NDArray[Any]:
+            return leaf[:, start:stop]
+
+        def of_env(leaf: NDArray[Any]) -> NDArray[Any]:
+            return leaf[start:stop]
+
+        def inside(places: NDArray[np.int64]) -> NDArray[np.bool_]:
+            return (places[:, 1] >= start) & (places[:, 1] < stop)
+
+        def moved(infos: tuple[ChunkInfo, ...]) -> tuple[ChunkInfo, ...]:
+            return tuple(info._replace(n=info.n - start) for info in infos if start <= info.n < stop)
+
+        ended, origin = inside(self.final_index), np.array([0, start])
+        return replace(
+            self,
+            env_ids=self.env_ids[start:stop],
+            obs=tree_map(of_step, self.obs),
+            act=tree_map(of_step, self.act),
+            rew=of_step(self.rew),
+            terminated=of_step(self.terminated),
+            truncated=of_step(self.truncated),
+            valid=of_step(self.valid),
+            last_obs=tree_map(of_env, self.last_obs),
+            final_index=self.final_index[ended] - origin,
+            final_obs=tree_map(lambda leaf: leaf[ended], self.final_obs),
+            extras={name: of_step(extra) for name, extra in self.extras.items()},
+            infos=moved(self.infos),
+            reset_infos=moved(self.reset_infos),
+            restarts=self.restarts[inside(self.restarts)] - origin,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:

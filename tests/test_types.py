@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayvec.rollout import join_chunks
 from rayvec.testing import assert_identical
-from rayvec.types import Chunk, NodeSlice, Topology, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkInfo, NodeSlice, Topology, tree_leaves, tree_map
 
 trees = st.recursive(
     st.integers(),
@@ -55,6 +57,56 @@ def make_chunk(obs: Any, last_obs: Any, final_obs: Any, done: Any) -> Chunk:
         final_index=np.argwhere(done),
         final_obs=final_obs,
     )
+
+
+def random_chunk(num_steps: int, num_envs: int, seed: int) -> Chunk:
+    """A chunk with something in every field, of a Dict observation and a Tuple action."""
+    rng = np.random.default_rng(seed)
+    lead = (num_steps, num_envs)
+    ended = rng.random(lead) < 0.3
+    final_index, restarts = np.argwhere(ended), np.argwhere(rng.random(lead) < 0.2)
+
+    def infos() -> tuple[ChunkInfo, ...]:
+        return tuple(ChunkInfo(t, n, {"at": 10 * t + n}) for t, n in np.argwhere(rng.random(lead) < 0.3).tolist())
+
+    return Chunk(
+        env_ids=100 + np.arange(num_envs),
+        obs={"x": rng.normal(size=(*lead, 2)), "y": (rng.integers(0, 9, lead),)},
+        act=(rng.normal(size=lead), rng.integers(0, 9, (*lead, 3))),
+        rew=rng.normal(size=lead),
+        terminated=ended,
+        truncated=rng.random(lead) < 0.1,
+        valid=rng.random(lead) < 0.9,
+        last_obs={"x": rng.normal(size=(num_envs, 2)), "y": (rng.integers(0, 9, num_envs),)},
+        final_index=final_index,
+        final_obs={"x": rng.normal(size=(len(final_index), 2)), "y": (rng.integers(0, 9, len(final_index)),)},
+        extras={"logp": rng.normal(size=lead)},
+        infos=infos(),
+        reset_infos=infos(),
+        restarts=restarts,
+        weights_version=3,
+        first_step=7,
+    )
+
+
+class TestColumns:
+    @given(data=st.data(), num_steps=st.integers(1, 4), num_envs=st.integers(1, 6), seed=st.integers(0, 99))
+    def test_what_is_cut_joins_again(self, data: Any, num_steps: int, num_envs: int, seed: int) -> None:
+        """Wherever it is cut, also into parts without a column."""
+        cuts = data.draw(st.lists(st.integers(0, num_envs), max_size=4).map(sorted))
+        bounds = [0, *cuts, num_envs]
+        chunk = random_chunk(num_steps, num_envs, seed)
+        parts = [chunk.columns(start, stop) for start, stop in itertools.pairwise(bounds)]
+        assert [part.num_envs for part in parts] == np.diff(bounds).tolist()
+        joined = join_chunks(parts)
+        for field in dataclasses.fields(Chunk):
+            assert_identical(getattr(joined, field.name), getattr(chunk, field.name), field.name)
+
+    def test_nothing_is_copied(self) -> None:
+        chunk = random_chunk(3, 4, 0)
+        part = chunk.columns(1, 3)
+        assert np.shares_memory(part.rew, chunk.rew) and np.shares_memory(part.obs["x"], chunk.obs["x"])
+        assert part.env_ids.tolist() == [101, 102]
 
 
 class TestChunk:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from rayvec.errors import CheckpointError, LearnerError, message
 from rayvec.learners.base import FlatParameters
 from rayvec.nets import ActorCritic, make_actor_critic
+from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts, global_moments
 from rayvec.returns import gae
 from rayvec.types import Batch, Chunk
 
@@ -35,7 +36,7 @@ _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """B steps that happened, in any order.
+    """B steps that happened; those of a batch column by column, and in each column in time.
 
     Attributes:
         obs: Encoded observations, ``[B, D]``.
@@ -73,6 +74,8 @@ class PPOLearner:
 
     Attributes:
         module: The actor-critic in training.
+        ranks: Who computes each update together. Each rank gets the chunks of its own environments; rows are
+            numbered through over the ranks, so that all together do what one does with the whole batch.
 
     Raises:
         ConfigError: There is no net for these spaces.
@@ -87,6 +90,7 @@ class PPOLearner:
         module: ActorCritic | None = None,
     ) -> None:
         self.config = config
+        self.ranks: Ranks = ALONE
         self.module = module or make_actor_critic(
             observation_space, action_space, config.hidden_sizes, seed=config.seed
         )
@@ -109,22 +113,27 @@ class PPOLearner:
         Raises:
             LearnerError: The loss or its gradient is not finite, or the chunks lack what the policy records. The
                 weights are those before the failed step.
+            ConfigError: There are more ranks than a minibatch has rows.
         """
         config = self.config
+        check_minibatch(self.ranks, config.minibatch_size)
         rows = self._rows(batch)
+        counts = gather_counts(self.ranks, len(rows))
+        first, total = sum(counts[: self.ranks.rank]), sum(counts)
         learning_rate = self._anneal()
         generator = np.random.default_rng([config.seed, self._num_updates])
         steps: list[Tensor] = []
-        for _ in range(config.num_epochs if len(rows) else 0):
-            epoch = [self._step(self._gradients(part)) for part in _minibatches(rows, config.minibatch_size, generator)]
+        for _ in range(config.num_epochs if total else 0):
+            minibatches = self._minibatches(rows, first, total, generator)
+            epoch = self._whole([self._step(self._gradients(part, count)) for part, count in minibatches])
             steps += epoch
             if config.target_kl is not None and _mean(epoch)["approx_kl"] > config.target_kl:
                 break
         self._num_updates += 1
-        self._num_steps += len(rows)
+        self._num_steps += total
         return {
             **_mean(steps),
-            "explained_variance": _explained_variance(rows.value, rows.target),
+            "explained_variance": self._explained_variance(rows, total),
             "learning_rate": learning_rate,
         }
 
@@ -134,7 +143,8 @@ class PPOLearner:
         obs, sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
-        return Rows(*(torch.from_numpy(array[valid]) for array in (obs, sample, logp, value, advantage, target)))
+        kept = (obs, sample, logp, value, advantage, target)
+        return Rows(*(torch.from_numpy(array.swapaxes(0, 1)[valid.T]) for array in kept))
 
     def _columns(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
@@ -168,17 +178,49 @@ class PPOLearner:
         self._optimizer.param_groups[0]["lr"] = learning_rate
         return learning_rate
 
-    def _gradients(self, rows: Rows) -> Tensor:
-        """Computes the gradient of a minibatch's loss into the flat buffer; returns the first five metrics, ``[5]``."""
+    def _minibatches(
+        self, rows: Rows, first: int, total: int, generator: np.random.Generator
+    ) -> Iterator[tuple[Rows, int]]:
+        """Yields the rows of all ranks once, shuffled, in parts of about ``minibatch_size`` that differ by at most one.
+
+        Args:
+            rows: Those of this rank.
+            first: The number of its first row among those of all ranks.
+            total: How many rows there are on all ranks.
+            generator: In the same state on every rank.
+
+        Yields:
+            This rank's rows of a minibatch, advantages normalised by the whole minibatch's moments, and how many
+            rows the whole one has.
+        """
+        numbers = torch.from_numpy(generator.permutation(total)) - first
+        whole = numbers.tensor_split(max(1, round(total / self.config.minibatch_size)))
+        counts = [len(part) for part in whole]
+        own = [part[(part >= 0) & (part < len(rows))] for part in whole]
+        advantages = [rows.advantage[index] for index in own]
+        if self.config.normalize_advantage:
+            mean, variance = global_moments(self.ranks, advantages, counts)
+            scale = 1 / (variance.sqrt() + 1e-8)
+            advantages = [(each - mean[k]) * scale[k] for k, each in enumerate(advantages)]
+        for index, advantage, count in zip(own, advantages, counts, strict=True):
+            yield replace(rows[index], advantage=advantage), count
+
+    def _gradients(self, rows: Rows, count: int) -> Tensor:
+        """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
+
+        Args:
+            rows: This rank's rows of the minibatch.
+            count: How many rows the whole minibatch has.
+
+        Returns:
+            This rank's share of the first five metrics, ``[5]``.
+        """
         config = self.config
         logp, entropy = self.module.distribution.logp_entropy(self.module.action_parameters(rows.obs), rows.sample)
         log_ratio = logp - rows.logp
         ratio = log_ratio.exp()
-        advantage = rows.advantage
-        if config.normalize_advantage:
-            advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
         clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
-        policy_loss = -torch.minimum(advantage * ratio, advantage * clipped_ratio)
+        policy_loss = -torch.minimum(rows.advantage * ratio, rows.advantage * clipped_ratio)
 
         value = self.module.value(rows.obs)
         value_loss = 0.5 * (value - rows.target).square()
@@ -188,11 +230,12 @@ class PPOLearner:
 
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
         self._flat.zero_grad()
-        torch.autograd.backward(loss.mean())
+        torch.autograd.backward(loss.sum() / count)
+        self.ranks.sum_(self._flat.grad)
         with torch.no_grad():
             approx_kl = ratio - 1 - log_ratio
             is_clipped = ((ratio - 1).abs() > config.clip_coef).to(ratio)
-            return torch.stack([policy_loss, value_loss, entropy, approx_kl, is_clipped]).mean(1)
+            return torch.stack([policy_loss, value_loss, entropy, approx_kl, is_clipped]).sum(1) / count
 
     def _step(self, stats: Tensor) -> Tensor:
         """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""
@@ -208,6 +251,18 @@ class PPOLearner:
             )
         self._optimizer.step()
         return stats
+
+    def _whole(self, stats: list[Tensor]) -> list[Tensor]:
+        """Returns the metrics of whole minibatches from this rank's shares; the norm was that of the whole already."""
+        summed = torch.stack(stats)
+        summed[:, -1] /= self.ranks.size
+        return list(self.ranks.sum_(summed))
+
+    def _explained_variance(self, rows: Rows, total: int) -> float:
+        """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
+        _, variances = global_moments(self.ranks, [rows.target, rows.target - rows.value], [total, total])
+        variance, left = variances.tolist()
+        return 1 - left / variance if variance > 0 else 0.0
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of all parameters, flat: what ``Policy.load_weights`` takes."""
@@ -249,19 +304,6 @@ class PPOLearner:
         self._num_steps = state["num_steps"]
 
 
-def _minibatches(rows: Rows, size: int, generator: np.random.Generator) -> Iterator[Rows]:
-    """Yields all rows once, shuffled, in parts of about `size` that differ by at most one row."""
-    permutation = torch.from_numpy(generator.permutation(len(rows)))
-    for index in permutation.tensor_split(max(1, round(len(rows) / size))):
-        yield rows[index]
-
-
 def _mean(stats: list[Tensor]) -> dict[str, float]:
     """Returns the means over minibatches, by name; 0 where there were none."""
     return dict(zip(_METRICS, torch.stack(stats).mean(0).tolist() if stats else [0.0] * len(_METRICS), strict=True))
-
-
-def _explained_variance(value: Tensor, target: Tensor) -> float:
-    """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
-    variance = float(target.var(correction=0)) if len(target) else 0.0
-    return 1 - float((target - value).var(correction=0)) / variance if variance > 0 else 0.0

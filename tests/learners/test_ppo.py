@@ -104,7 +104,8 @@ class Reference:
         act = chunk.extras["raw_act"] if "raw_act" in chunk.extras else chunk.act - DISCRETE.start
         columns = {"obs": chunk.obs, "act": act, "logp": chunk.extras["logp"], "value": value.numpy()}
         columns |= {"advantage": advantage, "target": target}
-        return {name: torch.from_numpy(column[chunk.valid]) for name, column in columns.items()}
+        by_env = {name: column.swapaxes(0, 1)[chunk.valid.T] for name, column in columns.items()}
+        return {name: torch.from_numpy(column) for name, column in by_env.items()}
 
     def loss(self, rows: dict[str, Tensor]) -> Tensor:
         config = self.config
@@ -153,7 +154,11 @@ def test_gradient_equals_the_reference(
     action_space: spaces.Space[Any], clip_value_loss: bool, normalize_advantage: bool
 ) -> None:
     config = make_config(
-        clip_value_loss=clip_value_loss, normalize_advantage=normalize_advantage, entropy_coef=0.1, clip_coef=0.1
+        minibatch_size=T * N,
+        clip_value_loss=clip_value_loss,
+        normalize_advantage=normalize_advantage,
+        entropy_coef=0.1,
+        clip_coef=0.1,
     )
     learner = PPOLearner(OBS, action_space, config)
     batch = make_batch(Policy(learner.module))
@@ -164,7 +169,8 @@ def test_gradient_equals_the_reference(
     if action_space is DISCRETE:
         columns["act"] = columns["act"][:, 0]
     torch.autograd.backward(reference.loss(columns))
-    stats = learner._gradients(rows)
+    [(minibatch, count)] = learner._minibatches(rows, 0, len(rows), np.random.default_rng(0))
+    stats = learner._gradients(minibatch, count)
     assert 0.1 < float(stats[4]) < 0.9
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=2e-6, rtol=2e-5)
 

@@ -1,0 +1,194 @@
+"""The same learner on several ranks, which together do what one does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from torch import nn
+
+from rayvec.errors import ConfigError, LearnerError, check_count, message
+from rayvec.learners.base import Learner
+from rayvec.parallel.rank_group import RankGroup
+from rayvec.parallel.ranks import Ranks
+from rayvec.parallel.shards import RemoteShard, fetch_shard, split_batch, split_refs
+from rayvec.types import Batch
+
+__all__ = ["LearnerGroup"]
+
+
+class LearnerGroup:
+    """A learner on several ranks, each a Ray actor, which divide every batch among themselves.
+
+    All ranks together do what one learner does with the whole batch: they begin with the weights of rank 0, each gets
+    a range of the batch's columns, and gradients are summed before they are clipped. All have the same weights after
+    every update. A rank that is lost in an update costs time, but changes nothing: all are started again with the
+    state before the update, and the update is done again. See :class:`~rayvec.parallel.rank_group.RankGroup`.
+
+    Args:
+        make_learner: Makes the learner, on each rank; with several, it has an attribute ``ranks``, as those of rayvec
+            do.
+        num_learners: How many ranks.
+        device: Where the learner computes, ``"cpu"`` or ``"cuda"``, with a GPU for each rank. `make_learner` must put
+            its module there.
+        learner_threads: How many threads torch may use on each rank.
+        num_cpus: Cores that each rank claims; by default as many as `learner_threads`.
+        ranks_per_node: The most ranks of a node; by default as many as there is room for, on as few nodes as possible.
+        nodes: Ray's ids of the nodes that may be used; by default all.
+        avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
+        timeout_s: How long ranks wait for each other, in seconds.
+        address: Of a running Ray cluster.
+
+    Raises:
+        ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without room.
+        Exception: What `make_learner` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
+    """
+
+    def __init__(
+        self,
+        make_learner: Callable[[], Learner],
+        num_learners: int = 1,
+        device: str = "cpu",
+        *,
+        learner_threads: int = 1,
+        num_cpus: int | None = None,
+        ranks_per_node: int | None = None,
+        nodes: Collection[str] | None = None,
+        avoid_nodes: Collection[str] = (),
+        timeout_s: float = 60.0,
+        address: str | None = None,
+    ) -> None:
+        self.num_learners = check_count("num_learners", num_learners)
+        self._weights: NDArray[np.float32] | None = None
+
+        def make(ranks: Ranks) -> _RankLearner:
+            return _RankLearner(make_learner, ranks)
+
+        self._group = RankGroup(
+            make,
+            num_learners,
+            device=device,
+            threads=learner_threads,
+            num_cpus=num_cpus,
+            ranks_per_node=ranks_per_node,
+            nodes=nodes,
+            avoid_nodes=avoid_nodes,
+            timeout_s=timeout_s,
+            address=address,
+        )
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks themselves: where they are, and their processes."""
+        return self._group
+
+    @property
+    def module(self) -> nn.Module:
+        """A copy of what learns, with the present weights."""
+        module: nn.Module = self._group.ask("module")
+        return module
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Learns from a batch on all ranks; returns the metrics of the whole batch.
+
+        Args:
+            batch: Its chunks here, or in the object store, from where each rank fetches what it needs.
+
+        Raises:
+            LearnerError: As the learner raises it, or ranks were lost again and again.
+        """
+        if not batch.chunks and not batch.chunk_refs:
+            raise LearnerError(
+                message(
+                    "A learner learns from chunks.",
+                    expected="a batch with chunks or chunk_refs",
+                    got="a batch with neither",
+                    remedy="Collect one with rayvec.Collector",
+                )
+            )
+        self._weights = None
+        shards: list[Any]
+        if batch.chunk_refs:
+            shards = list(split_refs(batch, self.num_learners))
+        else:
+            shards = [ray.put(shard) for shard in split_batch(batch, self.num_learners)]
+        results = self._group.run("update", [(shard,) for shard in shards])
+        metrics, self._weights = results[0]
+        return dict(metrics)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
+        if self._weights is None:
+            self._weights = self._group.ask("weights")
+        return self._weights.copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the learner's state, which all ranks share: tensors and plain values only."""
+        state: dict[str, Any] = self._group.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets all ranks go on exactly where the learner was that `state` was taken from.
+
+        Raises:
+            CheckpointError: `state` is of another kind of learner or net.
+        """
+        self._weights = None
+        self._group.load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends the ranks. May be called again."""
+        self._group.close()
+
+    def __enter__(self) -> LearnerGroup:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _RankLearner:
+    """The learner of one rank, in the rank's own process."""
+
+    def __init__(self, make_learner: Callable[[], Learner], ranks: Ranks) -> None:
+        self._learner = make_learner()
+        self._ranks = ranks
+        if hasattr(self._learner, "ranks"):
+            self._learner.ranks = ranks
+        elif ranks.size > 1:
+            raise ConfigError(
+                message(
+                    "A learner on several ranks sums over them.",
+                    expected="a learner with an attribute `ranks`, see rayvec.parallel.ranks",
+                    got=f"{type(self._learner).__name__}, which has none",
+                    remedy="Pass num_learners=1, or let the learner sum its gradients by self.ranks.sum_",
+                )
+            )
+
+    def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
+        """Learns; returns metrics, and on rank 0 the weights, so that nobody has to ask for them."""
+        batch = fetch_shard(shard, ray.get) if isinstance(shard, RemoteShard) else shard
+        metrics = self._learner.update(batch)
+        return metrics, self._learner.weights() if self._ranks.rank == 0 else None
+
+    def weights(self) -> NDArray[np.float32]:
+        return self._learner.weights()
+
+    def module(self) -> nn.Module:
+        """Returns a copy on the CPU; its parameters are its own, since a view would carry the whole flat buffer."""
+        learning = self._learner.module
+        module = copy.deepcopy(learning).cpu()
+        for parameter in module.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.clone()
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._learner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._learner.load_state_dict(state)

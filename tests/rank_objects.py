@@ -1,0 +1,58 @@
+"""Objects that ranks hold, for tests: importable by the ranks' own processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayvec.parallel.ranks import Ranks
+
+
+class Adder:
+    """Adds up what all ranks are given."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.total = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, value: float) -> list[float]:
+        """Adds this rank's value and those of all others; returns the total."""
+        self.total += self._ranks.sum_(torch.full((3,), value, dtype=torch.float64))
+        return self.total.tolist()  # type: ignore[no-any-return]
+
+    def add_and_fall(self, value: float, mark: str | None, how: str) -> list[float]:
+        """Adds as `add` does, but between two sums the process falls, unless the file `mark` says that it has."""
+        self.add(value)
+        if mark is not None and not Path(mark).exists():
+            if not mark.endswith("never"):
+                Path(mark).touch()
+            fall(how)
+        return self.add(value)
+
+    def kind_of_ranks(self) -> tuple[str, int, int, int]:
+        """Returns how this rank sums, who it is, and where it is."""
+        return type(self._ranks).__name__, self._ranks.rank, self._ranks.size, torch.get_num_threads()
+
+    def sum_many(self, sizes: list[int], seed: int) -> list[Tensor]:
+        """Returns sums over all ranks of random tensors, different on each."""
+        generator = torch.Generator().manual_seed(100 * seed + self._ranks.rank)
+        return [self._ranks.sum_(torch.randn(size, generator=generator)) for size in sizes]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"].clone()
+
+
+def fall(how: str) -> None:
+    """Lets this process end, stop, or raise."""
+    if how == "raise":
+        raise ZeroDivisionError("as asked")
+    os.kill(os.getpid(), getattr(signal, how))
