@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = {"train_cartpole.py": 1024, "vector_env.py": 20}
+SMALL = {
+    "train_cartpole.py": 1024,
+    "vector_env.py": 20,
+    "tianshou_ppo_cartpole.py": 100,
+    "tianshou_sac_pendulum.py": 10,
+    "tianshou_dqn_atari.py": 1,
+}
 
 
 def test_none_is_left_out() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -228,7 +231,90 @@ MAKERS: dict[str, Callable[[], Any]] = {
 """Algorithms by name, at least one of each class that can be data-parallel."""
 
 ON_POLICY = (PPO, A2C)
-EXACT = ("ppo", "ppo_variant", "a2c", "dqn", "dqn_huber", "ddpg", "td3")
+
+
+class Changed(PPO):
+    """Computes something else."""
+
+    def _update_with_batch(self, batch: Any, batch_size: Any, repeat: Any) -> Any:
+        return super()._update_with_batch(batch, batch_size, 2 * repeat)
+
+
+class Named(PPO):
+    """Computes the same, and has a name."""
+
+    label = "mine"
+
+    def describe(self) -> str:
+        return self.label
+
+
+class Layers(torch.nn.Sequential):
+    """A net as Tianshou calls it."""
+
+    def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
+        return super().forward(torch.as_tensor(obs, dtype=torch.float32)), state
+
+
+class Jitter(torch.nn.Module):
+    """Draws for every row, in a way that can't be cut."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs + torch.randn_like(obs)
+
+
+class Falls(torch.nn.Module):
+    """Ends the process, when it is one's turn, unless the file `mark` says that one has ended before."""
+
+    def __init__(self, mark: str, after: int) -> None:
+        super().__init__()
+        self._mark, self._left = mark, [after]
+
+    def count(self) -> None:
+        self._left[0] -= 1
+        if self._left[0] <= 0:
+            with contextlib.suppress(FileExistsError), open(self._mark, "x") as file:
+                file.write(str(os.getpid()))
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fall(module: Any, args: Any, output: torch.Tensor) -> None:
+    """A hook that counts the passes through a net on the way to a loss."""
+    if torch.is_grad_enabled():
+        module.falls.count()
+
+
+def make_cartpole() -> Any:
+    return gymnasium.make("CartPole-v1")
+
+
+def make_pendulum() -> Any:
+    return gymnasium.make("Pendulum-v1")
+
+
+def cartpole_ppo() -> PPO:
+    torch.manual_seed(0)
+    space = gymnasium.make("CartPole-v1").action_space
+    net = Net(state_shape=(4,), hidden_sizes=[16])
+    actor = DiscreteActor(preprocess_net=net, action_shape=2, softmax_output=False)
+    critic = DiscreteCritic(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]))
+    return PPO(policy=DiscreteActorPolicy(actor=actor, action_space=space), critic=critic, optim=optim())
+
+
+def pendulum_sac() -> SAC[Any]:
+    torch.manual_seed(0)
+    space = gymnasium.make("Pendulum-v1").action_space
+    net = Net(state_shape=(3,), hidden_sizes=[16])
+    actor = ContinuousActorProbabilistic(preprocess_net=net, action_shape=(1,), unbounded=True, conditioned_sigma=True)
+    critic = ContinuousCritic(preprocess_net=Net(state_shape=(3,), action_shape=(1,), hidden_sizes=[16], concat=True))
+    return SAC(
+        policy=SACPolicy(actor=actor, action_space=space),
+        policy_optim=optim(),
+        critic=critic,
+        critic_optim=optim(),
+        alpha=AutoAlpha(-1.0, 0.0, optim()),
+    )
 
 
 class AnyMLP(MLP):
@@ -256,7 +342,7 @@ def fill(
     rng = np.random.default_rng(seed)
     kind = {torch.float64: np.float64, torch.float32: np.float32}[dtype]
     size = (steps + 10) * envs
-    prioritized = type(algorithm) in (DQN, C51, RainbowDQN)
+    prioritized = isinstance(algorithm, DQN | C51)
     buffer: Any = (
         PrioritizedVectorReplayBuffer(size, envs, alpha=0.6, beta=0.4)
         if prioritized
@@ -293,7 +379,3 @@ def updates(algorithm: Any, buffer: ReplayBuffer, count: int = 20, rows: int = 3
     if isinstance(algorithm, ON_POLICY):
         return [algorithm.update(buffer=buffer, batch_size=rows, repeat=2) for _ in range(count)]
     return [algorithm.update(buffer=buffer, sample_size=rows) for _ in range(count)]
-
-
-def snapshot(algorithm: Any) -> dict[str, Any]:
-    return copy.deepcopy(algorithm.state_dict())

@@ -146,7 +146,7 @@ class AlgorithmRank:
         rank = self
 
         class Rows(Batch):
-            def split(self, size: int, shuffle: bool = True, merge_last: bool = False) -> Iterator[Batch]:
+            def split(self, size: int, shuffle: bool = True, merge_last: bool = False) -> Iterator[Any]:
                 if not shuffle:
                     return super().split(size, shuffle, merge_last)
                 return rank._minibatches(self, total, size, merge_last)

@@ -1,7 +1,7 @@
 """Everything that an update of a Tianshou algorithm reads and changes, apart from the batch.
 
 Tianshou's ``state_dict`` leaves out what it steps outside of its own optimizers (the optimizer of a learned entropy
-coefficient) and counters (gradient steps, target updates, running moments). Ranks that are to stay identical need these.
+coefficient) and counters (gradient steps, target updates, running moments). Ranks that stay identical need these.
 """
 
 from __future__ import annotations

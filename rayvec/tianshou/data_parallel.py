@@ -13,16 +13,27 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from tianshou.algorithm import A2C, C51, DDPG, DQN, FQF, IQN, PPO, QRDQN, REDQ, SAC, TD3, DiscreteSAC, RainbowDQN
 from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, TrainingStats
-from tianshou.algorithm.modelfree.sac import AutoAlpha, FixedAlpha
+from tianshou.algorithm.modelfree.a2c import A2C
+from tianshou.algorithm.modelfree.c51 import C51
+from tianshou.algorithm.modelfree.ddpg import DDPG
+from tianshou.algorithm.modelfree.discrete_sac import DiscreteSAC
+from tianshou.algorithm.modelfree.dqn import DQN
+from tianshou.algorithm.modelfree.fqf import FQF
+from tianshou.algorithm.modelfree.iqn import IQN
+from tianshou.algorithm.modelfree.ppo import PPO
+from tianshou.algorithm.modelfree.qrdqn import QRDQN
+from tianshou.algorithm.modelfree.rainbow import RainbowDQN
+from tianshou.algorithm.modelfree.redq import REDQ
+from tianshou.algorithm.modelfree.sac import SAC, AutoAlpha, FixedAlpha
+from tianshou.algorithm.modelfree.td3 import TD3
 from tianshou.data import ReplayBuffer
 
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.parallel.ranks import Ranks
 from rayvec.tianshou.algorithm_rank import AlgorithmRank
-from rayvec.tianshou.algorithm_state import capture, numbers, restore, set_numbers, tensors
+from rayvec.tianshou.algorithm_state import all_optimizers, capture, numbers, restore, set_numbers, tensors
 from rayvec.tianshou.shards import Ahead, Generators, OffPolicyUpdate, OnPolicyUpdate, cut_batch
 
 __all__ = ["EQUAL", "DataParallel", "data_parallel"]
@@ -91,9 +102,7 @@ def data_parallel(
     check_count("num_learners", num_learners)
     check_choice("device", device, ("cpu", "cuda"))
     _check_algorithm(algorithm)
-    parallel: Any = object.__new__(_parallel_class(type(algorithm)))
-    vars(parallel).update(vars(algorithm))
-    pickled = _pickled(algorithm)
+    pickled = pickle_algorithm(algorithm)
 
     def make(ranks: Ranks) -> AlgorithmRank:
         return AlgorithmRank(pickled, device, ranks)
@@ -107,9 +116,21 @@ def data_parallel(
         timeout_s=timeout_s,
         address=address,
     )
+    parallel = wrap(algorithm, group, device)
+    weakref.finalize(parallel, group.close)
+    return parallel
+
+
+def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
+    """Returns an algorithm whose updates a group computes that has a copy of it on every rank."""
+    parallel: Any = object.__new__(_parallel_class(type(algorithm)))
+    vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
     parallel._seen = _versions(parallel)
-    weakref.finalize(parallel, group.close)
+    for optimizer in all_optimizers(parallel):
+        vars(optimizer)["_opt_called"] = (
+            True  # by the ranks; a schedule of learning rates warns where nobody has stepped
+        )
     return parallel
 
 
@@ -144,6 +165,11 @@ class DataParallel:
         """How many ranks compute an update."""
         return self._group.num_ranks
 
+    @property
+    def group(self) -> RankGroup:
+        """The ranks themselves: where they are, and their processes."""
+        return self._group
+
     def close(self) -> None:
         """Ends the ranks; the algorithm can't be updated after it. May be called again."""
         self._group.close()
@@ -164,7 +190,7 @@ class DataParallel:
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return _new, (type(self).__mro__[2],), vars(self.plain())
 
     def _preprocess_batch(self, batch: Any, buffer: ReplayBuffer, indices: NDArray[np.int64]) -> Any:
         self._pending = _Pending(buffer, indices, numbers(self))  # type: ignore[arg-type]
@@ -216,17 +242,21 @@ class DataParallel:
         return stats
 
 
+def _new(kind: type[Any]) -> Any:
+    return object.__new__(kind)
+
+
 @functools.cache
 def _parallel_class(base: type[Any]) -> type[Any]:
     return type(f"DataParallel{base.__name__}", (DataParallel, base), {"__doc__": f"{base.__name__} on several ranks."})
 
 
-def _pickled(algorithm: Any) -> bytes:
+def pickle_algorithm(algorithm: Any) -> bytes:
     """Returns an algorithm for the ranks; schedules of learning rates stay here."""
     sent = copy.copy(algorithm)
     sent.lr_schedulers = []
     try:
-        return cloudpickle.dumps(sent)
+        pickled: bytes = cloudpickle.dumps(sent)
     except Exception as error:
         raise ConfigError(
             message(
@@ -236,6 +266,7 @@ def _pickled(algorithm: Any) -> bytes:
                 remedy="Keep open files, environments and loggers out of policy and nets.",
             )
         ) from error
+    return pickled
 
 
 def _versions(algorithm: Any) -> list[int]:

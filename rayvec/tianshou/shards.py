@@ -191,7 +191,8 @@ class AheadView:
 
     def next(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns where the following steps stand."""
-        return index + self._rows
+        following: NDArray[np.int64] = index + self._rows
+        return following
 
     def unfinished_index(self) -> NDArray[np.int64]:
         """Returns nothing: unfinished episodes count as ended in `done` already."""
