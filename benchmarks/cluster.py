@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from measure import cpu_s, heading, markdown, ratio, simulated_cluster, spread, tree
+from measure import heading, markdown, ratio, simulated_cluster, spread, tree
 
+from rayvec.pools.base import Autoreset
 from rayvec.testing import TimedEnv
 from rayvec.vector import RayVecEnv
 
@@ -207,30 +209,81 @@ def unique_mib(pid: int) -> float:
     return sum(int(field[1]) for field in fields if field[0] in ("Private_Clean:", "Private_Dirty:")) / 1024
 
 
+class BareEcho:
+    """What no protocol can beat: processes that answer so many bytes with so many, after working as long as a node."""
+
+    def __init__(self, count: int, sent_bytes: int, answer_bytes: int, busy_s: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._message, self._answer = bytes(sent_bytes), bytearray(answer_bytes)
+        self._sockets, self._processes = [], []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for _ in range(count):
+                args = (server.getsockname()[1], sent_bytes, answer_bytes, busy_s)
+                self._processes.append(context.Process(target=echo, args=args, daemon=True))
+                self._processes[-1].start()
+                sock, _ = server.accept()
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._sockets.append(sock)
+
+    def step(self) -> None:
+        """Asks all, then hears all."""
+        for sock in self._sockets:
+            sock.sendall(self._message)
+        for sock in self._sockets:
+            left = len(self._answer)
+            while left:
+                left -= sock.recv_into(self._answer, left)
+
+    def close(self) -> None:
+        """Hangs up, upon which they end."""
+        for sock in self._sockets:
+            sock.close()
+        for process in self._processes:
+            process.join()
+
+
+def echo(port: int, sent_bytes: int, answer_bytes: int, busy_s: float) -> None:
+    """Answers messages after some work, until the other side hangs up."""
+    answer, env = bytes(answer_bytes), TimedEnv(busy_s, busy=True)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        env.reset(seed=0)
+        while received := len(sock.recv(sent_bytes)):
+            while received < sent_bytes:
+                received += len(sock.recv(sent_bytes - received))
+            env.step(0)
+            sock.sendall(answer)
+
+
 def frames(args: argparse.Namespace) -> None:
     """CPU time of the driver for each node and step, at 48 environments of 4 floats for each node."""
-    rows = []
-    with simulated_cluster(0, *[1] * args.nodes):
-        count = 48 * args.nodes
-        with RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
-            env.reset(seed=0)
-            pool, ids = env.unwrapped._pool, np.arange(count)
-            actions = np.zeros(count, np.int64)
-            per_frame, per_step = [], []
-            for _ in range(args.repeats):
-                cpu, begin = cpu_s([os.getpid()]), time.perf_counter()
+    count = 48 * args.nodes
+    ours: dict[str, list[float]] = {"frame": [], "step": []}
+    bare: dict[str, list[float]] = {"frame": [], "step": []}
+    echoes = BareEcho(args.nodes, 24 + 8 + 48 * 16, 24 + 48 * 34, 48 * 6e-6)
+    with simulated_cluster(0, *[1] * args.nodes), RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
+        env.reset(seed=0)
+        pool, ids, actions = env._pool, np.arange(count), np.zeros(count, np.int64)
+
+        def step() -> None:
+            pool.send(ids, actions, Autoreset.NEXT_STEP)
+            pool.recv(ids)
+
+        for _ in range(args.repeats):
+            for figures, advance in ((ours, step), (bare, echoes.step)):
+                advance()
+                cpu, begin = time.process_time(), time.perf_counter()
                 for _ in range(args.steps):
-                    pool.send(ids, actions, 0)
-                    pool.recv(ids)
-                per_frame.append((cpu_s([os.getpid()]) - cpu) / args.steps / args.nodes * 1e6)
-                per_step.append((time.perf_counter() - begin) / args.steps * 1e6)
-    rows.append([args.nodes, 48, spread(per_frame), spread(per_step)])
-    print(
-        markdown(
-            ["nodes", "environments on each", "driver CPU for each node's frame, us", "wall time of a step of all, us"],
-            rows,
-        )
-    )
+                    advance()
+                figures["frame"].append((time.process_time() - cpu) / args.steps / args.nodes * 1e6)
+                figures["step"].append((time.perf_counter() - begin) / args.steps * 1e6)
+    echoes.close()
+    rows = [
+        [name, args.nodes, 48, spread(figures["frame"]), spread(figures["step"])]
+        for name, figures in (("RayPool", ours), ("bare echo of as many bytes", bare))
+    ]
+    header = ["", "nodes", "environments on each", "driver CPU for each node's frame, us", "wall time of a step, us"]
+    print(markdown(header, rows))
 
 
 def main() -> None:

@@ -31,10 +31,10 @@ def make_env(clip: bool = True) -> gymnasium.Env[Any, Any]:
     return TransformReward(env, np.sign) if clip else env
 
 
-def main(epoch_num_steps: int = 100_000, num_learners: int = 2, max_epochs: int = 100) -> float:
+def main(epoch_num_steps: int = 100_000, num_epochs: int = 100, num_tests: int = 10, num_learners: int = 2) -> float:
     """Trains; returns the best mean return of test episodes."""
     envs = RayVectorEnv([make_env] * 10)
-    test_envs = RayVectorEnv([lambda: make_env(clip=False)] * 10)
+    test_envs = RayVectorEnv([lambda: make_env(clip=False)] * num_tests)
     space = envs.action_space[0]
 
     net = ScaledObsInputActionReprNet(DQNet(c=4, h=105, w=80, action_shape=int(space.n)))
@@ -50,7 +50,7 @@ def main(epoch_num_steps: int = 100_000, num_learners: int = 2, max_epochs: int 
     buffer = VectorReplayBuffer(100_000, 10, ignore_obs_next=True, save_only_last_obs=True, stack_num=4)
     collector = Collector(algorithm, envs, buffer, exploration_noise=True)
     collector.reset()
-    collector.collect(n_step=min(1280, epoch_num_steps))
+    collector.collect(n_step=min(1280, 10 * epoch_num_steps))
 
     def explore_less(epoch: int, env_step: int) -> None:
         policy.set_eps_training(max(0.05, 1.0 - env_step / 1e6 * 0.95))
@@ -59,10 +59,10 @@ def main(epoch_num_steps: int = 100_000, num_learners: int = 2, max_epochs: int 
         OffPolicyTrainerParams(
             training_collector=collector,
             test_collector=Collector(algorithm, test_envs, exploration_noise=True),
-            max_epochs=max_epochs,
+            max_epochs=num_epochs,
             epoch_num_steps=epoch_num_steps,
             collection_step_num_env_steps=min(10, epoch_num_steps),
-            test_step_num_episodes=10,
+            test_step_num_episodes=num_tests,
             update_step_num_gradient_steps_per_sample=0.1,
             batch_size=32,
             training_fn=explore_less,
@@ -70,7 +70,7 @@ def main(epoch_num_steps: int = 100_000, num_learners: int = 2, max_epochs: int 
             show_progress=False,
         )
     )
-    print(f"best mean return {result.best_reward:.1f} of 10 episodes, after {result.timing.total_time:.0f} s")
+    print(f"best mean return {result.best_reward:.1f} of {num_tests} episodes, after {result.timing.total_time:.0f} s")
     return float(result.best_reward)
 
 

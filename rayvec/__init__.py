@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collector import Collector as Collector
+    from rayvec.config import IMPALAConfig as IMPALAConfig
     from rayvec.config import PPOConfig as PPOConfig
+    from rayvec.config import SACConfig as SACConfig
     from rayvec.config import TrainConfig as TrainConfig
     from rayvec.parallel.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies import Policy as Policy
@@ -32,7 +34,9 @@ _HOMES = {
     "Chunk": "rayvec.types",
     "Collector": "rayvec.collector",
     "LearnerGroup": "rayvec.parallel.learner_group",
+    "IMPALAConfig": "rayvec.config",
     "PPOConfig": "rayvec.config",
+    "SACConfig": "rayvec.config",
     "Policy": "rayvec.policies",
     "RayVecEnv": "rayvec.vector",
     "StepBatch": "rayvec.types",

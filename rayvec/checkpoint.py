@@ -64,6 +64,15 @@ def load(path: Path) -> dict[str, Any]:
                 remedy="Check the path, or train the run anew.",
             )
         ) from None
+    except PermissionError as error:
+        raise CheckpointError(
+            message(
+                "A checkpoint is a file that a run has written.",
+                expected=f"a file {path} that this user may read",
+                got=error.strerror,
+                remedy="Ask its owner for permission to read it.",
+            )
+        ) from None
     except Exception as error:  # torch raises half a dozen unrelated types for damaged files
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise _foreign(path, f"a file that is truncated, damaged or of another program ({reason})") from error

@@ -1,7 +1,8 @@
 """The command line: ``rayvec train | eval | doctor``.
 
 Options are the fields of the config classes, read by tyro. What can't work ends with one message on
-standard error and exit code 2; Ctrl-C ends with code 130.
+standard error and exit code 2; a run that fails after it has begun with code 1 and a line that says how to go on;
+Ctrl-C with code 130.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Union
 
 import tyro
 
 import rayvec
-from rayvec.config import CONFIGS, TrainConfig
-from rayvec.errors import ConfigError, RayvecError, message
+from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
+from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.fields import Bounds, check, field_names
 
 __all__ = ["main"]
 
-_RESUME_HELP = "Go on with the run in this directory, from its last checkpoint and with its own settings."
+_RESUME_HELP = (
+    "Go on with the run in this directory, from its last checkpoint and with its own settings; only "
+    + ", ".join(name.replace("_", "-") for name in ADJUSTABLE)
+    + " may be others."
+)
 
 
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
@@ -55,42 +60,23 @@ class Train:
 
     settings: _Settings
 
-    def run(self) -> None:
-        """Trains, or goes on with a run."""
+    def run(self, mentioned: frozenset[str]) -> None:
+        """Trains, or goes on with a run; `mentioned` are the names of the options on the command line."""
         cls = CONFIGS[self.settings.algorithm]
-        given = {name: getattr(self.settings, name) for name in field_names(cls)}
+        values = {name: getattr(self.settings, name) for name in field_names(cls)}
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
         if run_dir is None:
-            config = cls(**given)
+            config = cls(**values)
             from rayvec.train import train
 
             result = train(config)
         else:
-            _refuse_changes(cls, given)
             from rayvec.train import resume
 
-            result = resume(run_dir)
+            result = resume(run_dir, **{name: value for name, value in values.items() if name in mentioned})
         print(
             f"greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps "
             f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
-        )
-
-
-def _refuse_changes(cls: type[TrainConfig], given: dict[str, Any]) -> None:
-    fresh = {
-        item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        for item in dataclasses.fields(cls)
-    }
-    optional = {name: default for name, default in fresh.items() if default is not dataclasses.MISSING}
-    changed = [f"--{name.replace('_', '-')}" for name, default in optional.items() if given[name] != default]
-    if changed:
-        raise ConfigError(
-            message(
-                "A resumed run keeps the settings that it began with.",
-                expected="--resume RUN_DIR alone",
-                got=", ".join(changed),
-                remedy="Leave these out, or start a new run without --resume.",
-            )
         )
 
 
@@ -107,12 +93,22 @@ class Eval:
     seed: Annotated[int, Bounds(0, 2**32 - 1)] | None = None
     """Play other episodes than those that the run was judged on at its end."""
 
-    def run(self) -> None:
-        """Evaluates."""
+    address: str | None = None
+    """Address of a running Ray cluster; not given: as in training."""
+
+    num_nodes: int | None = None
+    """Ray nodes to spread the environments over; not given: as in training."""
+
+    workers_per_node: int | None = None
+    """Worker processes on each node; not given: as in training."""
+
+    def run(self, mentioned: frozenset[str]) -> None:
+        """Evaluates; `mentioned` are the names of the options on the command line."""
         check(self)
         from rayvec.evaluate import evaluate_run
 
-        evaluation = evaluate_run(self.run_dir, num_episodes=self.episodes, seed=self.seed)
+        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
+        evaluation = evaluate_run(self.run_dir, num_episodes=self.episodes, seed=self.seed, **changes)
         print(
             f"mean return {evaluation.return_mean:.2f}, standard deviation {evaluation.return_std:.2f}, "
             f"{self.episodes} episodes of {evaluation.lens.mean():.1f} steps on average"
@@ -126,7 +122,7 @@ class Doctor:
     address: str | None = None
     """Cluster to look at; unset: RAY_ADDRESS, or else a private one that is started for it."""
 
-    def run(self) -> None:
+    def run(self, mentioned: frozenset[str]) -> None:
         """Prints a line for each finding."""
         for finding in itertools.chain(_versions(), _limits(), _cluster(self.address)):
             print(finding, flush=True)
@@ -176,15 +172,16 @@ Command = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, 2 where the input can't work, 130 after Ctrl-C.
+    """Runs a command; returns its exit code: 0, 1 for a failure, 2 where the input can't work, 130 after Ctrl-C.
 
     Args:
         args: Of the command line, without the program's name; those of this process if left out.
     """
+    args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         command: Train | Eval | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
-        command.run()
+        command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
         print(f"rayvec: {interrupt or 'interrupted'}", file=sys.stderr)
         return 130
@@ -192,9 +189,15 @@ def main(args: Sequence[str] | None = None) -> int:
         text = _explanation(error)
         if text is None:
             raise
-        print(f"rayvec: {text}", file=sys.stderr)
-        return 2
+        print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 1 if _is_failure(error) else 2
     return 0
+
+
+def _mentioned(args: Sequence[str]) -> frozenset[str]:
+    """Returns the names of the fields that command-line arguments set."""
+    names = (arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--"))
+    return frozenset(name.removeprefix("no_") for name in names)
 
 
 def _explanation(error: Exception) -> str | None:
@@ -208,4 +211,12 @@ def _explanation(error: Exception) -> str | None:
             got=str(error.__cause__).split("\n\n", 1)[0],
             remedy="Correct the environment or what is passed to it.",
         )
+    if isinstance(error, OSError) and hasattr(error, "__notes__"):  # the disk of a run
+        return f"{type(error).__name__}: {error}"
     return None
+
+
+def _is_failure(error: Exception) -> bool:
+    """Says whether the input could have worked: something was lost, or a run had begun, which notes how to go on."""
+    lost = isinstance(error, WorkerLostError | NodeLostError | LearnerError)
+    return lost or bool(getattr(error, "__notes__", ()))

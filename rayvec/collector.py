@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.episodes import EpisodeTracker
 from rayvec.errors import ConfigError, check_choice, check_count, message
-from rayvec.rollout import as_policy, counted_ends
-from rayvec.types import Batch, Chunk, CollectStats, EpisodeStats
+from rayvec.rollout import as_policy
+from rayvec.types import Batch, CollectStats, EpisodeStats, Rollout
 from rayvec.vector import RayVecEnv
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
 
+logger = logging.getLogger(__name__)
 _CHUNK_STEPS = 64
 """Steps of a chunk where episodes are counted, so that little is stepped beyond the last."""
 
@@ -35,60 +38,6 @@ class CollectorProtocol(Protocol):
         ...
 
 
-class EpisodeTracker:
-    """Adds up rewards and steps of the episodes under way, from chunk to chunk.
-
-    Args:
-        num_envs: How many environments.
-    """
-
-    def __init__(self, num_envs: int) -> None:
-        self._returns = np.zeros(num_envs)
-        self._lens = np.zeros(num_envs, np.int64)
-
-    def add(self, chunk: Chunk) -> tuple[EpisodeStats, NDArray[np.int64]]:
-        """Takes note of a chunk. An episode that a fault has cut is forgotten: it did not end.
-
-        Returns:
-            The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
-        """
-        ends = counted_ends(chunk)
-        cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
-        self._forget([n for t, n in cut_before if t < 0])
-        returns, lens, places = [], [], []
-        for t in range(chunk.num_steps):
-            self._forget([n for at, n in cut_before if at == t])
-            self._returns += np.where(chunk.valid[t], chunk.rew[t], 0.0)
-            self._lens += chunk.valid[t]
-            ended = np.flatnonzero(ends[t])
-            if len(ended):
-                returns.append(self._returns[ended])
-                lens.append(self._lens[ended])
-                places += [(t, n) for n in ended.tolist()]
-                self._returns[ended] = 0.0
-                self._lens[ended] = 0
-        at = np.array(places, np.int64).reshape(-1, 2)
-        stats = EpisodeStats(
-            chunk.env_ids[at[:, 1]],
-            np.concatenate([np.zeros(0), *returns]),
-            np.concatenate([np.zeros(0, np.int64), *lens]),
-        )
-        return stats, at
-
-    @property
-    def any_under_way(self) -> bool:
-        """Whether some environment has taken a step since its last episode ended."""
-        return bool(self._lens.any())
-
-    def clear(self) -> None:
-        """Forgets the episodes under way."""
-        self._forget(slice(None))
-
-    def _forget(self, columns: Any) -> None:
-        self._returns[columns] = 0.0
-        self._lens[columns] = 0
-
-
 class Collector:
     """Lets a policy act in environments, and returns batches of steps with what is known of their episodes.
 
@@ -97,6 +46,15 @@ class Collector:
         policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
         inference: Where it acts: ``"worker"``, over each worker's slice, or ``"driver"``, in this process.
         seed: Of the environments (base + index) and of the noise. Without it neither can be repeated.
+        prefetch: Whether the workers take the next chunk while the caller consumes this one: ``collect(n_step)``
+            returns the steps that the call before began, and begins the next ones before it returns. The environments
+            are busy in between: stepping or resetting them raises ``AlreadyPendingCallError``. What is published
+            between two calls acts one call later. Needs ``inference="worker"``.
+        by_reference: Whether chunks stay in Ray's object store, on the nodes where they were taken: the batch has
+            `chunk_refs` in the place of `chunks`, and its statistics are as ever. Needs ``inference="worker"``.
+
+    Raises:
+        ConfigError: Settings that can't work together.
     """
 
     def __init__(
@@ -105,8 +63,20 @@ class Collector:
         policy: Any,
         inference: Literal["worker", "driver"] = "worker",
         seed: int | None = None,
+        prefetch: bool = False,
+        by_reference: bool = False,
     ) -> None:
         check_choice("inference", inference, ("worker", "driver"))
+        for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
+            if value and inference == "driver":
+                raise ConfigError(
+                    message(
+                        "What the driver itself does, it neither does ahead nor refers to.",
+                        expected="inference='worker'",
+                        got=f"{name}=True with inference='driver'",
+                        remedy=f"Let the policy act in the workers, or leave {name} out.",
+                    )
+                )
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
@@ -114,7 +84,11 @@ class Collector:
             self._store = env.publish(self._policy)
         self._seed = seed
         self._noise_seed = secrets.randbits(63) if seed is None else seed
+        self._prefetch = prefetch
+        self._by_reference = by_reference
+        self._in_flight = False
         self._first_step = 0
+        self._num_dropped = 0
         self._version = 0
         self._tracker = EpisodeTracker(env.num_envs)
         self._started = False
@@ -122,9 +96,12 @@ class Collector:
     def reset(self, seed: int | None = None) -> None:
         """Begins new episodes everywhere; what was under way is forgotten.
 
+        The steps of a chunk in flight are dropped, and counted among the surplus of the next batch.
+
         Args:
             seed: Of the environments, base + index; None lets each go on with its own generator.
         """
+        self._drop_flight()
         self._env.reset(seed=seed)
         if hasattr(self._policy, "begin_episodes"):  # what acts in workers is told there
             self._policy.begin_episodes(np.arange(self._env.num_envs))
@@ -132,7 +109,9 @@ class Collector:
         self._started = True
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
-        """Gives the policy new weights, one flat vector; every step from now on is taken with them.
+        """Gives the policy new weights, one flat vector; every chunk that begins from now on is taken with them.
+
+        A chunk in flight goes on with those that it began with; nobody waits for it.
 
         Returns:
             Their version, which stands in every chunk that they acted in.
@@ -149,14 +128,47 @@ class Collector:
 
         Args:
             n_step: How many steps in all. Every environment takes the same number, so what is not divisible
-                is rounded up. Episodes under way go on in the next call.
+                is rounded up. Episodes under way go on in the next call. With `prefetch`, the call before has begun
+                as many as it was asked for: if that is less, the rest is taken now, in a second chunk; if it is
+                more, the batch has more.
             n_episode: How many whole episodes, begun in this call: environments in the midst of one are reset.
                 Each environment is given its share beforehand, so that short episodes are not favoured;
                 steps beyond it are marked as not valid and counted as surplus.
 
         Raises:
-            ConfigError: Not exactly one count, or one that is not positive.
+            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
+            Exception: What an environment or a policy raised, also in a chunk in flight.
         """
+        self._check_counts(n_step, n_episode)
+        begin = time.monotonic()
+        if not self._started:
+            self.reset(self._seed)
+        if n_episode is not None:
+            if self._tracker.any_under_way or self._in_flight:
+                self.reset()  # half an episode is none, and those under way are the long ones
+            return self._episodes(n_episode, begin)
+        assert n_step is not None
+        num_steps = -(-n_step // self._env.num_envs)
+        taken = [self._land()] if self._in_flight else []
+        left = num_steps - sum(rollout.edges.num_steps for rollout in taken)
+        if left > 0:
+            taken.append(self._rollout(left))
+        if self._prefetch:
+            self._take_off(num_steps)
+        return self._batch(taken, [self._tracker.add(rollout.edges)[0] for rollout in taken], begin)
+
+    def drain(self) -> Batch | None:
+        """Returns the chunk in flight as a batch, and begins none; None where none is in flight.
+
+        The environments are free after it, for an evaluation, say.
+        """
+        if not self._in_flight:
+            return None
+        begin = time.monotonic()
+        rollout = self._land()
+        return self._batch([rollout], [self._tracker.add(rollout.edges)[0]], begin)
+
+    def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
             raise ConfigError(
                 message(
@@ -167,87 +179,134 @@ class Collector:
                 )
             )
         check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
-        begin = time.monotonic()
-        if not self._started:
-            self.reset(self._seed)
-        if n_episode is not None and self._tracker.any_under_way:
-            self.reset()  # half an episode is none, and those under way are the long ones
-        if n_step is not None:
-            taken = [self._chunk(-(-n_step // self._env.num_envs))]
-            parts = [(chunk, *self._tracker.add(chunk), rollout_s) for chunk, rollout_s in taken]
-            return self._batch(parts, begin)
-        assert n_episode is not None
-        return self._batch(self._episodes(n_episode), begin)
+        if n_episode is not None and (self._prefetch or self._by_reference):
+            raise ConfigError(
+                message(
+                    "Whole episodes begin within the call that counts them, and what is beyond them is marked.",
+                    expected="n_step",
+                    got=f"n_episode={n_episode} of a collector with prefetch or by_reference",
+                    remedy="Call drain() and use another Collector on the same environments for episodes.",
+                )
+            )
 
-    def _episodes(self, n_episode: int) -> list[tuple[Chunk, EpisodeStats, NDArray[np.int64], float]]:
+    def _rollout(self, num_steps: int) -> Rollout:
+        """Takes steps."""
+        if self._store is not None:
+            self._take_off(num_steps)
+            return self._land()
+        rollout = self._env.rollout_driver(self._policy, num_steps, self._first_step, self._noise_seed, self._version)
+        self._first_step += num_steps
+        return rollout
+
+    def _take_off(self, num_steps: int) -> None:
+        """Lets the workers begin a chunk."""
+        assert self._store is not None
+        self._env.rollout_async(
+            self._store, num_steps, self._first_step, self._noise_seed, by_reference=self._by_reference
+        )
+        self._in_flight = True
+
+    def _land(self) -> Rollout:
+        """Waits for the chunk in flight."""
+        rollout = self._env.rollout_wait()
+        self._first_step += rollout.edges.num_steps
+        self._in_flight = False
+        return rollout
+
+    def _drop_flight(self) -> None:
+        if self._in_flight:
+            self._num_dropped += self._land().edges.valid.size
+
+    def _episodes(self, n_episode: int, begin: float) -> Batch:
         """Collects chunks until every environment has ended its quota of episodes."""
         n = self._env.num_envs
         left = n_episode // n + (np.arange(n) < n_episode % n).astype(np.int64)
-        parts = []
+        rollouts, episodes = [], []
         while left.any():
-            chunk, rollout_s = self._chunk(_CHUNK_STEPS)
-            stats, places = self._tracker.add(chunk)
+            rollout = self._rollout(_CHUNK_STEPS)
+            stats, places = self._tracker.add(rollout.edges)
             counts = np.zeros(len(places), bool)
-            valid = chunk.valid & (left > 0)
+            valid = rollout.edges.valid & (left > 0)
             for i, (t, column) in enumerate(places.tolist()):
                 if left[column] > 0:
                     counts[i] = True
                     left[column] -= 1
                     if left[column] == 0:
                         valid[t + 1 :, column] = False
-            stats = EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts])
-            parts.append((replace(chunk, valid=valid), stats, places[counts], rollout_s))
-        return parts
+            episodes.append(EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts]))
+            rollouts.append(_with_valid(rollout, valid))
+        return self._batch(rollouts, episodes, begin)
 
-    def _chunk(self, num_steps: int) -> tuple[Chunk, float]:
-        """Takes steps; returns them and the seconds that the slowest node stepped."""
-        if self._store is not None:
-            chunk, rollout_s = self._env.rollout_workers(self._store, num_steps, self._first_step, self._noise_seed)
-        else:
-            begin = time.monotonic()
-            chunk = self._env.rollout_driver(self._policy, num_steps, self._first_step, self._noise_seed, self._version)
-            rollout_s = time.monotonic() - begin
-        self._first_step += num_steps
-        return chunk, rollout_s
-
-    def _batch(self, parts: list[tuple[Chunk, EpisodeStats, NDArray[np.int64], float]], begin: float) -> Batch:
-        chunks = tuple(chunk for chunk, _, _, _ in parts)
-        episodes = [stats for _, stats, _, _ in parts]
-        taken = sum(chunk.valid.size for chunk in chunks)
-        collected = sum(int(chunk.valid.sum()) for chunk in chunks)
-        rollout_s = sum(seconds for _, _, _, seconds in parts)
-        versions = [chunk.weights_version for chunk in chunks]
+    def _batch(self, rollouts: Sequence[Rollout], episodes: Sequence[EpisodeStats], begin: float) -> Batch:
+        edges = [rollout.edges for rollout in rollouts]
+        taken = sum(edge.valid.size for edge in edges)
+        collected = sum(int(edge.valid.sum()) for edge in edges)
+        versions = [edge.weights_version for edge in edges]
         returns = np.concatenate([stats.returns for stats in episodes])
+        dropped, self._num_dropped = self._num_dropped, 0
         elapsed_s = time.monotonic() - begin
-        return Batch(
-            chunks,
-            CollectStats(
-                returns=returns,
-                lens=np.concatenate([stats.lens for stats in episodes]),
-                n_collected_steps=collected,
-                n_collected_episodes=len(returns),
-                n_surplus_steps=taken - collected,
-                collect_time_s=elapsed_s,
-                steps_per_s=taken / elapsed_s,
-                time_split_s={"rollout": rollout_s, "transport": elapsed_s - rollout_s},
-                weights_versions=(min(versions), max(versions)),
-            ),
+        stats = CollectStats(
+            returns=returns,
+            lens=np.concatenate([stats.lens for stats in episodes]),
+            n_collected_steps=collected,
+            n_collected_episodes=len(returns),
+            n_surplus_steps=taken - collected + dropped,
+            collect_time_s=elapsed_s,
+            steps_per_s=taken / elapsed_s,
+            time_split_s=_time_split_s(rollouts, elapsed_s),
+            weights_versions=(min(versions), max(versions)),
+            staleness=self._version - min(versions),
+            n_restarts=sum(len(edge.restarts) for edge in edges),
         )
+        chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
+        return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
 
     def close(self) -> None:
-        """Lets the workers forget the policy; the environments stay open. May be called again."""
+        """Lets the workers forget the policy; the environments stay open. May be called again.
+
+        The steps of a chunk in flight are waited for and dropped; what went wrong in it is logged.
+        """
         if self._store is not None and not self._env.closed:
-            self._store.drop()
-        self._store = None
+            try:
+                self._drop_flight()
+            except Exception:  # which has closed the environments
+                logger.exception("the chunk in flight came to nothing")
+            else:
+                self._store.drop()
+        self._store, self._in_flight = None, False
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it."""
+        """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it.
+
+        A chunk in flight is not in it either: whoever goes on takes it again, from new episodes.
+        """
         return {"noise_seed": self._noise_seed, "first_step": self._first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it."""
+        """Goes on where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
+
+        A chunk in flight is waited for and dropped.
+        """
+        self._drop_flight()
         self._noise_seed = int(state["noise_seed"])
         self._first_step = int(state["first_step"])
         self._version = int(state["version"])
         if self._store is not None:
             self._store.version = self._version
+
+
+def _with_valid(rollout: Rollout, valid: NDArray[np.bool_]) -> Rollout:
+    assert rollout.chunk is not None
+    return replace(rollout, edges=replace(rollout.edges, valid=valid), chunk=replace(rollout.chunk, valid=valid))
+
+
+def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float) -> dict[str, float]:
+    """Returns what the wall time of a call went to; see :class:`CollectStats`."""
+    split = dict.fromkeys(("environment", "inference", "waiting"), 0.0)
+    for rollout in rollouts:
+        whole_s, environment_s, inference_s = np.array(rollout.times).T
+        share = min(1.0, rollout.waited_s / whole_s.max())  # the rest was done before anybody waited
+        split["environment"] += share * float(environment_s.mean())
+        split["inference"] += share * float(inference_s.mean())
+        split["waiting"] += share * float(whole_s.max() - whole_s.mean())
+    return {**split, "transport": elapsed_s - sum(split.values())}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import yaml
 from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, describe, field_names, plain
 
-__all__ = ["CONFIGS", "PPOConfig", "TrainConfig"]
+__all__ = ["ADJUSTABLE", "CONFIGS", "IMPALAConfig", "PPOConfig", "SACConfig", "TrainConfig"]
 
 
 Count = Annotated[int, Bounds(1)]
@@ -27,6 +27,18 @@ NonNegative = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Scalar = bool | int | float | str
+
+ADJUSTABLE = (
+    "num_nodes",
+    "workers_per_node",
+    "address",
+    "inference",
+    "num_learners",
+    "learner_device",
+    "learner_threads",
+    "checkpoint_interval_s",
+)
+"""Settings that say where and how fast a run goes, not what it learns: resuming and evaluating may change them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +56,9 @@ class TrainConfig:
 
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments for the environment's constructor."""
+
+    wrappers: tuple[str, ...] = ()
+    """Functions that wrap each environment on its worker, in order, each as "module:function"."""
 
     total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""
@@ -69,8 +84,14 @@ class TrainConfig:
     inference: Literal["worker", "driver"] = "worker"
     """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back)."""
 
+    num_learners: Count = 1
+    """Ranks that compute each update together; 1: the driver itself computes it."""
+
+    learner_device: Literal["cpu", "cuda"] = "cpu"
+    """Where updates are computed; with several ranks each has a GPU of its own."""
+
     learner_threads: Count = 1
-    """Threads that an update computes with; small nets gain nothing from a second, which waits for a core."""
+    """Threads that a rank's update computes with; small nets gain nothing from a second, which waits for a core."""
 
     eval_episodes: Annotated[int, Bounds(0)] = 100
     """Episodes of the greedy evaluation after training; 0 leaves it out."""
@@ -96,6 +117,16 @@ class TrainConfig:
         raise NotImplementedError
 
     @property
+    def prefetch(self) -> bool:
+        """Whether the next chunk is collected while the learner learns from this one: with weights one update old."""
+        return False
+
+    @property
+    def random_steps(self) -> int:
+        """Environment steps at the beginning that are taken at random, before any weights are published."""
+        return 0
+
+    @property
     def num_iterations(self) -> int:
         """How many iterations the run has."""
         return math.ceil(self.total_steps / self.steps_per_iteration)
@@ -110,6 +141,27 @@ class TrainConfig:
     def eval_seed(self) -> int:
         """Returns the first seed of evaluation: 2^30 above where training's can lie, so that they never meet."""
         return 2**30 + _derived_seed(self.seed, 0)
+
+    def adjusted(self, **changes: Any) -> TrainConfig:
+        """Returns the same run in another place or at another pace.
+
+        Args:
+            changes: Some of the settings in `ADJUSTABLE`.
+
+        Raises:
+            ConfigError: A setting that decides what is learned.
+        """
+        fixed = [name for name, value in changes.items() if name not in ADJUSTABLE and value != getattr(self, name)]
+        if fixed:
+            raise ConfigError(
+                message(
+                    "A run keeps the settings that it began with, but for where and how fast it goes.",
+                    expected=f"only changes of {', '.join(ADJUSTABLE)}",
+                    got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
+                    remedy="Leave these out, or start a new run.",
+                )
+            )
+        return replace(self, **changes)
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML that `from_yaml` reads back to an equal object."""
@@ -220,8 +272,20 @@ class PPOConfig(TrainConfig):
     target_kl: Positive | None = None
     """End an iteration's epochs once the approximate KL divergence passes this; unset: never."""
 
+    normalize_obs: bool = False
+    """Shift and scale observed numbers by their running mean and standard deviation, and clip them to ±10."""
+
+    normalize_reward: bool = False
+    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+
+    clip_reward: Positive | None = None
+    """Learn from rewards cut off at this size, after normalisation; unset: never."""
+
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy's and of the value's net."""
+    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+
+    shared_trunk: bool = False
+    """Let policy and value share the hidden layers; those that see images are always shared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,7 +305,205 @@ class PPOConfig(TrainConfig):
         return self.num_envs * self.num_steps
 
 
-CONFIGS: dict[str, type[TrainConfig]] = {cls.algorithm: cls for cls in (PPOConfig,)}
+@dataclass(frozen=True, kw_only=True)
+class IMPALAConfig(TrainConfig):
+    """Importance-weighted actor-learner (Espeholt et al., 2018, arXiv:1802.01561): V-trace on steps of older weights.
+
+    Raises:
+        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+    """
+
+    algorithm: ClassVar[str] = "impala"
+
+    total_steps: Count = 300_000
+    """Environment steps to train for, rounded up to whole iterations."""
+
+    num_steps: Count = 32
+    """Steps that each environment takes in an iteration."""
+
+    prefetch: bool = True
+    """Collect the next iteration's steps while the learner learns from these: with weights one update old."""
+
+    num_minibatches: Count = 4
+    """Updates from an iteration's steps, each from all steps of as many environments as the others, about."""
+
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """What turns gradients into steps."""
+
+    optimizer_eps: Positive = 1e-5
+    """Added to the denominator of the optimizer's step; the paper's RMSProp has 0.1."""
+
+    learning_rate: Positive = 1e-3
+    """Step size of the optimizer at the start."""
+
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+
+    gamma: Fraction = 0.99
+    """Discount for each step."""
+
+    vtrace_lambda: Fraction = 1.0
+    """Lambda of the traces: 0 trusts the value function, 1 the returns."""
+
+    rho_bar: Positive = 1.0
+    """Where importance weights of TD errors and advantages are cut off."""
+
+    c_bar: Positive = 1.0
+    """Where importance weights of the traces are cut off."""
+
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+
+    entropy_coef: NonNegative = 0.01
+    """Weight of the entropy bonus."""
+
+    max_grad_norm: Positive = 40.0
+    """Global norm that gradients are clipped to."""
+
+    clip_reward: Positive | None = None
+    """Learn from rewards cut off at this size; unset: never."""
+
+    hidden_sizes: tuple[Count, ...] = (64, 64)
+    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+
+    shared_trunk: bool = False
+    """Let policy and value share the hidden layers; those that see images are always shared."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_minibatches > self.num_envs:
+            raise ConfigError(
+                message(
+                    "A minibatch has at least one environment.",
+                    expected=f"num_minibatches at most num_envs = {self.num_envs}",
+                    got=self.num_minibatches,
+                    remedy="Lower num_minibatches, or raise num_envs.",
+                )
+            )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two updates of the weights."""
+        return self.num_envs * self.num_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class SACConfig(TrainConfig):
+    """Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), for Discrete actions arXiv:1910.07207.
+
+    Raises:
+        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+    """
+
+    algorithm: ClassVar[str] = "sac"
+
+    env_id: str = "Pendulum-v1"
+    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
+
+    total_steps: Count = 20_000
+    """Environment steps to train for, rounded up to whole iterations."""
+
+    num_envs: Count = 4
+    """Environments that are stepped side by side."""
+
+    num_steps: Count = 4
+    """Steps that each environment takes between two publications of the weights."""
+
+    learning_starts: Annotated[int, Bounds(0)] = 1_000
+    """Steps that are taken at random before the first update."""
+
+    update_to_data: Positive = 1.0
+    """Updates for each environment step since learning_starts; the ratio is kept exactly over the run."""
+
+    replay_size: Count = 1_000_000
+    """Steps that the replay keeps, of all environments together."""
+
+    checkpoint_replay: bool = True
+    """Keep the replay in checkpoints, so that a resumed run goes on exactly; without it, it refills first."""
+
+    checkpoint_interval_s: NonNegative = 30.0
+    """Seconds of training between checkpoints; 0 saves one after every iteration."""
+
+    batch_size: Count = 256
+    """Steps in a minibatch."""
+
+    gamma: Fraction = 0.99
+    """Discount for each step."""
+
+    tau: Fraction = 0.005
+    """Share of the critics that goes into the target critics at every update."""
+
+    policy_lr: Positive = 1e-3
+    """Step size of Adam for the actor."""
+
+    q_lr: Positive = 1e-3
+    """Step size of Adam for the critics."""
+
+    alpha_lr: Positive | None = None
+    """Step size of Adam for the temperature; unset: q_lr."""
+
+    alpha: Positive = 1.0
+    """Temperature at the start, and for good without autotune."""
+
+    autotune: bool = True
+    """Adjust the temperature so that the policy has the target entropy."""
+
+    target_entropy: float | None = None
+    """Entropy to aim at, in nats; unset: -C for a Box of C numbers scaled to [-1, 1], or by target_entropy_scale."""
+
+    target_entropy_scale: Fraction = 0.5
+    """Share of the largest possible entropy to aim at where actions are Discrete."""
+
+    policy_interval: Count = 1
+    """Updates of the critics between two of the actor, which then takes as many steps at once."""
+
+    num_critics: Count = 2
+    """Critics, the least of which counts."""
+
+    hidden_sizes: tuple[Count, ...] = (128, 128)
+    """Units in each hidden layer of the actor's and of the critics' nets."""
+
+    compile: bool = False
+    """Compile the whole update into one graph, kept on disk between runs; on CUDA, capture it too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size > self.replay_size:
+            raise ConfigError(
+                message(
+                    "A minibatch is drawn from the replay.",
+                    expected=f"batch_size at most replay_size = {self.replay_size}",
+                    got=self.batch_size,
+                    remedy="Lower batch_size, or raise replay_size.",
+                )
+            )
+        if self.learning_starts >= self.total_steps:
+            raise ConfigError(
+                message(
+                    "Learning starts within the run.",
+                    expected=f"learning_starts below total_steps = {self.total_steps}",
+                    got=self.learning_starts,
+                    remedy="Lower learning_starts, or raise total_steps.",
+                )
+            )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two publications of the weights."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def random_steps(self) -> int:
+        """Environment steps at the beginning that are taken at random."""
+        return self.learning_starts
+
+    @property
+    def prefetch(self) -> bool:
+        """Environments step while the learner learns."""
+        return True
+
+
+CONFIGS: dict[str, type[TrainConfig]] = {cls.algorithm: cls for cls in (PPOConfig, SACConfig, IMPALAConfig)}
 """Config classes by the name that their algorithm has on the command line."""
 
 

@@ -24,11 +24,24 @@ from rayvec.noise import NoiseSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Categorical", "Distribution", "Gaussian", "make_distribution"]
+__all__ = [
+    "LOG_STD_MAX",
+    "LOG_STD_MIN",
+    "Categorical",
+    "Distribution",
+    "Gaussian",
+    "TanhGaussian",
+    "make_distribution",
+    "make_tanh_gaussian",
+]
 
 Float = NDArray[np.float32]
 _NO_LOGIT = -1e9  # finite, so that probability 0 times its logarithm is 0 and not NaN
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+_LOG_2 = math.log(2)
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+"""Between which `TanhGaussian` squashes the logarithms of its standard deviations."""
 
 
 class Distribution(Protocol):
@@ -48,6 +61,13 @@ class Distribution(Protocol):
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
         """Returns samples ``[k, C]`` and their log-probabilities ``[k]`` from ``[k, P]`` and ``[k, lanes]``."""
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
+        """Returns samples ``[k, C]`` whose actions are uniform over the space, and their log-probabilities ``[k]``.
+
+        Raises:
+            ConfigError: The space has no bounds.
+        """
 
     def mode(self, params: Float) -> tuple[NDArray[Any], Float]:
         """Returns the most probable samples ``[k, C]`` and their log-probabilities ``[k]``."""
@@ -110,6 +130,10 @@ class Categorical:
         shifted, cumulative = self._exponentials(params)
         passed = cumulative[:, :-1] <= noise.reshape(-1, 1) * cumulative[:, -1:]
         return self._with_logp(shifted, cumulative, np.add.reduce(passed, 1, dtype=np.int64))
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[NDArray[np.int64], Float]:
+        """Samples from equal logits."""
+        return self.sample(np.zeros((len(noise), self.num_params), np.float32), noise)
 
     def mode(self, params: Float) -> tuple[NDArray[np.int64], Float]:
         """The first of the largest logits of each component."""
@@ -202,6 +226,22 @@ class Gaussian:
         logp = np.add.reduce(-0.5 * np.square(noise) - log_std - _HALF_LOG_TAU, -1)
         return sample, logp.astype(np.float32)
 
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Maps the normal noise to the bounds by its distribution function."""
+        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
+            raise ConfigError(
+                message(
+                    "Actions are drawn uniformly between bounds.",
+                    expected="a Box with finite bounds",
+                    got=f"from {self.low.min()} to {self.high.max()}",
+                    remedy="Bound the actions with gymnasium.wrappers.RescaleAction.",
+                )
+            )
+        low, width = self.low.ravel(), (self.high - self.low).ravel()
+        share = np.array([0.5 + 0.5 * math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
+        logp = np.full(len(noise), -np.log(width).sum(), np.float32)
+        return (low + share * width).astype(np.float32), logp
+
     def mode(self, params: Float) -> tuple[Float, Float]:
         """The means."""
         mean, log_std = np.split(params, 2, axis=-1)
@@ -226,6 +266,123 @@ class Gaussian:
         deviation = (sample - mean) * (-log_std).exp()
         logp = (-0.5 * deviation.square() - log_std - _HALF_LOG_TAU).sum(-1)
         return logp, (log_std + (0.5 + _HALF_LOG_TAU)).sum(-1)
+
+
+@dataclass(frozen=True)
+class TanhGaussian:
+    """C independent normal numbers, squashed by tanh and then stretched to the bounds of a Box.
+
+    The parameters are C means, then C numbers that tanh squashes into logarithms of standard deviations between
+    `LOG_STD_MIN` and `LOG_STD_MAX`. A sample lies in [-1, 1]; its log-probability is that of the sample, with the
+    correction for tanh (Haarnoja et al., 2018, arXiv:1812.05905, appendix C), whatever the bounds: the entropy that
+    soft actor-critic aims at then does not depend on the units of actions.
+
+    Attributes:
+        low: Lower bounds, finite, ``[*act_shape]``.
+        high: Upper bounds, likewise.
+        dtype: Of actions.
+    """
+
+    low: NDArray[Any]
+    high: NDArray[Any]
+    dtype: np.dtype[Any]
+
+    @property
+    def noise(self) -> NoiseSpec:
+        """One normal number for each component."""
+        return NoiseSpec("normal", self.low.size)
+
+    @property
+    def num_params(self) -> int:
+        """A mean and a squashed logarithm of a standard deviation for each component."""
+        return 2 * self.low.size
+
+    @cached_property
+    def _centre(self) -> NDArray[Any]:
+        return 0.5 * self.low + 0.5 * self.high
+
+    @cached_property
+    def _half_width(self) -> NDArray[Any]:
+        return 0.5 * self.high - 0.5 * self.low
+
+    def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Shifts and scales the noise, and squashes it."""
+        mean, log_std = self._mean_log_std(params)
+        x = mean + np.exp(log_std) * noise
+        logp = np.add.reduce(-0.5 * np.square(noise) - log_std - _HALF_LOG_TAU - _log_volume(x), -1)
+        return np.tanh(x).astype(np.float32), logp.astype(np.float32)
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Maps the normal noise to (-1, 1) by its distribution function."""
+        share = np.array([math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
+        return share.astype(np.float32), np.full(len(noise), -self.low.size * _LOG_2, np.float32)
+
+    def mode(self, params: Float) -> tuple[Float, Float]:
+        """The means, squashed: what the actor would do without its noise, as is usual, not quite the densest point."""
+        mean, log_std = self._mean_log_std(params)
+        logp = np.add.reduce(-log_std - _HALF_LOG_TAU - _log_volume(mean), -1)
+        return np.tanh(mean), logp.astype(np.float32)
+
+    def action(self, sample: NDArray[Any]) -> NDArray[Any]:
+        """Stretches to the bounds."""
+        action = self._centre + self._half_width * sample.reshape(len(sample), *self.low.shape)
+        inside: NDArray[Any] = np.clip(action, self.low, self.high)
+        return inside.astype(self.dtype, copy=False)
+
+    def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Nothing: the action tells the sample."""
+        return {}
+
+    def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> Float:
+        """Shrinks actions to [-1, 1] again; a component that has no width becomes 0."""
+        width = np.where(self._half_width > 0, self._half_width, 1)
+        sample: NDArray[Any] = (act - self._centre) / width
+        lead = act.shape[: act.ndim - self.low.ndim]
+        return sample.astype(np.float32).reshape(*lead, self.low.size)
+
+    def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities by the inverse of tanh.
+
+        The entropy has no closed form: it is estimated by minus the log-probability of the sample, which is right on
+        average if the parameters are those that it was drawn with.
+        """
+        mean, raw = params.chunk(2, -1)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (raw.tanh() + 1)
+        limit = 1 - 2.0**-24  # the float32 next to 1, whose atanh is finite
+        inside = sample.clamp(-limit, limit)
+        deviation = (inside.atanh() - mean) * (-log_std).exp()
+        volume = (1 - inside).log() + (1 + inside).log()
+        logp = (-0.5 * deviation.square() - log_std - _HALF_LOG_TAU - volume).sum(-1)
+        return logp, -logp
+
+    def _mean_log_std(self, params: Float) -> tuple[Float, Float]:
+        mean, raw = np.split(params, 2, axis=-1)
+        return mean, np.float32(0.5 * (LOG_STD_MAX - LOG_STD_MIN)) * (np.tanh(raw) + 1) + np.float32(LOG_STD_MIN)
+
+
+def _log_volume(x: NDArray[Any]) -> NDArray[Any]:
+    """Returns ``log(1 - tanh(x)^2)``, the logarithm of the slope of tanh, without cancellation."""
+    volume: NDArray[Any] = 2 * (_LOG_2 - np.abs(x) - np.log1p(np.exp(-2 * np.abs(x))))
+    return volume
+
+
+def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
+    """Returns the squashed normal distribution over a Box.
+
+    Raises:
+        ConfigError: The space is no floating-point Box with finite bounds.
+    """
+    if isinstance(space, spaces.Box) and np.issubdtype(_dtype(space), np.floating):
+        if np.isfinite(space.low).all() and np.isfinite(space.high).all() and space.low.size:
+            return TanhGaussian(space.low, space.high, _dtype(space))
+    raise ConfigError(
+        message(
+            "A squashed normal distribution fills a bounded Box.",
+            expected="a floating-point Box action space with finite bounds",
+            got=space,
+            remedy="Bound the actions with a Gymnasium wrapper, or use PPO",
+        )
+    )
 
 
 def make_distribution(space: spaces.Space[Any]) -> Distribution:

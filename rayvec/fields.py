@@ -62,12 +62,16 @@ def describe(cls: type) -> Iterator[FieldDoc]:
     for item in dataclasses.fields(cls):
         default = item.default_factory() if callable(item.default_factory) else item.default
         bounds = ", ".join(str(bound) for bound in _bounds(hints[item.name]))
-        yield FieldDoc(item.name, _type_name(hints[item.name]), bounds, _shown(default), docs[item.name])
+        yield FieldDoc(item.name, _type_name(hints[item.name]), bounds, _shown(default), docs.get(item.name, ""))
 
 
 def _docs(cls: type) -> Iterator[tuple[str, str]]:
-    """Yields (name, docstring) of the annotated assignments in the body of `cls`."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    """Yields (name, docstring) of the annotated assignments in the body of `cls`, as far as its source can be found."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # made at a prompt
+        return
+    body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

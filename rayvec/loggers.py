@@ -153,6 +153,7 @@ class RunLogger:
             "steps": steps,
             **_episode_metrics(stats),
             "steps_per_s": stats.n_collected_steps / whole_s,
+            "staleness": stats.staleness,
             **{f"time_s/{name}": seconds for name, seconds in times_s.items()},
             **{f"time_s/collect/{name}": seconds for name, seconds in stats.time_split_s.items()},
             **{f"learner/{name}": value for name, value in learner_metrics.items()},

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from gymnasium import spaces
@@ -23,29 +23,59 @@ from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec
 from rayvec.types import Tree
 
-__all__ = ["Actor", "Encoder", "MLPActor", "Policy", "make_encoder"]
+__all__ = ["OBS_CLIP", "Actor", "Encoder", "ImageLeaf", "MLPActor", "Policy", "make_encoder"]
 
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
 
+OBS_CLIP = 10.0
+"""Normalised observations lie within this many standard deviations of their mean."""
+
+
+@dataclass(frozen=True)
+class ImageLeaf:
+    """Where the images of an observation are, and their form.
+
+    Attributes:
+        path: The keys and places that lead to them.
+        shape: Of one image.
+        channels_last: Whether it is (height, width, channels), else (channels, height, width).
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    channels_last: bool
+
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns observations into rows of numbers.
+    """Turns the part of observations that is no image into rows of numbers.
 
     Attributes:
-        leaves: For each array of an observation, the keys and places that lead to it, and the function that
-            turns it from ``[..., *shape]`` into ``float32 [..., D_leaf]``.
+        leaves: For each array of an observation that is no image, the keys and places that lead to it, and the
+            function that turns it from ``[..., *shape]`` into ``float32 [..., D_leaf]``.
         num_features: D, the sum of the D_leaf.
+        images: The others.
     """
 
     leaves: tuple[tuple[Path, Callable[[NDArray[Any]], Float]], ...]
     num_features: int
+    images: tuple[ImageLeaf, ...] = ()
 
     def __call__(self, obs: Tree) -> Float:
         """Returns ``float32 [..., D]``; a flat float32 array is returned as it is, without a copy."""
         rows = [encode(functools.reduce(operator.getitem, path, obs)) for path, encode in self.leaves]
         return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1)
+
+    def image_arrays(self, obs: Tree) -> list[NDArray[np.uint8]]:
+        """Returns the images, each ``uint8 [..., *shape]``, as they are."""
+        return [functools.reduce(operator.getitem, image.path, obs) for image in self.images]
+
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Which features are numbers that were measured and not choices, ``bool [D]``."""
+        parts = [np.full(encode.size, isinstance(encode, _Flatten)) for _, encode in self.leaves]  # type: ignore[attr-defined]
+        return np.concatenate([np.zeros(0, bool), *parts])
 
 
 @dataclass(frozen=True)
@@ -53,6 +83,10 @@ class _Flatten:
     """A Box or MultiBinary of the given shape: its numbers."""
 
     shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     def __call__(self, obs: NDArray[Any]) -> Float:
         if len(self.shape) != 1:
@@ -68,6 +102,10 @@ class _OneHot:
     starts: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
     def __call__(self, obs: NDArray[Any]) -> Float:
         components = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], len(self.sizes))
         hot = [
@@ -77,39 +115,61 @@ class _OneHot:
         return np.concatenate(hot, axis=-1).astype(np.float32)
 
 
-def make_encoder(space: spaces.Space[Any]) -> Encoder:
+def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
     """Returns the encoder of `space`: numbers as they are, choices one-hot, the parts of a Dict or Tuple side by side.
 
+    Images are Boxes of uint8 with three dimensions, at least 36 pixels high and wide; channels are last where
+    there are at most four of them. Smaller ones are taken for numbers.
+
+    Args:
+        space: Of one environment's observations.
+        images: Whether the net can see.
+
     Raises:
-        ConfigError: The space, or a part of it, is an image or can't be turned into a fixed number of numbers.
+        ConfigError: The space, or a part of it, can't be turned into a fixed number of numbers, or is an image and
+            the net can't see.
     """
-    leaves, num_features = [], 0
+    leaves: list[tuple[Path, _Flatten | _OneHot]] = []
+    seen: list[ImageLeaf] = []
     for path, leaf in _leaf_spaces(space, ()):
+        image = _image(path, leaf)
         match leaf:
-            case spaces.Box(shape=shape) if len(shape) < 3:
-                encode: _Flatten | _OneHot = _Flatten(shape)
-                num_features += int(np.prod(shape))
+            case spaces.Box() if image and images:
+                seen.append(image)
+            case spaces.Box(shape=shape) if not image and (len(shape) < 3 or math.prod(shape) < _FEW):
+                leaves.append((path, _Flatten(shape)))
             case spaces.MultiBinary(shape=shape):
-                encode = _Flatten(shape)
-                num_features += int(np.prod(shape))
+                leaves.append((path, _Flatten(shape)))
             case spaces.Discrete():
-                encode = _OneHot((int(leaf.n),), (int(leaf.start),), ())
-                num_features += int(leaf.n)
+                leaves.append((path, _OneHot((int(leaf.n),), (int(leaf.start),), ())))
             case spaces.MultiDiscrete(nvec=nvec, start=start):
-                encode = _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)
-                num_features += int(nvec.sum())
+                leaves.append((path, _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)))
             case _:
                 raise ConfigError(
                     message(
-                        "The MLP reads a fixed number of numbers; a net for images is not built in yet.",
-                        expected="Box of at most two dimensions, Discrete, MultiDiscrete, MultiBinary, "
-                        "or a Dict or Tuple of these",
+                        "A net reads a fixed number of numbers" + (", and images." if images else "."),
+                        expected="Box of numbers, Discrete, MultiDiscrete, MultiBinary, "
+                        + ("images as uint8 of three dimensions, " if images else "")
+                        + "or a Dict or Tuple of these",
                         got=leaf,
-                        remedy="Flatten the observation with a Gymnasium wrapper, or pass a module of your own",
+                        remedy="Transform the observation with a Gymnasium wrapper, or pass a module of your own",
                     )
                 )
-        leaves.append((path, encode))
-    return Encoder(tuple(leaves), num_features)
+    return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
+
+
+_FEW = 5000  # an array of three dimensions with more numbers is an image in some form that no net here can see
+
+
+def _image(path: Path, space: spaces.Space[Any]) -> ImageLeaf | None:
+    """Returns what a space is as an image; None where it is none."""
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
+        return None
+    channels_last = space.shape[2] <= 4
+    height, width = space.shape[:2] if channels_last else space.shape[1:]
+    if min(height, width) < 36:
+        return None
+    return ImageLeaf(path, (space.shape[0], space.shape[1], space.shape[2]), channels_last)
 
 
 def _leaf_spaces(
@@ -137,12 +197,12 @@ class Actor(Protocol):
         """Returns parameters ``float32 [k, P]`` for an observation tree of ``[k, *obs_shape]``."""
 
     def load_weights(self, weights: Float) -> None:
-        """Takes over all parameters of the module, one flat vector in the order of ``module.parameters()``."""
+        """Takes over one flat vector: ``module.parameters()`` in their order, then ``module.buffers()``."""
 
 
 @dataclass
 class MLPActor:
-    """Linear layers with tanh between them, in NumPy.
+    """Linear layers with tanh or ReLU between them, in NumPy.
 
     Attributes:
         encoder: From observations to rows of numbers.
@@ -152,6 +212,9 @@ class MLPActor:
         num_weights: Length of the flat vector.
         constants: Where in the flat vector the parameters lie that are the same for every observation (logarithms
             of standard deviations), which follow those that the last layer puts out.
+        normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
+            leaves them as they are.
+        activation: What stands between the layers.
     """
 
     encoder: Encoder
@@ -159,6 +222,9 @@ class MLPActor:
     layers: tuple[tuple[int, int, int, int], ...]
     num_weights: int
     constants: slice
+    normalizer: tuple[int, int] | None = None
+    activation: Literal["tanh", "relu"] = "tanh"
+    _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -167,10 +233,16 @@ class MLPActor:
     def __call__(self, obs: Tree) -> Float:
         """Returns parameters ``float32 [k, P]``."""
         rows = self.encoder(obs)
+        if self._moments is not None:
+            mean, scale = self._moments
+            rows = ((rows - mean) * scale).clip(-OBS_CLIP, OBS_CLIP)
         for weight, bias in self._arrays[:-1]:
             rows = rows @ weight
             rows += bias
-            np.tanh(rows, rows)
+            if self.activation == "relu":
+                np.maximum(rows, 0, out=rows)
+            else:
+                np.tanh(rows, rows)
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias
@@ -195,13 +267,16 @@ class MLPActor:
             zeros = np.zeros((len(weight), len(constants)), np.float32)
             arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, constants]))
         self._arrays = arrays
+        if self.normalizer is not None:
+            mean, scale = (weights[start : start + self.encoder.num_features].copy() for start in self.normalizer)
+            self._moments = mean, scale
 
 
 def check_length(weights: Float, num_weights: int) -> None:
     if weights.shape != (num_weights,):
         raise ConfigError(
             message(
-                "Weights are one flat vector of all parameters of the module.",
+                "Weights are one flat vector of all parameters and buffers of the module.",
                 expected=(num_weights,),
                 got=weights.shape,
                 remedy="Build the policy from the same kind of module as the learner",
@@ -230,6 +305,7 @@ class Policy:
             deviations, for Box.
         action_space: Of one environment; needed by a module without ``make_actor``.
         deterministic: Take the most probable action instead of drawing one.
+        random_start: Draw every action with the same probability until weights are loaded for the first time.
 
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution.
@@ -238,9 +314,15 @@ class Policy:
     noise: NoiseSpec
 
     def __init__(
-        self, module: Any, action_space: spaces.Space[Any] | None = None, *, deterministic: bool = False
+        self,
+        module: Any,
+        action_space: spaces.Space[Any] | None = None,
+        *,
+        deterministic: bool = False,
+        random_start: bool = False,
     ) -> None:
         self._actor = _make_actor(module, action_space)
+        self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
 
@@ -256,17 +338,21 @@ class Policy:
             log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
         """
         distribution = self._actor.distribution
-        params = self._actor(obs)
-        sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
+        if self._random:
+            sample, logp = distribution.uniform(noise)
+        else:
+            params = self._actor(obs)
+            sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
 
     def load_weights(self, weights: Float) -> None:
-        """Takes over new weights, ``float32``, one flat vector in the order of ``module.parameters()``; copied.
+        """Takes over new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.
 
         Raises:
             ConfigError: The vector is of another length than the module's parameters.
         """
         self._actor.load_weights(weights)
+        self._random = False
 
 
 def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:

@@ -7,12 +7,13 @@ numba would save 0.1 ms a chunk and cost half a second of import and compilation
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["gae"]
+__all__ = ["gae", "n_step", "vtrace"]
 
 Float = NDArray[np.float32]
 
@@ -59,3 +60,109 @@ def gae(
     for t in range(len(advantage) - 2, -1, -1):
         advantage[t] += decay[t] * advantage[t + 1]
     return advantage, advantage + value
+
+
+def vtrace(
+    rew: NDArray[np.floating[Any]],
+    value: NDArray[np.floating[Any]],
+    next_value: NDArray[np.floating[Any]],
+    log_ratio: NDArray[np.floating[Any]],
+    terminated: NDArray[np.bool_],
+    truncated: NDArray[np.bool_],
+    *,
+    gamma: float,
+    lam: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    valid: NDArray[np.bool_] | None = None,
+) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
+    """Returns the V-trace target and the policy-gradient advantage of each step, for actions of an older policy.
+
+    Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures",
+    ICML 2018, arXiv:1802.01561. The target of step s is equation 1, ``v_s = V(x_s)`` plus the sum over t from s on of
+    ``gamma**(t - s) * (c_s * ... * c_{t-1}) * rho_t * (r_t + gamma * V(x_{t+1}) - V(x_t))``,
+    with ``rho_t = min(rho_bar, ratio_t)`` and, by remark 2, ``c_t = lam * min(c_bar, ratio_t)``. The advantage is that
+    of section 4.2, ``rho_s * (r_s + gamma * v_{s+1} - V(x_s))``. A step that terminated its episode bootstraps from
+    0, one that was truncated and the last of the chunk from `next_value`; no sum goes beyond any of them.
+
+    Args:
+        rew: Rewards, ``[T, N]``.
+        value: Values of the observations that the policy saw, ``[T, N]``.
+        next_value: Values of the true observations after each step, ``[T, N]``; see :func:`gae`.
+        log_ratio: Log-probability of each action by the policy that learns, less that by the policy that acted,
+            ``[T, N]``.
+        terminated: ``bool [T, N]``.
+        truncated: ``bool [T, N]``.
+        gamma: Discount factor.
+        lam: Lambda: 1 is the paper's equation 1, 0 takes one step only.
+        rho_bar: Where importance weights of TD errors and advantages are cut off; what the targets converge to
+            lies between the value of the policy that acted (near 0) and of the one that learns (infinity).
+        c_bar: Where those of the trace are cut off, which bounds the variance.
+        valid: Where a step happened, ``bool [T, N]``; None means everywhere. A step that did not has its own
+            value as target and advantage 0, and what comes after it does not reach what came before.
+
+    Returns:
+        ``(target, advantage)``, each ``[T, N]`` in the dtype of `value`.
+    """
+    dtype = value.dtype
+    bootstrap = np.where(terminated, dtype.type(0), next_value)
+    rho = np.exp(np.minimum(log_ratio, math.log(rho_bar))).astype(dtype, copy=False)
+    c = np.exp(np.minimum(log_ratio, math.log(c_bar))).astype(dtype, copy=False)
+    reward = rew.astype(dtype, copy=False)
+    correction = rho * (reward + dtype.type(gamma) * bootstrap - value)  # v_s - V(x_s)
+    decay = np.where(terminated | truncated, dtype.type(0), dtype.type(gamma * lam) * c)
+    if valid is not None:
+        correction[~valid] = 0
+        decay[~valid] = 0
+    for t in range(len(correction) - 2, -1, -1):
+        correction[t] += decay[t] * correction[t + 1]
+    goes_on = ~(terminated | truncated)[:-1]
+    next_target = bootstrap.astype(dtype, copy=False)
+    next_target[:-1][goes_on] += correction[1:][goes_on]
+    advantage = rho * (reward + dtype.type(gamma) * next_target - value)
+    if valid is not None:
+        advantage[~valid] = 0
+    return value + correction, advantage
+
+
+def n_step(
+    rew: NDArray[np.floating[Any]],
+    next_value: NDArray[np.floating[Any]],
+    terminated: NDArray[np.bool_],
+    truncated: NDArray[np.bool_],
+    *,
+    gamma: float,
+    num_steps: int,
+    valid: NDArray[np.bool_] | None = None,
+) -> NDArray[np.floating[Any]]:
+    """Returns the discounted sum of the next rewards, and of the value where they end.
+
+    Sutton and Barto, "Reinforcement learning: an introduction", 2018, equation 7.1, for the return of `num_steps` steps
+    from each step. Fewer are summed where the episode or the chunk ends before: one that was truncated and
+    the chunk bootstrap from `next_value` there, one that terminated does not bootstrap.
+
+    Args:
+        rew: Rewards, ``[T, N]``.
+        next_value: Values of the true observations after each step, ``[T, N]``; see :func:`gae`.
+        terminated: ``bool [T, N]``.
+        truncated: ``bool [T, N]``.
+        gamma: Discount factor.
+        num_steps: How many rewards to sum, at least 1; T or more reaches to the end of the chunk.
+        valid: Where a step happened, ``bool [T, N]``; None means everywhere. A step that did not has return 0, and
+            the one before it bootstraps from its `next_value`.
+
+    Returns:
+        ``[T, N]`` in the dtype of `next_value`.
+    """
+    dtype = next_value.dtype
+    reward = rew.astype(dtype, copy=False)
+    bootstrap = np.where(terminated, dtype.type(0), next_value)
+    goes_on = ~(terminated | truncated)[:-1]
+    if valid is not None:
+        goes_on &= valid[1:]
+    target: NDArray[np.floating[Any]] = reward + dtype.type(gamma) * bootstrap
+    for _ in range(min(num_steps, len(rew)) - 1):  # the sum of k + 1 rewards from that of k, a step later
+        target[:-1] = reward[:-1] + dtype.type(gamma) * np.where(goes_on, target[1:], bootstrap[:-1])
+    if valid is not None:
+        target[~valid] = 0
+    return target

@@ -20,9 +20,9 @@ from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.memory import ArrayLayout, tree_writer
 from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
-from rayvec.types import Chunk, ChunkInfo, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkInfo, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
-__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "counted_ends", "join_chunks", "rollout"]
+__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 
 
 class ActingPolicy(Protocol):
@@ -102,33 +102,22 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
-class StopwatchPolicy:
-    """A policy that notes how long it acts.
-
-    Args:
-        policy: What acts.
+class Stopwatch:
+    """Adds up where the time of rollouts goes.
 
     Attributes:
-        elapsed_s: Seconds of wall time so far.
+        environment_s: Seconds of wall time until environments had answered.
+        inference_s: Until the policy had chosen.
     """
 
-    def __init__(self, policy: ActingPolicy) -> None:
-        self.noise = policy.noise
-        self.elapsed_s = 0.0
-        self._policy = policy
-        if hasattr(policy, "begin_episodes"):
-            self.begin_episodes = policy.begin_episodes
+    def __init__(self) -> None:
+        self.environment_s = 0.0
+        self.inference_s = 0.0
+        self._began_s = time.perf_counter()
 
-    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Acts against the clock."""
-        begin = time.perf_counter()
-        result = self._policy.act(obs, noise)
-        self.elapsed_s += time.perf_counter() - begin
-        return result
-
-    def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Hands weights on."""
-        self._policy.load_weights(weights)
+    def read(self) -> RolloutTimes:
+        """Returns the times since it was made."""
+        return RolloutTimes(time.perf_counter() - self._began_s, self.environment_s, self.inference_s)
 
 
 def two_groups_pay(policy_s: float, stepping_s: float) -> bool:
@@ -157,6 +146,7 @@ def rollout(
     first_id: int = 0,
     groups: Sequence[NDArray[np.int64]] | None = None,
     weights_version: int = 0,
+    stopwatch: Stopwatch | None = None,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment of `pool`.
 
@@ -172,11 +162,13 @@ def rollout(
         first_id: Global index of the pool's first environment.
         groups: Partition of the ids; while one steps, the policy works on the next. One group by default.
         weights_version: Written into the chunk.
+        stopwatch: Told where the time goes.
 
     Returns:
         The chunk, in newly allocated memory.
     """
-    n = pool.num_envs
+    n, now = pool.num_envs, time.perf_counter
+    stopwatch = stopwatch or Stopwatch()
     begin_episodes = getattr(policy, "begin_episodes", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(n)]
@@ -195,17 +187,23 @@ def rollout(
     for t in range(num_steps):
         for group, ids in enumerate(groups):
             if t > 0:
+                began_s = now()
                 batches[group] = pool.recv(ids)
+                stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
                     begin_episodes(_begun(pool, batches[group]))
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
+            began_s = now()
             actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
+            stopwatch.inference_s += now() - began_s
             recorder.add_actions(t, group, actions, extras)
             pool.send(ids, actions, Autoreset.SAME_STEP)
     for group, ids in enumerate(groups):
+        began_s = now()
         batch = pool.recv(ids)
+        stopwatch.environment_s += now() - began_s
         recorder.add_results(num_steps - 1, group, batch)
         recorder.add_last_obs(group, batch.obs)
         if begin_episodes is not None:
@@ -369,71 +367,3 @@ def _assign(target: Tree, index: Any, source: Tree) -> None:
         return
     for array, value in zip(tree_leaves(target), tree_leaves(source), strict=True):
         array[index] = value
-
-
-def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """Joins chunks of the same steps of different environments, side by side, in newly allocated memory."""
-    offsets = np.cumsum([0, *(chunk.num_envs for chunk in chunks)]).tolist()
-    final_index, order = _place(offsets, [chunk.final_index for chunk in chunks])
-
-    def join(axis: int, trees: Sequence[Tree]) -> Tree:
-        return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
-
-    def place(infos: Callable[[Chunk], tuple[ChunkInfo, ...]]) -> tuple[ChunkInfo, ...]:
-        placed = [
-            info._replace(n=info.n + offset, info=_writable(info.info))
-            for chunk, offset in zip(chunks, offsets, strict=False)
-            for info in infos(chunk)
-        ]
-        return tuple(sorted(placed, key=itemgetter(0, 1)))
-
-    first = chunks[0]
-    return Chunk(
-        env_ids=join(0, [chunk.env_ids for chunk in chunks]),
-        obs=join(1, [chunk.obs for chunk in chunks]),
-        act=join(1, [chunk.act for chunk in chunks]),
-        rew=join(1, [chunk.rew for chunk in chunks]),
-        terminated=join(1, [chunk.terminated for chunk in chunks]),
-        truncated=join(1, [chunk.truncated for chunk in chunks]),
-        valid=join(1, [chunk.valid for chunk in chunks]),
-        last_obs=join(0, [chunk.last_obs for chunk in chunks]),
-        final_index=final_index,
-        final_obs=tree_map(lambda leaf: leaf[order], join(0, [chunk.final_obs for chunk in chunks])),
-        extras={name: join(1, [chunk.extras[name] for chunk in chunks]) for name in first.extras},
-        infos=place(lambda chunk: chunk.infos),
-        reset_infos=place(lambda chunk: chunk.reset_infos),
-        restarts=_place(offsets, [chunk.restarts for chunk in chunks])[0],
-        weights_version=min(chunk.weights_version for chunk in chunks),
-        first_step=first.first_step,
-    )
-
-
-def _writable(value: Any) -> Any:
-    """Copies arrays that can't be written, as they come by Ray, wherever they are in an info."""
-    if isinstance(value, np.ndarray):
-        return value if value.flags.writeable else value.copy()
-    if type(value) is dict:
-        return {key: _writable(item) for key, item in value.items()}
-    return value
-
-
-def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """Joins places ``(t, n)`` of chunks side by side, in order; returns also where each came from."""
-    joined = np.concatenate([at + np.array([0, offset]) for at, offset in zip(places, offsets, strict=False)])
-    order = np.lexsort((joined[:, 1], joined[:, 0]))
-    return joined[order], order
-
-
-def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
-    """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut.
-
-    A fault has cut an episode where the step that failed began with the observation that ended it.
-    """
-    ended: NDArray[np.bool_] = chunk.done & chunk.valid
-    finals = {(t, n): row for row, (t, n) in enumerate(chunk.final_index.tolist())}
-    for t, n in chunk.restarts.tolist():
-        row = finals.get((t - 1, n))
-        if row is not None and not chunk.terminated[t - 1, n]:
-            pairs = zip(tree_leaves(chunk.final_obs), tree_leaves(chunk.obs), strict=True)
-            ended[t - 1, n] &= not all(np.array_equal(final[row], obs[t, n]) for final, obs in pairs)
-    return ended

@@ -8,38 +8,95 @@
     ├── learning_curve.png     return against steps
     └── result.json            totals, and the greedy evaluation
 
-Learners are found by the class of their settings: a new algorithm adds a line to `LEARNERS` and its
-config to `rayvec.config.CONFIGS`, and nothing else here changes.
+Learners are found by the class of their settings: a new algorithm is `register`-ed, and nothing else here
+changes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import functools
+import importlib
 import json
+import os
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import rayvec
 from rayvec import checkpoint
-from rayvec.config import PPOConfig, TrainConfig
-from rayvec.errors import ConfigError, message
+from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.errors import CheckpointError, ConfigError, message
 from rayvec.learners.base import Learner
+from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
+from rayvec.types import CollectStats
 from rayvec.vector import RayVecEnv
 
 __all__ = [
     "LEARNERS",
-    "create_run_dir",
+    "Progress",
+    "begin_run_dir",
     "free_run_dir",
     "load_run",
+    "locked",
     "make_env",
     "make_learner",
+    "open_learner",
+    "register",
+    "restore",
     "save_checkpoint",
     "save_result",
 ]
 
-LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {PPOConfig: PPOLearner}
+LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
+    PPOConfig: PPOLearner,
+    SACConfig: SACLearner,
+    IMPALAConfig: IMPALALearner,
+}
 """What learns, by the class of its settings: called with the spaces of one environment and the settings."""
+
+_PARTS = {"weights", "learner", "collector", "progress"}
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        steps: Environment steps taken.
+        episodes: Episodes ended.
+        iterations: Rounds of sampling and learning.
+        wall_s: Wall time up to the last checkpoint, in seconds.
+    """
+
+    steps: int = 0
+    episodes: int = 0
+    iterations: int = 0
+    wall_s: float = 0.0
+
+    def add(self, stats: CollectStats) -> None:
+        """Counts an iteration."""
+        self.steps += stats.n_collected_steps
+        self.episodes += stats.n_collected_episodes
+        self.iterations += 1
+
+
+def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -> None:
+    """Adds an algorithm: from now on :func:`rayvec.train` takes settings of this class.
+
+    Args:
+        config_class: A frozen dataclass derived from :class:`rayvec.TrainConfig`, with a name in ``algorithm``.
+        learner: Called with the observation space and the action space of one environment and the settings.
+    """
+    CONFIGS[config_class.algorithm] = config_class
+    LEARNERS[config_class] = learner
 
 
 def make_env(config: TrainConfig) -> RayVecEnv:
@@ -48,15 +105,74 @@ def make_env(config: TrainConfig) -> RayVecEnv:
         config.env_id,
         config.num_envs,
         env_kwargs=config.env_kwargs,
+        wrappers=[_function(name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         address=config.address,
     )
 
 
+def _function(name: str) -> Callable[..., Any]:
+    """Returns what "module:function" names; whoever gets it pickled imports it again."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+        problem = "no function"
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = str(error)
+    raise ConfigError(
+        message(
+            "wrappers names functions that take an environment and return one.",
+            expected="module:function, which can be imported",
+            got=f"{name!r} ({problem})",
+            remedy='Correct the name, for example "gymnasium.wrappers:FlattenObservation".',
+        )
+    )
+
+
 def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
-    """Returns the learner of a run with its initial weights."""
-    return LEARNERS[type(config)](env.single_observation_space, env.single_action_space, config)
+    """Returns the learner of a run with its initial weights, in this process."""
+    return _learner_builder(config, env)()
+
+
+@contextlib.contextmanager
+def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
+    """Yields the learner of a run with its initial weights: in this process, or a group of several ranks."""
+    build = _learner_builder(config, env)
+    if config.num_learners == 1:
+        yield build()
+        return
+    with contextlib.closing(rayvec.LearnerGroup(build, config.num_learners, config.learner_device)) as group:
+        yield group
+
+
+def _learner_builder(config: TrainConfig, env: RayVecEnv) -> Callable[[], Learner]:
+    return functools.partial(LEARNERS[type(config)], env.single_observation_space, env.single_action_space, config)
+
+
+def restore(part: Any, state: Mapping[str, Any]) -> None:
+    """Lets a part of a run go on from its state.
+
+    Raises:
+        CheckpointError: The state is of another kind of part.
+    """
+    try:
+        part.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _incomplete(f"of the {type(part).__name__} ({type(error).__name__}: {error})") from error
+
+
+def _incomplete(what: str) -> CheckpointError:
+    return CheckpointError(
+        message(
+            "A checkpoint holds everything that a run goes on from.",
+            expected="a checkpoint that this version of rayvec wrote with these settings",
+            got=f"one without what it takes {what}",
+            remedy="Use the version and the config.yaml that it was written with, or train the run anew.",
+        )
+    )
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -69,24 +185,38 @@ def free_run_dir(config: TrainConfig) -> Path:
     name = f"{env_name}-{config.algorithm}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = config.run_dir or Path("runs") / name
     if run_dir.exists():
-        raise ConfigError(
-            message(
-                "A run has a directory of its own.",
-                expected="a path where there is nothing yet",
-                got=f"{run_dir}, which exists",
-                remedy=f"Pass another run_dir, or go on with that run: rayvec train {config.algorithm} "
-                f"--resume {run_dir}",
-            )
-        )
+        raise _taken(run_dir, config)
     return run_dir
 
 
-def create_run_dir(run_dir: Path, config: TrainConfig) -> None:
-    """Makes the directory of a run and writes its settings into it."""
+def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
+    return ConfigError(
+        message(
+            "A run has a directory of its own.",
+            expected="a path where there is nothing yet",
+            got=f"{run_dir}, which exists",
+            remedy=f"Pass another run_dir, or go on with that run: rayvec train {config.algorithm} --resume {run_dir}",
+        )
+    )
+
+
+def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> None:
+    """Makes the directory of a run with its settings and a first checkpoint: all of it, or nothing.
+
+    Whenever a run is killed, it can be resumed if its directory is there.
+
+    Raises:
+        ConfigError: The directory can't be made, or has come into being since.
+    """
+    partial = run_dir.with_name(f".{run_dir.name}.{os.getpid()}.tmp")
     try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        partial.mkdir(parents=True)
+        (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        save_checkpoint(partial, state)
+        partial.rename(run_dir)  # replaces an empty directory at most
     except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and run_dir.exists():
+            raise _taken(run_dir, config) from error
         raise ConfigError(
             message(
                 "A run writes into a directory of its own.",
@@ -95,6 +225,42 @@ def create_run_dir(run_dir: Path, config: TrainConfig) -> None:
                 remedy="Pass another run_dir.",
             )
         ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes from training in the same directory; the lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: Another one is at work there.
+    """
+    try:
+        directory = os.open(run_dir, os.O_RDONLY)
+    except OSError:
+        yield  # whoever reads the run will say what is wrong
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, but:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _busy(run_dir) from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def _busy(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        message(
+            "One process at a time trains in the directory of a run.",
+            expected=f"no other process at work in {run_dir}",
+            got="one that is",
+            remedy="Wait until it has ended, or stop it with Ctrl-C; then resume.",
+        )
+    )
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
@@ -135,4 +301,9 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
                 remedy="Pass the directory of a run, such as one below runs/.",
             )
         ) from None
-    return TrainConfig.from_yaml(text), checkpoint.load(run_dir / "checkpoint.pt")
+    config, state = TrainConfig.from_yaml(text), checkpoint.load(run_dir / "checkpoint.pt")
+    if missing := sorted(_PARTS - state.keys()):
+        raise _incomplete(f"(no {', '.join(missing)})")
+    if state["progress"].keys() != {item.name for item in fields(Progress)}:
+        raise _incomplete(f"(progress: {', '.join(state['progress'])})")
+    return config, state

@@ -1,4 +1,4 @@
-"""Training: sampling, learning and weights go round."""
+"""Training: sampling, learning and weights go round, whatever the algorithm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ import torch
 
 from rayvec.collector import Collector
 from rayvec.config import TrainConfig
-from rayvec.evaluate import evaluate
+from rayvec.evaluate import evaluate, greedy_policy
 from rayvec.learners.base import Learner
 from rayvec.loggers import RunLogger
 from rayvec.policies import Policy
-from rayvec.runs import create_run_dir, free_run_dir, load_run, make_env, make_learner, save_checkpoint, save_result
-from rayvec.types import CollectStats
+from rayvec.runs import (
+    Progress,
+    begin_run_dir,
+    free_run_dir,
+    load_run,
+    locked,
+    make_env,
+    open_learner,
+    restore,
+    save_checkpoint,
+    save_result,
+)
 from rayvec.vector import RayVecEnv
 
 __all__ = ["TrainResult", "resume", "train"]
@@ -56,103 +66,101 @@ def train(config: TrainConfig) -> TrainResult:
 
     Raises:
         ConfigError: The settings can't work, or the directory exists.
+        LearnerError: A loss or a gradient was not finite, or a rank was lost. Like every error of a run that has
+            begun, it has a note that says how to go on from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message says how to go on.
     """
     return _run(config, free_run_dir(config), None)
 
 
-def resume(run_dir: Path | str) -> TrainResult:
+def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
     """Goes on with a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
     environments begin new episodes, with seeds that depend on the steps taken up to the checkpoint.
 
+    Args:
+        run_dir: Directory of the run.
+        changes: Settings of :data:`rayvec.config.ADJUSTABLE` to go on with in place of the run's own.
+
     Raises:
-        ConfigError: `run_dir` is not the directory of a run.
+        ConfigError: `run_dir` is not the directory of a run, another process is at work in it, or a change of
+            what is learned.
         CheckpointError: Its checkpoint is missing or damaged.
         KeyboardInterrupt: Training was interrupted; the message says how to go on.
     """
-    config, state = load_run(Path(run_dir))
-    return _run(config, Path(run_dir), state)
+    run_dir = Path(run_dir)
+    with locked(run_dir):
+        config, state = load_run(run_dir)
+        return _run(config.adjusted(**changes), run_dir, state)
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> TrainResult:
-    progress = Progress(**(state["progress"] if state else {}))
+    progress = Progress(**state["progress"]) if state else Progress()
     began_s = time.monotonic() - progress.wall_s
     stop = StopOnInterrupt()
-    with torch_threads(config.learner_threads), make_env(config) as env:
-        learner, collector = _begin(config, env, state)
-        collector.reset(seed=config.train_seed(progress.steps))
-        if state is None:
-            create_run_dir(run_dir, config)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch_threads(config.learner_threads))
+        env = stack.enter_context(make_env(config))
+        learner = stack.enter_context(open_learner(config, env))
+        collector = stack.enter_context(contextlib.closing(_begin(config, env, learner, progress, state)))
 
-        def save() -> float:
+        def checkpoint() -> dict[str, Any]:
             progress.wall_s = time.monotonic() - began_s
-            parts = {"learner": learner.state_dict(), "collector": collector.state_dict()}
-            save_checkpoint(run_dir, {**parts, "progress": asdict(progress)})
-            return time.monotonic()
+            weights = torch.from_numpy(learner.weights())
+            parts = {"weights": weights, "learner": learner.state_dict(), "collector": collector.state_dict()}
+            return {**parts, "progress": asdict(progress)}
 
-        with RunLogger(run_dir, config, steps=progress.steps) as logger:
-            with stop:
-                saved_s = save()
-                while progress.steps < config.total_steps and not stop.requested:
-                    laps = Laps()
-                    batch = collector.collect(n_step=config.steps_per_iteration)
-                    laps.end("collect")
-                    metrics = learner.update(batch)
-                    laps.end("learn")
+        if state is None:
+            begin_run_dir(run_dir, config, checkpoint())
+            stack.enter_context(locked(run_dir))
+        how_to_go_on = f"go on with: rayvec train {config.algorithm} --resume {run_dir}"
+        stack.enter_context(noting(how_to_go_on))
+        logger = stack.enter_context(RunLogger(run_dir, config, steps=progress.steps))
+        with stop:
+            saved_s = time.monotonic()
+            while progress.steps < config.total_steps and not stop.requested:
+                laps = Laps()
+                batch = collector.collect(n_step=config.steps_per_iteration)
+                laps.end("collect")
+                metrics = learner.update(batch)
+                laps.end("learn")
+                if metrics:
                     collector.set_weights(learner.weights())
                     laps.end("publish")
 
-                    progress.add(batch.stats)
-                    logger.log(progress.steps, batch.stats, metrics, laps.times_s)
-                    if time.monotonic() - saved_s >= config.checkpoint_interval_s:
-                        saved_s = save()
-                save()
-            if stop.requested:
-                how_to_go_on = f"rayvec train {config.algorithm} --resume {run_dir}"
-                raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; go on with: {how_to_go_on}")
-            evaluation = evaluate(
-                env, learner.module, config.eval_episodes, seed=config.eval_seed(), inference=config.inference
-            )
-            logger.log_evaluation(progress.steps, evaluation.return_mean)
+                progress.add(batch.stats)
+                logger.log(progress.steps, batch.stats, metrics, laps.times_s)
+                if time.monotonic() - saved_s >= config.checkpoint_interval_s:
+                    save_checkpoint(run_dir, checkpoint())
+                    saved_s = time.monotonic()
+            save_checkpoint(run_dir, checkpoint())
+        if stop.requested:
+            raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; {how_to_go_on}")
+        collector.close()
+        policy = greedy_policy(learner.module, learner.weights())
+        evaluation = evaluate(env, policy, config.eval_episodes, seed=config.eval_seed(), inference=config.inference)
+        logger.log_evaluation(progress.steps, evaluation.return_mean)
     result = TrainResult(run_dir, progress.steps, time.monotonic() - began_s, evaluation.return_mean)
     save_result(run_dir, config, asdict(result), evaluation.returns.tolist())
     return result
 
 
-def _begin(config: TrainConfig, env: RayVecEnv, state: dict[str, Any] | None) -> tuple[Learner, Collector]:
-    """Returns what learns and what collects for it, both new or both where `state` left them."""
-    learner = make_learner(config, env)
+def _begin(
+    config: TrainConfig, env: RayVecEnv, learner: Learner, progress: Progress, state: dict[str, Any] | None
+) -> Collector:
+    """Returns what collects for the learner; both are new, or both where `state` left them."""
+    policy = Policy(learner.module, random_start=progress.steps < config.random_steps)
     if state:
-        learner.load_state_dict(state["learner"])
-    collector = Collector(env, Policy(learner.module), inference=config.inference, seed=config.seed)
+        restore(learner, state["learner"])
+        if progress.steps >= config.random_steps:
+            policy.load_weights(learner.weights())
+    prefetch = config.prefetch and config.inference == "worker"
+    collector = Collector(env, policy, inference=config.inference, seed=config.seed, prefetch=prefetch)
     if state:
-        collector.load_state_dict(state["collector"])
-    return learner, collector
-
-
-@dataclass
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        steps: Environment steps taken.
-        episodes: Episodes ended.
-        iterations: Rounds of sampling and learning.
-        wall_s: Wall time up to the last checkpoint, in seconds.
-    """
-
-    steps: int = 0
-    episodes: int = 0
-    iterations: int = 0
-    wall_s: float = 0.0
-
-    def add(self, stats: CollectStats) -> None:
-        """Counts an iteration."""
-        self.steps += stats.n_collected_steps
-        self.episodes += stats.n_collected_episodes
-        self.iterations += 1
+        restore(collector, state["collector"])
+    collector.reset(seed=config.train_seed(progress.steps))
+    return collector
 
 
 class Laps:
@@ -167,6 +175,16 @@ class Laps:
         now_s = time.monotonic()
         self.times_s[activity] = now_s - self._began_s
         self._began_s = now_s
+
+
+@contextlib.contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Adds a note to every error that passes."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 @contextlib.contextmanager

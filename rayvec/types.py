@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 __all__ = [
     "Batch",
     "Chunk",
+    "ChunkEdges",
     "ChunkInfo",
     "ChunkRef",
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",
     "RawInfo",
+    "Rollout",
+    "RolloutTimes",
     "StepBatch",
     "Topology",
     "Tree",
@@ -112,6 +115,17 @@ class StepBatch:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     info: Any = ()
+
+    def copy(self) -> StepBatch:
+        """Returns the same in memory of its own; objects are shared."""
+        return StepBatch(
+            self.env_ids.copy(),
+            tree_map(np.copy, self.obs),
+            self.rew.copy(),
+            self.terminated.copy(),
+            self.truncated.copy(),
+            self.info,
+        )
 
 
 class ChunkInfo(NamedTuple):
@@ -253,6 +267,75 @@ class ChunkRef:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkEdges:
+    """What must be known of a chunk to tell its episodes apart, without what the policy saw and did.
+
+    Attributes:
+        env_ids: As of the chunk, like everything that has the same name there.
+        rew: ``float64 [T, N]``.
+        terminated: ``bool [T, N]``.
+        truncated: ``bool [T, N]``.
+        valid: ``bool [T, N]``.
+        ended: Where an episode ended by itself, not cut by a fault, ``bool [T, N]``.
+        final_index: ``int64 [F, 2]``.
+        restarts: ``int64 [R, 2]``.
+        last_obs: Tree of ``[N, *obs_shape]``, for whoever must go on where a node is lost.
+        weights_version: Version of the policy's weights.
+        first_step: How many steps the environments had taken in chunks before this one.
+    """
+
+    env_ids: NDArray[np.int64]
+    rew: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
+    final_index: NDArray[np.int64]
+    restarts: NDArray[np.int64]
+    last_obs: Tree
+    weights_version: int
+    first_step: int
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return int(self.rew.shape[0])
+
+
+class RolloutTimes(NamedTuple):
+    """Wall time of one rollout, in seconds.
+
+    Attributes:
+        whole_s: From its beginning to its end.
+        environment_s: Of it, until environments had answered.
+        inference_s: Of it, until the policy had chosen.
+    """
+
+    whole_s: float
+    environment_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A chunk as those who acted hand it over.
+
+    Attributes:
+        edges: Of the chunk.
+        chunk: The chunk, or None where it was left in Ray's object store.
+        refs: Where it lies there, a part for each node; else none.
+        times: Of each worker, or of the driver if it acted.
+        waited_s: How long the caller waited for them, in seconds.
+    """
+
+    edges: ChunkEdges
+    chunk: Chunk | None
+    refs: tuple[ChunkRef, ...]
+    times: tuple[RolloutTimes, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeStats:
     """The episodes that ended in what was collected, in the order of their ends (t, then column).
 
@@ -276,12 +359,17 @@ class CollectStats:
         lens: Their lengths in steps, ``int64 [F]``.
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
-        n_surplus_steps: Steps that were taken but belong to no episode of an ``n_episode`` quota.
+        n_surplus_steps: Steps that were taken but are in no batch: beyond an ``n_episode`` quota, or in flight when
+            the collector was reset.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
-        time_split_s: Seconds of wall time by what was waited for: ``rollout`` (environments and
-            inference, on the slowest node) and ``transport`` (asking, fetching and joining).
+        time_split_s: The same seconds by what they went to: ``environment`` and ``inference``, of the mean worker;
+            ``waiting``, what the mean worker is ahead of the slowest; ``transport``, all else: asking, recording,
+            fetching and joining. What was done in flight before the call is left out. Where the driver acts, what
+            lies between it and the environments counts as ``environment``.
         weights_versions: Oldest and newest version of the weights that acted.
+        staleness: How many versions had been published after the oldest that acted when the batch was returned.
+        n_restarts: How often an environment was made anew because it, its worker or its node had failed.
     """
 
     returns: NDArray[np.float64]
@@ -293,6 +381,8 @@ class CollectStats:
     steps_per_s: float
     time_split_s: dict[str, float]
     weights_versions: tuple[int, int]
+    staleness: int = 0
+    n_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import inspect
 import multiprocessing
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -31,13 +30,14 @@ from rayvec.batching import (
     parse_autoreset_mode,
     split_groups,
 )
+from rayvec.chunks import edges_of
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
-from rayvec.rollout import StopwatchPolicy, as_policy, rollout, two_groups_pay
-from rayvec.types import Chunk, StepBatch, Topology, Tree, tree_map
+from rayvec.rollout import Stopwatch, as_policy, rollout, two_groups_pay
+from rayvec.types import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVecEnv", "make_vec"]
@@ -361,43 +361,77 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 if self._local_policy is not None:
                     self._local_policy[1].drop()
                 self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
-            chunk, _ = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
+            taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:
-            chunk = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
+            taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
         self._chunk_steps += num_steps
-        return chunk
+        assert taken.chunk is not None
+        return taken.chunk
 
     def rollout_workers(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, float]:
-        """Lets the workers act with a published policy; returns also the seconds that the slowest node took."""
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> Rollout:
+        """Lets the workers act with a published policy.
+
+        Args:
+            weights: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store.
+        """
+        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
+        return self.rollout_wait()
+
+    def rollout_async(
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
+
+        Until then the environments are busy, but weights may be published: the next chunk begins with them.
+        """
         self._begin_rollout(num_steps)
-        return self._guarded(lambda: self._pool.rollout(weights.key, num_steps, first_step, noise_seed))
+        self._guarded(
+            lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
+        )
+        self._pending = "rollout"
+
+    def rollout_wait(self, timeout: float | None = None) -> Rollout:
+        """Waits for :meth:`rollout_async`, for up to `timeout` seconds.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        self._assert_pending("rollout")
+        result = self._guarded(lambda: self._pool.finish_rollout(timeout))
+        self._pending = None
+        return result
 
     def rollout_driver(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
-    ) -> Chunk:
+    ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
-        acting = StopwatchPolicy(as_policy(policy))
-        begin = time.perf_counter()
+        stopwatch = Stopwatch()
         chunk = self._guarded(
             lambda: rollout(
                 self._pool,
-                acting if self._groups_undecided else as_policy(policy),
+                as_policy(policy),
                 num_steps,
                 noise_seed=noise_seed,
                 first_step=first_step,
                 groups=self.groups,
                 weights_version=weights_version,
+                stopwatch=stopwatch,
             )
         )
+        times = stopwatch.read()
         if self._groups_undecided:
             self._groups_undecided = False
-            stepping_s = time.perf_counter() - begin - acting.elapsed_s
-            if two_groups_pay(acting.elapsed_s, stepping_s):
+            if two_groups_pay(times.inference_s, times.whole_s - times.inference_s):
                 self.groups = split_groups(self._pool.topology, 2)
-        return chunk
+        return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
 
     def publish(self, policy: Any) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights."""
@@ -417,10 +451,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
-        self._assert_running()
-        if self._pending != "call" or self._collect_call is None:
-            raise NoAsyncCallError("Calling `call_wait` without any prior call to `call_async`.", "call")
+        self._assert_pending("call")
         collect = self._collect_call
+        assert collect is not None
         results = self._guarded(lambda: collect(timeout))
         self._pending = None
         return tuple(results)
@@ -487,9 +520,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._done[:] = False  # every environment whose episode has ended is reset first
 
     def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
-        self._assert_running()
-        if self._pending != what:
-            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
+        self._assert_pending(what)
         batch = self._recv(ids, timeout)
         self._pending = None
         self._note_done(batch)
@@ -535,6 +566,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _assert_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_pending(self, what: str) -> None:
+        self._assert_running()
+        if self._pending != what:
+            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
 
     def _assert_idle(self, name: str) -> None:
         self._assert_running()

@@ -33,10 +33,10 @@ class WeightStore:
         self._pool = pool
         self._size: int | None = None
         self._current: Any = None
-        pool.load_policy(self.key, cloudpickle.dumps(policy))
+        pool.acting.load(self.key, cloudpickle.dumps(policy))
 
     def publish(self, weights: NDArray[np.float32]) -> int:
-        """Publishes a flat vector of weights; every rollout that begins from now on acts with it.
+        """Publishes a flat vector of weights; every chunk that begins from now on is taken with it.
 
         Returns:
             Its version, one more than the last.
@@ -57,9 +57,9 @@ class WeightStore:
         self._size = weights.size
         self.version += 1
         self._current = ray.put(weights)  # kept, so that a node that joins later can fetch it
-        self._pool.publish(self.key, self.version, self._current)
+        self._pool.acting.publish(self.key, self.version, self._current)
         return self.version
 
     def drop(self) -> None:
         """Lets the workers forget the policy and its weights; the store can't be used after it."""
-        self._pool.drop_policy(self.key)
+        self._pool.acting.drop(self.key)

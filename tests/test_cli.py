@@ -1,4 +1,5 @@
-"""The command line: what works prints what it should; what can't work ends with one message and code 2."""
+"""The command line: what works prints what it should; what can't work ends with one message and code 2, what fails
+after it has begun with 1."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from processes import assert_nothing_left, running
 from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.fields import field_names
+from rayvec.runs import load_run
 
 TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --workers-per-node 1 --total-steps 64".split()
 
@@ -61,8 +63,9 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("--env-id no_such_module:Env-v0", ["no_such_module"]),
         ("--resume nowhere", ["config.yaml"]),
-        ("--resume nowhere --gamma 0.5 --seed 3", ["--seed, --gamma"]),
-        ("--resume nowhere --env-kwargs gravity 1", ["--env-kwargs"]),
+        ("--wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
+        ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),
+        ("--wrappers gymnasium", ["module:function"]),
     ],
 )
 def test_what_cannot_work(
@@ -104,6 +107,24 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("name", "words"), [("breaks", ["RuntimeError", "wears out"]), ("goes_blind", ["finite numbers", "nan"])]
+)
+def test_a_run_that_fails_on_its_way_says_how_to_go_on(
+    name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "a"
+    arguments = [*TINY, "--total-steps", "100_000", "--checkpoint-interval-s", "0"]
+    assert main(["train", "ppo", *arguments, "--wrappers", f"wrap:{name}", "--run-dir", str(run_dir)]) == 1
+    error = capsys.readouterr().err
+    for word in (*words, f"go on with: rayvec train ppo --resume {run_dir}"):
+        assert word in error
+    assert "Traceback" not in error
+    _, state = load_run(run_dir)
+    assert 0 < state["progress"]["steps"] < 100_000 and bool(state["weights"].isfinite().all())
+
+
+@pytest.mark.usefixtures("ray_cluster")
 def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "a"
     assert main(["train", "ppo", *TINY, "--eval-episodes", "6", "--run-dir", str(run_dir)]) == 0
@@ -115,6 +136,12 @@ def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert first and float(first[0]) == pytest.approx(expected, abs=0.005)
     assert first.start() == re.search(r"\d", printed).start()
     assert main(["train", "ppo", "--resume", str(run_dir)]) == 0
+    elsewhere = ["--resume", str(run_dir), "--num-nodes", "1", "--inference", "driver", "--num-steps=16"]
+    assert main(["train", "ppo", *elsewhere]) == 0
+    assert main(["eval", str(run_dir), "--episodes", "2", "--workers-per-node", "2"]) == 0
+    capsys.readouterr()
+    another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
+    assert_refused(another, capsys, "Got: seed=3 after 1, anneal_lr=False after True.")
 
 
 @pytest.mark.usefixtures("ray_cluster")

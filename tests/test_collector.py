@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import ray
 from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
@@ -15,7 +17,15 @@ from test_rollout import assert_same_chunk
 
 from rayvec.collector import Collector, EpisodeTracker
 from rayvec.errors import ConfigError
-from rayvec.testing import CoinEnv, CountingEnv, DriftEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.testing import (
+    CoinEnv,
+    CountingEnv,
+    DriftEnv,
+    TablePolicy,
+    TimedEnv,
+    assert_identical,
+    counting_errors,
+)
 from rayvec.types import Batch, Chunk
 from rayvec.vector import RayVecEnv
 
@@ -42,7 +52,8 @@ def assert_consistent(batch: Batch) -> None:
     assert stats.n_collected_steps + stats.n_surplus_steps == taken
     assert stats.n_collected_episodes == len(stats.returns) == len(stats.lens)
     assert stats.returns.dtype == np.float64 and stats.lens.dtype == np.int64
-    assert set(stats.time_split_s) == {"rollout", "transport"}
+    assert set(stats.time_split_s) == {"environment", "inference", "waiting", "transport"}
+    assert min(stats.time_split_s.values()) >= 0
     assert sum(stats.time_split_s.values()) == pytest.approx(stats.collect_time_s)
     assert stats.steps_per_s == pytest.approx(taken / stats.collect_time_s)
 
@@ -201,6 +212,49 @@ class TestWeights:
         chunk = second.collect(n_step=50).chunks[0]
         assert chunk.weights_version == 0
         assert_identical(chunk.extras["logp"], TablePolicy(seed=0)._logp[chunk.extras["state"], chunk.act])
+
+
+class SlowPolicy(TablePolicy):
+    """Takes its time."""
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        time.sleep(0.02)
+        return super().act(obs, noise)
+
+
+class TestTimes:
+    """Sleeps are lower bounds of what was measured; nothing is said of how much more it may be."""
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([partial(TimedEnv, 0.01)] * 2)
+        split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
+        assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
+
+    def test_of_waiting_for_the_slowest(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv, partial(TimedEnv, 0.05)], workers=2)
+        split = Collector(env, TablePolicy()).collect(n_step=2 * 10).stats.time_split_s
+        assert split["environment"] >= 10 * 0.05 / 2, "of the mean worker"
+        assert split["waiting"] > 0.1
+
+    def test_what_was_done_in_flight_is_not_in_the_call(self, make_vec: MakeVec) -> None:
+        env = make_vec([partial(TimedEnv, 0.02)] * 2)
+        collector = Collector(env, TablePolicy(), prefetch=True)
+        collector.collect(n_step=2 * 10)
+        until = time.monotonic() + 60
+        while not ray_is_done(env):
+            assert time.monotonic() < until
+        batch = collector.collect(n_step=2 * 10)
+        assert_consistent(batch)
+        assert batch.stats.time_split_s["environment"] < batch.stats.collect_time_s
+        collector.close()
+
+
+def ray_is_done(env: RayVecEnv) -> bool:
+    """Whether the chunk in flight has been taken; it stays in flight."""
+    flight = env._pool.acting._flight
+    assert flight is not None
+    return bool(ray.wait([refs[0] for _, refs in flight.asked], num_returns=len(flight.asked), timeout=0.1)[0])
 
 
 class TestState:

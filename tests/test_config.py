@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec import PPOConfig, TrainConfig
-from rayvec.config import CONFIGS
+from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.errors import ConfigError
 from rayvec.fields import describe, field_names
 
@@ -130,3 +130,21 @@ def test_seeds_of_evaluation_and_training_never_meet(seed: int, steps: int, env_
 def test_seeds_differ_between_runs_and_after_resuming() -> None:
     seeds = {PPOConfig(seed=seed).train_seed(steps) for seed in range(50) for steps in (0, 1024, 2048)}
     assert len(seeds) == 150
+
+
+def test_settings_made_at_a_prompt_have_no_docstrings_but_work() -> None:
+    namespace: dict[str, Any] = {"TrainConfig": TrainConfig, "dataclass": dataclasses.dataclass}
+    exec("@dataclass(frozen=True, kw_only=True)\nclass Mine(TrainConfig):\n    width: int = 3", namespace)
+    rows = {row.name: row.doc for row in describe(namespace["Mine"])}
+    assert rows["width"] == "" and rows["seed"]
+    assert "width: 3" in namespace["Mine"]().to_yaml()
+
+
+def test_a_run_may_move_but_not_change() -> None:
+    config = PPOConfig(num_nodes=2)
+    assert config.adjusted(num_nodes=None, num_learners=3, gamma=config.gamma) == dataclasses.replace(
+        config, num_nodes=None, num_learners=3
+    )
+    with pytest.raises(ConfigError, match=r"only changes of num_nodes, .*Got: gamma=0.5 after 0.98\. Remedy"):
+        config.adjusted(num_nodes=1, gamma=0.5)
+    assert set(ADJUSTABLE) < set(field_names(TrainConfig))

@@ -29,7 +29,7 @@ def stats(*returns: float) -> CollectStats:
         n_surplus_steps=0,
         collect_time_s=0.3,
         steps_per_s=53.3,
-        time_split_s={"rollout": 0.2, "transport": 0.1, "other": 0.0},
+        time_split_s={"environment": 0.2, "transport": 0.1, "waiting": 0.0},
         weights_versions=(1, 1),
     )
 
@@ -46,7 +46,7 @@ def test_a_line_for_each_iteration(tmp_path: Path) -> None:
     assert first["steps"] == 16 and second["steps"] == 32
     assert second["return_mean"] == 16.0 and second["return_max"] == 32.0 and second["episodes"] == 2
     assert second["steps_per_s"] == pytest.approx(16 / 0.4)
-    assert second["time_s/learn"] == 0.1 and second["time_s/collect/rollout"] == 0.2
+    assert second["time_s/learn"] == 0.1 and second["time_s/collect/environment"] == 0.2
     assert first["learner/loss"] is None and second["learner/loss"] == 0.5
 
 

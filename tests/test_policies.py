@@ -26,6 +26,7 @@ from rayvec.errors import ConfigError
 from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.noise import keyed_noise
 from rayvec.policies import Policy, make_encoder
+from rayvec.types import tree_leaves, tree_map
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 ACTION_SPACES: dict[str, spaces.Space[Any]] = {
@@ -192,11 +193,137 @@ def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "space", [spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
+    "space", [spaces.Box(0, 1, (84, 84, 3), np.float32), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
 )
 def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Expected: Box of at most two dimensions.*Got: .*Remedy"):
+    with pytest.raises(ConfigError, match=r"Expected: Box of numbers.*images as uint8.*Got: .*Remedy"):
         make_actor_critic(space, BOX)
+
+
+def test_who_cannot_see_refuses_images() -> None:
+    with pytest.raises(ConfigError, match=r"reads a fixed number of numbers\..*Got: Box\(0, 255, \(84"):
+        make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
+
+
+IMAGES: dict[str, spaces.Space[Any]] = {
+    "channels first": spaces.Box(0, 255, (4, 40, 36), np.uint8),
+    "channels last": spaces.Box(0, 255, (36, 40, 3), np.uint8),
+    "two images and numbers": spaces.Dict(
+        far=spaces.Box(0, 255, (36, 36, 1), np.uint8),
+        near=spaces.Tuple([spaces.Box(0, 255, (2, 36, 36), np.uint8), BOX]),
+        which=spaces.Discrete(3),
+    ),
+}
+EACH_IMAGE_SPACE = pytest.mark.parametrize("space", IMAGES.values(), ids=IMAGES)
+
+
+def draw_obs(space: spaces.Space[Any], *lead: int) -> Any:
+    count = math.prod(lead)
+    batched = batch_space(space, count)
+    batched.seed(0)
+    return tree_map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), batched.sample())
+
+
+@EACH_IMAGE_SPACE
+def test_images_are_seen(space: spaces.Space[Any]) -> None:
+    """Each pixel counts, rows keep their leading axes, and acting is what the module computes."""
+    module = perturbed(make_actor_critic(space, spaces.Discrete(3), (16,)), 0.01)
+    obs = draw_obs(space, 2, 3)
+    rows = module.encode(obs)
+    images = [leaf for leaf in tree_leaves(rows) if leaf.dtype == torch.uint8]
+    assert len(images) == len(module.encoder.images) and all(leaf.shape[:2] == (2, 3) for leaf in images)
+    params, value = module(rows)
+    assert params.shape == (2, 3, 3) and value.shape == (2, 3)
+    flat = module.encode(draw_obs(space, 6))
+    torch.testing.assert_close(module.action_parameters(flat), params.reshape(6, 3), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(module.value(flat), value.reshape(6), atol=1e-5, rtol=1e-5)
+    darker = module.value(module.encode(tree_map(lambda leaf: leaf // 2 if leaf.dtype == np.uint8 else leaf, obs)))
+    assert (darker != value).all()
+
+    policy, noise = Policy(module), np.full((6, 1), 0.4)
+    act, extras = policy.act(draw_obs(space, 6), noise)
+    expected = params.reshape(6, 3).log_softmax(-1).detach().numpy()[np.arange(6), act]
+    np.testing.assert_allclose(extras["logp"], expected, atol=1e-5)
+    perturbed(module, 0.01)
+    policy.load_weights(flat_weights(module))
+    again = pickle.loads(cloudpickle.dumps(policy)).act(draw_obs(space, 6), noise)[1]["logp"]
+    np.testing.assert_array_equal(policy.act(draw_obs(space, 6), noise)[1]["logp"], again)
+    assert (again != extras["logp"]).all()
+
+
+def test_the_channels_are_where_the_space_says() -> None:
+    first, last = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(0, 255, (40, 36, 3), np.uint8)
+    modules = [make_actor_critic(space, BOX, seed=1) for space in (first, last)]
+    image = draw_obs(first, 5)
+    values = [
+        module.value(module.encode(obs))
+        for module, obs in zip(modules, (image, np.moveaxis(image, 1, -1)), strict=True)
+    ]
+    torch.testing.assert_close(*values)
+
+
+def test_small_images_are_numbers() -> None:
+    encoder = make_encoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), images=True)
+    assert encoder.num_features == 147 and not encoder.images
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("normalize_obs", [False, True], ids=["raw", "normalised"])
+@pytest.mark.parametrize("space", [BOX, spaces.Discrete(4)], ids=["box", "discrete"])
+def test_small_nets_act_in_numpy_as_in_torch(space: Any, normalize_obs: bool, shared_trunk: bool) -> None:
+    module = make_actor_critic(BOX, space, (16, 8), normalize_obs=normalize_obs, shared_trunk=shared_trunk)
+    policy = Policy(module)
+    perturbed(module)
+    for buffer in module.buffers():
+        buffer.copy_(torch.tensor([0.3, -0.2, 1.5]))
+    policy.load_weights(flat_weights(module))
+    obs = 20 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    act, extras = policy.act(obs, draw_noise(module.distribution, 50))
+    sample = torch.from_numpy(module.distribution.recorded(act, extras))
+    rows = module.encode(obs)
+    assert (float(rows.abs().max()) == 10) == normalize_obs
+    with torch.no_grad():
+        logp, _ = module.distribution.logp_entropy(module.action_parameters(rows), sample)
+    np.testing.assert_allclose(extras["logp"], logp, atol=2e-5)
+    shared = {id(layer) for layer in module.trunk.modules() if isinstance(layer, nn.Linear)}
+    assert len(shared) == (2 if shared_trunk else 0)
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(4, start=2), spaces.Box(-1, np.array([1, 3], np.float32))], ids=str)
+def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
+    module = perturbed(make_actor_critic(BOX, space, (16,)), 1.0)
+    policy = Policy(module, random_start=True)
+    obs, noise = np.ones((4000, 3), np.float32), draw_noise(module.distribution, 4000)
+    act, extras = policy.act(obs, noise)
+    if isinstance(space, spaces.Discrete):
+        assert np.bincount(act - 2).tolist() == pytest.approx([1000] * 4, abs=100)
+        assert extras["logp"] == pytest.approx(-math.log(4))
+    else:
+        share = np.sort((act - space.low) / (space.high - space.low), axis=0)
+        np.testing.assert_allclose(share, np.linspace(0, 1, 4000)[:, None] * np.ones(2), atol=0.03)
+        assert extras["logp"] == pytest.approx(-math.log(8))
+    policy.load_weights(flat_weights(module))
+    for ours, theirs in zip(policy.act(obs, noise), Policy(module).act(obs, noise), strict=True):
+        np.testing.assert_equal(ours, theirs)
+
+
+def test_a_box_without_bounds_has_no_uniform_actions() -> None:
+    module = make_actor_critic(BOX, spaces.Box(-np.inf, np.inf, (2,)))
+    with pytest.raises(ConfigError, match=r"finite bounds.*RescaleAction"):
+        Policy(module, random_start=True).act(np.ones((1, 3), np.float32), np.zeros((1, 2)))
+
+
+def test_buffers_travel_with_the_weights() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    policy = Policy(module, spaces.Discrete(4))
+    module(torch.randn(32, 3))
+    policy.load_weights(flat_weights(module))
+    for ours, theirs in zip(
+        policy.act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
+        Policy(module, spaces.Discrete(4)).act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
+        strict=True,
+    ):
+        np.testing.assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=BOX)])

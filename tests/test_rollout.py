@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import ALL_SPACES, ARRAY_SPACES, factory
 
+from rayvec.chunks import join_chunks
 from rayvec.errors import ConfigError
 from rayvec.noise import keyed_noise
 from rayvec.pools.serial import SerialPool
-from rayvec.rollout import CallablePolicy, as_policy, join_chunks, rollout
+from rayvec.rollout import CallablePolicy, as_policy, rollout
 from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
 from rayvec.types import Chunk, tree_map
 from rayvec.vector import RayVecEnv

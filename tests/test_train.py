@@ -17,9 +17,9 @@ from processes import assert_nothing_left, running
 import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.evaluate import evaluate, evaluate_run
+from rayvec.evaluate import evaluate, evaluate_run, greedy_policy
 from rayvec.loggers import read_metrics
-from rayvec.runs import load_run, make_env, make_learner
+from rayvec.runs import Progress, load_run, make_env, make_learner
 from rayvec.train import StopOnInterrupt, _begin
 
 TINY = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "num_epochs": 2, "workers_per_node": 1}
@@ -75,10 +75,11 @@ def test_evaluating_the_run_again_plays_the_same_episodes(tmp_path: Path) -> Non
 def test_evaluation_is_greedy_and_begins_where_it_says(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a")
     with make_env(config) as env:
-        module = make_learner(config, env).module
-        returns = [evaluate(env, module, 6, seed=5, inference="worker").returns.tolist() for _ in range(2)]
+        learner = make_learner(config, env)
+        policy = greedy_policy(learner.module, learner.weights())
+        returns = [evaluate(env, policy, 6, seed=5, inference="worker").returns.tolist() for _ in range(2)]
         assert returns[0] == returns[1] and len(returns[0]) == 6
-        assert math.isnan(evaluate(env, module, 0, seed=5).return_mean)
+        assert math.isnan(evaluate(env, policy, 0, seed=5).return_mean)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -148,7 +149,8 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was(tmp_path: Path) -
     assert 19 * 64 <= steps < 40_000
     assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps / 64
     with make_env(config) as env:
-        learner, collector = _begin(config, env, state)
+        learner = make_learner(config, env)
+        collector = _begin(config, env, learner, Progress(**state["progress"]), state)
         assert_same(learner.state_dict(), state["learner"])
         assert_same(collector.state_dict(), state["collector"])
         assert np.array_equal(learner.weights(), state["learner"]["parameters"].numpy())

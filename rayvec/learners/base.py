@@ -13,18 +13,26 @@ from torch import Tensor, nn
 from rayvec.errors import ConfigError, message
 from rayvec.types import Batch
 
-__all__ = ["FlatParameters", "Learner"]
+__all__ = ["FlatParameters", "Learner", "torch_device"]
 
 
 class Learner(Protocol):
-    """Turns batches into new weights."""
+    """Turns batches into new weights.
+
+    :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
+    :func:`rayvec.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes ``weights()`` after every
+    update that learned something.
+    """
 
     @property
     def module(self) -> nn.Module:
-        """What learns, and acts once it is wrapped: ``rayvec.Policy(learner.module)``."""
+        """What acts once it is wrapped, with whatever weights: ``rayvec.Policy(learner.module)``."""
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch and returns metrics by name.
+
+        One that only took note of the batch (a replay that is still too small) returns no metrics: the weights
+        are then those before, and are not published.
 
         Raises:
             LearnerError: The loss or its gradient is not finite; the weights are those before the failed step.
@@ -42,6 +50,24 @@ class Learner(Protocol):
         Raises:
             CheckpointError: `state` is of another kind of learner or net.
         """
+
+
+def torch_device(name: str) -> torch.device:
+    """Returns the device to learn on; of several GPUs the first that this process may use.
+
+    Raises:
+        ConfigError: There is no GPU that torch can use.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            message(
+                "learner_device says where updates are computed.",
+                expected="a GPU that torch can use, for 'cuda'",
+                got=f"none (torch {torch.__version__})",
+                remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
+            )
+        )
+    return torch.device(name)
 
 
 class FlatParameters:

@@ -20,16 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.errors import CheckpointError, LearnerError, message
-from rayvec.learners.base import FlatParameters
-from rayvec.nets import ActorCritic, make_actor_critic
+from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.learners.moments import ReturnScale, RunningMoments
+from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts, global_moments
 from rayvec.returns import gae
-from rayvec.types import Batch, Chunk
+from rayvec.types import Batch, Chunk, Tree, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig
 
 __all__ = ["PPOLearner"]
+
+_ROWS_AT_ONCE = 2048
+"""Images whose values are computed at once: of each, the first layer puts out 50 kB."""
 
 _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
@@ -39,7 +43,7 @@ class Rows:
     """B steps that happened; those of a batch column by column, and in each column in time.
 
     Attributes:
-        obs: Encoded observations, ``[B, D]``.
+        obs: Encoded observations, tree of ``[B, ...]``.
         sample: What the policy drew, ``[B, C]``.
         logp: Its log-probability at the time, ``[B]``.
         value: Value of `obs` before the update, ``[B]``.
@@ -47,7 +51,7 @@ class Rows:
         target: What the value should have been, ``[B]``.
     """
 
-    obs: Tensor
+    obs: Tree
     sample: Tensor
     logp: Tensor
     value: Tensor
@@ -60,7 +64,7 @@ class Rows:
 
     def __getitem__(self, index: Tensor) -> Rows:
         """Returns the rows that `index` selects."""
-        return Rows(*(getattr(self, name)[index] for name in self.__slots__))
+        return Rows(*(tree_map(lambda leaf: leaf[index], getattr(self, name)) for name in self.__slots__))
 
 
 class PPOLearner:
@@ -70,7 +74,8 @@ class PPOLearner:
         observation_space: Of one environment.
         action_space: Of one environment.
         config: PPO's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of an MLP of ``config.hidden_sizes``; it then belongs to the learner.
+        module: What to train, in place of a net after the settings; it then belongs to the learner.
+        device: Where to, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
@@ -78,7 +83,7 @@ class PPOLearner:
             numbered through over the ranks, so that all together do what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces.
+        ConfigError: There is no net for these spaces, or no such device.
     """
 
     def __init__(
@@ -88,12 +93,22 @@ class PPOLearner:
         config: PPOConfig,
         *,
         module: ActorCritic | None = None,
+        device: str | None = None,
     ) -> None:
         self.config = config
         self.ranks: Ranks = ALONE
         self.module = module or make_actor_critic(
-            observation_space, action_space, config.hidden_sizes, seed=config.seed
+            observation_space,
+            action_space,
+            config.hidden_sizes,
+            shared_trunk=config.shared_trunk,
+            normalize_obs=config.normalize_obs,
+            seed=config.seed,
         )
+        self._device = torch_device(device or config.learner_device)
+        self.module.to(self._device)
+        self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
+        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
         self._flat = FlatParameters(self.module)
         self._optimizer = torch.optim.Adam([self._flat.param], lr=config.learning_rate, eps=1e-5, fused=True)
         self._num_updates = 0
@@ -131,6 +146,7 @@ class PPOLearner:
                 break
         self._num_updates += 1
         self._num_steps += total
+        self._measure(batch)
         return {
             **_mean(steps),
             "explained_variance": self._explained_variance(rows, total),
@@ -139,20 +155,27 @@ class PPOLearner:
 
     def _rows(self, batch: Batch) -> Rows:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
-        columns = zip(*map(self._columns, batch.chunks), strict=True)
-        obs, sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
+        obs, *columns = zip(*map(self._columns, batch.chunks), strict=True)
+        sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
+        rew = self._reward(rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
-        kept = (obs, sample, logp, value, advantage, target)
-        return Rows(*(torch.from_numpy(array.swapaxes(0, 1)[valid.T]) for array in kept))
+        kept = torch.from_numpy(valid.T)
 
-    def _columns(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+        def by_column(*parts: Tensor) -> Tensor:
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return whole.swapaxes(0, 1)[kept.to(whole.device)].to(self._device)
+
+        others = (by_column(torch.from_numpy(column)) for column in (sample, logp, value, advantage, target))
+        return Rows(tree_map(by_column, *obs), *others)
+
+    def _columns(self, chunk: Chunk) -> tuple[Tree, ...]:
         """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
 
         The observation after a step is what the policy saw next, except where an episode ended: each
         observation is evaluated once.
         """
-        encoder, distribution, (t, n) = self.module.encoder, self.module.distribution, chunk.final_index.T
+        distribution, (t, n) = self.module.distribution, chunk.final_index.T
         if "logp" not in chunk.extras:
             raise LearnerError(
                 message(
@@ -162,14 +185,50 @@ class PPOLearner:
                     remedy="Collect with rayvec.Policy(learner.module)",
                 )
             )
-        obs = np.concatenate([encoder(chunk.obs), encoder(chunk.last_obs)[None]])
-        with torch.no_grad():
-            value = self.module.value(torch.from_numpy(obs)).numpy()
-            next_value = value[1:].copy()
-            next_value[t, n] = self.module.value(self.module.encode(chunk.final_obs)).numpy()
+        obs = self.module.encode(chunk.obs)
+        value = self._values(obs, chunk.num_envs)
+        next_value = np.concatenate([value[1:], self._values(self.module.encode(chunk.last_obs))[None]])
+        next_value[t, n] = self._values(self.module.encode(chunk.final_obs))
         sample = distribution.recorded(chunk.act, chunk.extras)
         ends = (chunk.rew, chunk.terminated, chunk.truncated, chunk.valid)
-        return (obs[:-1], sample, chunk.extras["logp"], value[:-1], next_value, *ends)
+        return (obs, sample, chunk.extras["logp"], value, next_value, *ends)
+
+    def _values(self, obs: Tree, width: int = 1) -> NDArray[np.float32]:
+        """Returns values ``[T, ...]`` for encoded observations ``[T, ...]``, `width` of them in each place."""
+        count = len(next(tree_leaves(obs)))
+        at_once = max(1, _ROWS_AT_ONCE // max(1, width)) if self.module.cnns else max(1, count)
+        with torch.no_grad():
+            parts = [
+                self.module.value(tree_map(lambda leaf: leaf[start : start + at_once], obs))  # noqa: B023
+                for start in range(0, max(1, count), at_once)
+            ]
+        values: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
+        return values
+
+    def _reward(
+        self, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
+        if self._return_scale is not None:
+            rew = self._return_scale(rew, done, valid, self.ranks)
+        if self.config.clip_reward is not None:
+            rew = rew.clip(-self.config.clip_reward, self.config.clip_reward)
+        return rew
+
+    def _measure(self, batch: Batch) -> None:
+        """Lets the observations of a batch, all used by now, count in how later ones are normalised."""
+        if self._obs_moments is not None:
+            rows = [self.module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
+            self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)
+            self._normalize()
+
+    def _normalize(self) -> None:
+        """Sets what the net and its actors normalise observations with."""
+        moments, module = self._obs_moments, self.module
+        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
+            measured = torch.from_numpy(module.encoder.measured)
+            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
+            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
 
     def _anneal(self) -> float:
         """Lets the learning rate fall in proportion to the steps that are left; returns it."""
@@ -193,10 +252,10 @@ class PPOLearner:
             This rank's rows of a minibatch, advantages normalised by the whole minibatch's moments, and how many
             rows the whole one has.
         """
-        numbers = torch.from_numpy(generator.permutation(total)) - first
+        numbers = (torch.from_numpy(generator.permutation(total)) - first).to(self._device)
         whole = numbers.tensor_split(max(1, round(total / self.config.minibatch_size)))
         counts = [len(part) for part in whole]
-        own = [part[(part >= 0) & (part < len(rows))] for part in whole]
+        own = whole if len(rows) == total else [part[(part >= 0) & (part < len(rows))] for part in whole]
         advantages = [rows.advantage[index] for index in own]
         if self.config.normalize_advantage:
             mean, variance = global_moments(self.ranks, advantages, counts)
@@ -216,13 +275,13 @@ class PPOLearner:
             This rank's share of the first five metrics, ``[5]``.
         """
         config = self.config
-        logp, entropy = self.module.distribution.logp_entropy(self.module.action_parameters(rows.obs), rows.sample)
+        params, value = self.module(rows.obs)
+        logp, entropy = self.module.distribution.logp_entropy(params, rows.sample)
         log_ratio = logp - rows.logp
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
         policy_loss = -torch.minimum(rows.advantage * ratio, rows.advantage * clipped_ratio)
 
-        value = self.module.value(rows.obs)
         value_loss = 0.5 * (value - rows.target).square()
         if config.clip_value_loss:
             clipped_value = rows.value + (value - rows.value).clamp(-config.clip_coef, config.clip_coef)
@@ -265,8 +324,8 @@ class PPOLearner:
         return 1 - left / variance if variance > 0 else 0.0
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of all parameters, flat: what ``Policy.load_weights`` takes."""
-        return self._flat.data.float().numpy().copy()
+        """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
+        return flat_weights(self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
@@ -279,6 +338,8 @@ class PPOLearner:
                 "optimizer": self._optimizer.state_dict(),
                 "num_updates": self._num_updates,
                 "num_steps": self._num_steps,
+                "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
+                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
             }
         )
 
@@ -288,13 +349,12 @@ class PPOLearner:
         Raises:
             CheckpointError: `state` is not that of a PPO learner, or of another net.
         """
-        expected = self.state_dict()
-        if state.keys() != expected.keys() or state["parameters"].shape != expected["parameters"].shape:
+        if _shape(state) != _shape(self.state_dict()):
             raise CheckpointError(
                 message(
-                    "A learner continues from the state of one with the same net.",
-                    expected=f"{sorted(expected)}, {len(expected['parameters'])} parameters",
-                    got=f"{sorted(state)}, {len(state.get('parameters', ()))} parameters",
+                    "A learner continues from the state of one with the same net and the same statistics.",
+                    expected=_shape(self.state_dict()),
+                    got=_shape(state),
                     remedy="Use the configuration that the checkpoint was written with",
                 )
             )
@@ -302,6 +362,17 @@ class PPOLearner:
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_updates = state["num_updates"]
         self._num_steps = state["num_steps"]
+        if self._obs_moments:
+            self._obs_moments.load_state_dict(state["obs_moments"])
+            self._normalize()
+        if self._return_scale:
+            self._return_scale.load_state_dict(state["return_scale"])
+
+
+def _shape(state: Mapping[str, Any]) -> str:
+    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
+    statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics])
 
 
 def _mean(stats: list[Tensor]) -> dict[str, float]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayvec.chunks import join_chunks
 from rayvec.pools.process import even_bounds
-from rayvec.rollout import join_chunks
 from rayvec.types import Batch, Chunk, ChunkRef
 
 __all__ = ["ChunkPart", "RemoteShard", "fetch_shard", "split_batch", "split_refs"]

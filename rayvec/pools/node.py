@@ -10,7 +10,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import edges_of
 from rayvec.cluster import CLUSTER_MARK
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
@@ -29,7 +29,7 @@ from rayvec.pools.process import ProcessPool, Workers
 from rayvec.pools.stream import FrameSocket, Listener
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
-from rayvec.types import Chunk, NodeSlice, StepBatch
+from rayvec.types import Chunk, ChunkEdges, NodeSlice, RolloutTimes, StepBatch
 
 __all__ = ["FDS_PER_MESSAGE", "LEND_S", "NodeActor"]
 
@@ -109,16 +109,22 @@ class NodeActor:
         return self.ask("publish", key, version, weights)
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, float] | RemoteFailure:
-        """Lets the workers take steps with a policy; returns their chunk and the seconds that took."""
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Chunk | None]:
+        """Lets the workers take steps with a policy.
 
-        def timed() -> tuple[Chunk, float]:
+        Returns:
+            Two values, of which the driver need not fetch the second: the workers' times and, if asked for, the
+            chunk's edges; and the chunk.
+        """
+
+        def take() -> tuple[Any, Chunk]:
             assert self._pool is not None
-            begin = time.monotonic()
-            return self._pool.rollout(key, num_steps, first_step, noise_seed), time.monotonic() - begin
+            chunk, times = self._pool.rollout(key, num_steps, first_step, noise_seed)
+            return (times, edges_of(chunk) if with_edges else None), chunk
 
-        return self._guard(timed)  # type: ignore[no-any-return]
+        taken = self._guard(take)
+        return (taken, None) if isinstance(taken, RemoteFailure) else taken
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -181,7 +187,7 @@ class NodeActor:
                         self._begin(pool, request)
                     num_waiting += len(request.env_ids)
                     if not request.loose:
-                        together.append(request.env_ids)
+                        together.append(request.env_ids.copy())  # out of the next frame's way
                 frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
                 num_waiting -= count
                 if frame:
@@ -203,7 +209,7 @@ class NodeActor:
 
     def _answer(
         self, pool: ProcessPool, frames: FrameFormat, which: Callable[[], NDArray[np.int64]]
-    ) -> tuple[bytes, int]:
+    ) -> tuple[bytes | memoryview, int]:
         """Returns the frame that answers for some environments, nothing if there are none, and their number."""
         env_ids = np.zeros(0, np.int64)
         try:

@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import join_chunks
 from rayvec.envs import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import RAISE, PoolSpaces, Supervision
@@ -27,8 +28,7 @@ from rayvec.pools.memory import SharedBlock
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape, NodeBlock, Setup
 from rayvec.pools.worker import WorkerSpec, worker_main
-from rayvec.rollout import join_chunks
-from rayvec.types import Chunk
+from rayvec.types import Chunk, RolloutTimes
 
 __all__ = ["ProcessPool", "Workers", "even_bounds", "worker_name"]
 
@@ -302,18 +302,22 @@ class ProcessPool(PoolClient):
         block.arrays["weights"][:] = weights
         self._versions[key] = version
 
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
-        """Lets every worker take steps with a policy over its own slice; returns their joint chunk.
+    def rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int
+    ) -> tuple[Chunk, tuple[RolloutTimes, ...]]:
+        """Lets every worker take steps with a policy over its own slice.
 
-        Columns are in the order of environments, with global ids. A worker that ends meanwhile, where
-        workers are restarted, takes its steps once more, from new episodes.
+        A worker that ends meanwhile, where workers are restarted, takes its steps once more, from new episodes.
+
+        Returns:
+            Their joint chunk, its columns in the order of environments, with global ids; and each worker's times.
         """
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions.get(key, 0))
         packed = self._ask(self._plan(self._everyone), lambda part: command, num_steps)(None)
         chunk = join_chunks([part.unpack() for part in packed])
         self.stepped_by_another(chunk.last_obs)
-        return chunk
+        return chunk, tuple(part.times for part in packed)
 
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""

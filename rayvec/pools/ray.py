@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,25 +18,30 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.chunks import edges_of, join_chunks, join_edges
 from rayvec.cluster import RaySession
 from rayvec.envs import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.pools.acting import ActingNodes
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.joining import JoinedAnswers
 from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
-from rayvec.pools.supervision import RESTARTED, LastAnswers, NodeState, RestartBudget
-from rayvec.rollout import join_chunks
-from rayvec.types import Chunk, NodeSlice, StepBatch, Topology, Tree, as_slice, tree_map
+from rayvec.pools.supervision import RESTARTED, NodeState, RestartBudget
+from rayvec.types import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 
 __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
 _PLACE_S = 10.0
-_MOST_PLANS = 4096
 _START_ATTEMPTS = 3
 _T = TypeVar("_T")
+
+Ask = Callable[[NodePool, NDArray[np.int64]], None]
+"""Asks a node for something, for those of its ids that are named."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,39 +58,7 @@ class _Node:
 
     handle: NodeHandle
     pool: NodePool
-    asked: list[tuple[NDArray[np.int64], Callable[[NodePool, NDArray[np.int64]], None]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The share of one node in a set of environments.
-
-    Attributes:
-        node: Its number.
-        start: Global index of its first environment.
-        ids: The node's own ids, ``int64 [k]``.
-        places: Where they stand among the global ids.
-        select: The same as a slice where they are consecutive.
-    """
-
-    node: int
-    start: int
-    ids: NDArray[np.int64]
-    places: NDArray[np.int64]
-    select: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What a set of ids means for the nodes, worked out once for each set.
-
-    Attributes:
-        parts: One for each node concerned.
-        select: The ids, as a slice where they are consecutive.
-    """
-
-    parts: list[_Part]
-    select: Any
+    asked: list[tuple[NDArray[np.int64], Ask]] = field(default_factory=list)
 
 
 class RayPool:
@@ -103,6 +75,9 @@ class RayPool:
         rehost: Whether the environments of a node that is lost go on elsewhere; else that is raised.
         loose: Whether environments are answered each as soon as it is done.
         session: Share in the connection to Ray, released when the pool is closed.
+
+    Attributes:
+        acting: The policies that act in the workers.
 
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
@@ -133,14 +108,14 @@ class RayPool:
         self._nodes: list[_Node] = []
         self._handles = [NodeHandle(node_slice, supervision) for node_slice in topology.nodes]
         self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
-        self._plans: dict[bytes, _Plan] = {}
-        self._under_way: dict[bytes, NDArray[np.int64]] = {}
+        self._plans = Plans(self._starts)
+        self._under_way = np.zeros(self.num_envs, bool)
+        self._sets: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
-        self._policies: dict[int, bytes] = {}
-        self._weights: dict[int, tuple[int, Any]] = {}
+        self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
-        self._last: LastAnswers | None = None
+        self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
@@ -216,10 +191,9 @@ class RayPool:
         """Makes the shared memory of every node for these spaces, and connects to each."""
         self._spaces = observation, action
         self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
-        if self._rehost:
-            n = self.num_envs
-            obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
-            self._last = LastAnswers(obs, self.num_envs)
+        n = self.num_envs
+        obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
+        self._answers = JoinedAnswers(obs, n)
         allocating = [handle.actor.allocate.remote(observation, action) for handle in self._handles]
         for handle, ref in zip(self._handles, allocating, strict=True):
             self._nodes.append(_Node(handle, self._connect(handle, handle.get(ref))))
@@ -236,20 +210,35 @@ class RayPool:
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        parts = self._plan(env_ids).parts
-        for part in parts:
-            share = actions if len(parts) == 1 else self._take(actions, part)
+        plan = self._plans.of(env_ids)
+        whole = len(plan.parts) == 1
+        for part in plan.parts:
+            share = actions if whole else part.take(actions)
 
             def ask(pool: NodePool, ids: NDArray[np.int64], share: Tree = share) -> None:
                 pool.send(ids, share, autoreset)
 
             self._ask(part, ask)
-        self._note_started(env_ids, autoreset == Autoreset.SAME_STEP)
+        self._flush(plan, autoreset == Autoreset.SAME_STEP)
 
-    def _note_started(self, env_ids: NDArray[np.int64], stays: bool) -> None:
-        self._under_way[env_ids.tobytes()] = env_ids
-        if self._last is not None:
-            self._last.started(self._plan(env_ids).select, stays)
+    def _flush(self, plan: Plan, stays: bool | None) -> None:
+        """Tells nodes what they were asked for.
+
+        Args:
+            plan: Of the environments concerned.
+            stays: Whether they are within an episode afterwards in any case; None if they are what they were.
+        """
+        assert self._answers is not None
+        for part in plan.parts:
+            try:
+                self._nodes[part.owner].pool.flush()
+            except NodeLostError as error:
+                self._replace(part.owner, error)  # which asks for what is under way
+        self._under_way[plan.select] = True
+        if not self._loose:
+            self._sets[plan.key] = plan.ids
+        if stays is not None:
+            self._answers.started(plan.select, stays)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
@@ -257,31 +246,30 @@ class RayPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         for env_id, seed in zip(env_ids.tolist(), seeds, strict=True):
             self._seeds[env_id] = self._seeds[env_id] if seed is None else seed
-        for part in self._plan(env_ids).parts:
-            by_id = dict(zip(part.ids.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
+        plan = self._plans.of(env_ids)
+        for part in plan.parts:
+            by_id = dict(zip(part.rows.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
 
             def ask(pool: NodePool, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
                 pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
 
             self._ask(part, ask)
-        self._note_started(env_ids, True)
+        self._flush(plan, True)
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        for part in self._plan(env_ids).parts:
+        plan = self._plans.of(env_ids)
+        for part in plan.parts:
             self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
-        if begin:
-            self._note_started(env_ids, True)
-        else:
-            self._under_way[env_ids.tobytes()] = env_ids
+        self._flush(plan, True if begin else None)
 
-    def _ask(self, part: _Part, ask: Callable[[NodePool, NDArray[np.int64]], None]) -> None:
-        node = self._nodes[part.node]
-        node.asked.append((part.ids, ask))
+    def _ask(self, part: Part, ask: Ask) -> None:
+        node = self._nodes[part.owner]
+        node.asked.append((part.rows, ask))
         try:
-            ask(node.pool, part.ids)
+            ask(node.pool, part.rows)
         except NodeLostError as error:
-            self._replace(part.node, error)  # which asks for what is under way
+            self._replace(part.owner, error)  # which asks for what is under way
 
     def recv(
         self,
@@ -292,41 +280,52 @@ class RayPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if env_ids is None:
-            ids = np.sort(np.concatenate([np.zeros(0, np.int64), *self._under_way.values()]))
+            env_ids = np.flatnonzero(self._under_way)
             if min_ready is not None:
-                ids = self._wait_for(min(min_ready, len(ids)), deadline)
-            if ids.tobytes() not in self._under_way and not self._loose:
+                env_ids = self._wait_for(min(min_ready, len(env_ids)), deadline)
+            if not self._loose and env_ids.tobytes() not in self._sets:
                 return self._recv_each(deadline)
-            env_ids = ids
-        batch = self._recv_parts(env_ids, deadline)
-        self._forget_under_way(env_ids)
-        if self._last is not None:
-            self._keep_last(batch)
+        return self._recv_plan(self._plans.of(env_ids), deadline)
+
+    def _recv_plan(self, plan: Plan, deadline: float | None) -> StepBatch:
+        assert self._answers is not None
+        held = self._held.pop(plan.key, {})
+        try:
+            for part in plan.parts:
+                if part.owner not in held:
+                    held[part.owner] = self._recv_part(part, deadline)
+        except NotReady:
+            for part in plan.parts:
+                if part.owner in held:  # for the next attempt, and in case that the node is lost before it
+                    batch = held[part.owner] = held[part.owner].copy()
+                    self._answers.keep(part.start + part.rows, batch.obs, batch.terminated, batch.truncated)
+            self._held[plan.key] = held
+            raise
+        self._under_way[plan.select] = False
+        self._sets.pop(plan.key, None)
+        batch = self._answers.join(plan, [held[part.owner] for part in plan.parts])
+        self._count_restarts(batch.info)
         return batch
 
-    def _recv_parts(self, env_ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
-        key = env_ids.tobytes()
-        parts = self._plan(env_ids).parts
-        held = self._held.setdefault(key, {})  # what came before a timeout is kept for the next attempt
-        for part in parts:
-            if part.node not in held:
-                node = self._nodes[part.node]
-                try:
-                    held[part.node] = node.pool.recv(part.ids, timeout_s=_left(deadline))
-                except NodeLostError as error:
-                    self._replace(part.node, error)
-                    held[part.node] = self._on_node(part.node, partial(_recv_ids, ids=part.ids, deadline=deadline))
-                self._answered(node, part.ids)
-        del self._held[key]
-        if len(parts) == 1 and parts[0].start == 0:
-            return held[parts[0].node]
-        return _join_batches(env_ids, [(p.start, p.places) for p in parts], [held[p.node] for p in parts])
+    def _recv_part(self, part: Part, deadline: float | None) -> StepBatch:
+        node, ids = self._nodes[part.owner], part.rows
+        try:
+            batch = node.pool.recv(ids, timeout_s=_left(deadline))
+        except NodeLostError as error:
+            self._replace(part.owner, error)
+            batch = self._on_node(part.owner, lambda pool: pool.recv(ids, timeout_s=_left(deadline)))
+        self._answered(node, ids)
+        return batch
 
     def _recv_each(self, deadline: float | None) -> StepBatch:
         """Receives everything under way, set by set as it was asked for."""
-        batches = [self.recv(ids, timeout_s=_left(deadline)) for ids in list(self._under_way.values())]
-        env_ids = np.sort(np.concatenate([batch.env_ids for batch in batches]))
-        return _join_batches(env_ids, [(0, np.searchsorted(env_ids, batch.env_ids)) for batch in batches], batches)
+        assert self._answers is not None
+        env_ids = np.flatnonzero(self._under_way)
+        infos: list[RawInfo] = []
+        for ids in list(self._sets.values()):
+            infos += self._recv_plan(self._plans.of(ids), deadline).info
+        infos.sort(key=lambda info: info.env_id)
+        return self._answers.batch(env_ids, env_ids, tuple(infos))
 
     def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
         """Returns the ids that are ready, once there are enough of them."""
@@ -340,17 +339,6 @@ class RayPool:
                 raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
             events = [node.pool.event_fd for node in self._nodes]
             readable(events, LOOK_S if left is None else min(LOOK_S, left))
-
-    def _forget_under_way(self, env_ids: NDArray[np.int64]) -> None:
-        if self._under_way.pop(env_ids.tobytes(), None) is not None:
-            return
-        received = set(env_ids.tolist())
-        for key, ids in list(self._under_way.items()):
-            left = np.array([i for i in ids.tolist() if i not in received], np.int64)
-            if len(left) < len(ids):
-                del self._under_way[key]
-                if len(left):
-                    self._under_way[left.tobytes()] = left
 
     @staticmethod
     def _answered(node: _Node, ids: NDArray[np.int64]) -> None:
@@ -370,16 +358,16 @@ class RayPool:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        parts = self._plan(env_ids).parts
-        pending = {part.node: self._nodes[part.node].pool.call(name, args, kwargs, part.ids) for part in parts}
+        parts = self._plans.of(env_ids).parts
+        pending = {part.owner: self._nodes[part.owner].pool.call(name, args, kwargs, part.rows) for part in parts}
         in_order: list[Any] = [None] * len(env_ids)
 
         def results(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             for part in parts:
-                if part.node in pending:  # else it came before a timeout
-                    values = pending[part.node](_left(deadline))
-                    del pending[part.node]
+                if part.owner in pending:  # else it came before a timeout
+                    values = pending[part.owner](_left(deadline))
+                    del pending[part.owner]
                     for place, value in zip(part.places.tolist(), values, strict=True):
                         in_order[place] = value
             return in_order
@@ -388,56 +376,50 @@ class RayPool:
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        for part in self._plan(env_ids).parts:
-            self._nodes[part.node].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.ids)
+        for part in self._plans.of(env_ids).parts:
+            self._nodes[part.owner].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
 
-    def load_policy(self, key: int, policy: bytes) -> None:
-        """Gives every worker of every node a pickled policy, to be named by `key`."""
-        self._policies[key] = policy
-        self._ask_all("ask", "load_policy", key, policy)
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk.
 
-    def drop_policy(self, key: int) -> None:
-        """Lets every worker forget a policy and its weights."""
-        self._ask_all("ask", "drop_policy", key)
-        self._policies.pop(key, None)
-        self._weights.pop(key, None)
-
-    def publish(self, key: int, version: int, weights: Any) -> None:
-        """Gives every node new weights: an object reference, which each node fetches once."""
-        self._weights[key] = version, weights
-        self._ask_all("publish", key, version, weights)
-
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[Chunk, float]:
-        """Lets every worker take steps with a policy over its own slice.
-
-        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere and
-        from new episodes.
-
-        Returns:
-            Their joint chunk, and the seconds that the slowest node took for its part.
+        Args:
+            key: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store, a part on each node, and only its edges come.
         """
-        parts = self._ask_all("rollout", key, num_steps, first_step, noise_seed)
-        chunk = join_chunks([chunk for chunk, _ in parts])
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """Waits for the chunk under way.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays under way.
+        """
+        parts, waited_s = self.acting.finish(timeout_s)
+        chunk: Chunk | None = None
+        refs: tuple[ChunkRef, ...] = ()
+        if parts[0].edges is None:
+            chunk = join_chunks([part.chunk for part in parts])
+            edges = edges_of(chunk)
+        else:
+            every = [part.edges for part in parts if part.edges is not None]
+            edges = join_edges(every)
+            refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
+        self._note_rollout(edges)
+        return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+
+    def _note_rollout(self, edges: ChunkEdges) -> None:
         for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
-            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], chunk.last_obs))
-        if self._last is not None:
-            self._last.started(slice(None), True)
-            self._last.keep(slice(None), chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
-            np.add.at(self._restarts, chunk.restarts[:, 1], 1)
-        return chunk, max(seconds for _, seconds in parts)
-
-    def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every node's actor, all at once; one that is lost is replaced and asked again."""
-        refs = [getattr(node.handle.actor, method).remote(*args) for node in self._nodes]
-        values = []
-        for number, ref in enumerate(refs):
-            try:
-                values.append(self._nodes[number].handle.get(ref))
-            except NodeLostError as error:
-                self._replace(number, error)
-                values.append(self._nodes[number].handle.call(method, *args))
-        return values
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
+        assert self._answers is not None
+        self._answers.started(slice(None), True)
+        self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
+        np.add.at(self._restarts, edges.restarts[:, 1], 1)
 
     def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
         """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
@@ -454,7 +436,7 @@ class RayPool:
             NodeLostError: Nodes are not replaced, or there is no core left.
         """
         node = self._nodes[number]
-        if self._last is None:
+        if not self._rehost:
             raise error
         with contextlib.suppress(Exception):
             node.pool.close()
@@ -469,6 +451,7 @@ class RayPool:
                 self._start_elsewhere(number, place_again(node.handle.slice, excluded, error), error)
                 for ids, ask in node.asked:
                     ask(node.pool, ids)
+                node.pool.flush()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
@@ -477,7 +460,7 @@ class RayPool:
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node anew, in the state that they last showed."""
-        assert self._last is not None
+        assert self._answers is not None
         node, old = self._nodes[number], self._nodes[number].handle.slice
         rows = slice(old.env_range.start, old.env_range.stop)
         self._restarts[rows] += 1
@@ -488,20 +471,15 @@ class RayPool:
         handle = node.handle = self._handles[number] = NodeHandle(node_slice, self._supervision)
         handle.wait_until_placed(_PLACE_S)
         handle.get(self._start(handle))
-        obs = tree_map(lambda leaf: leaf[rows], self._last.obs)
-        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._last.mid_episode(rows))
+        obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
+        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._answers.mid_episode(rows))
         node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
         nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
         self.topology = Topology(nodes)
-        for key, policy in self._policies.items():
-            handle.call("ask", "load_policy", key, policy)
-            if key in self._weights:
-                handle.call("publish", key, *self._weights[key])
+        self.acting.install(handle)
 
-    def _keep_last(self, batch: StepBatch) -> None:
-        assert self._last is not None
-        self._last.keep(self._plan(batch.env_ids).select, batch.obs, batch.terminated, batch.truncated)
-        for info in batch.info:
+    def _count_restarts(self, infos: Sequence[RawInfo]) -> None:
+        for info in infos:
             if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
                 self._restarts[info.env_id] += 1
 
@@ -523,71 +501,12 @@ class RayPool:
             except Exception:
                 logger.exception("node %s did not close in order", handle.slice.name)
             ray.kill(handle.actor)
-        self._nodes, self._handles, self._plans = [], [], {}
+        self._nodes.clear()
+        self._handles = []
         if self._session is not None:
             self._session.release()
             self._session = None
 
-    def _plan(self, env_ids: NDArray[np.int64]) -> _Plan:
-        key = env_ids.tobytes()
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > _MOST_PLANS:  # random subsets would otherwise be kept for ever
-                self._plans.clear()
-            plan = self._plans[key] = self._make_plan(env_ids)
-        return plan
-
-    def _make_plan(self, env_ids: NDArray[np.int64]) -> _Plan:
-        owner = np.searchsorted(self._starts, env_ids, side="right") - 1
-        parts = []
-        for k in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == k)
-            start = int(self._starts[k])
-            parts.append(_Part(k, start, env_ids[places] - start, places, as_slice(places)))
-        return _Plan(parts, as_slice(env_ids))
-
-    @staticmethod
-    def _take(actions: Tree, part: _Part) -> Tree:
-        if isinstance(actions, np.ndarray):
-            return actions[part.select]
-        if isinstance(actions, list):
-            return [actions[i] for i in part.places.tolist()]
-        return tree_map(lambda leaf: np.asarray(leaf)[part.select], actions)
-
-
-def _recv_ids(pool: NodePool, ids: NDArray[np.int64], deadline: float | None) -> StepBatch:
-    return pool.recv(ids, timeout_s=_left(deadline))
-
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _join_batches(
-    env_ids: NDArray[np.int64], parts: Sequence[tuple[int, NDArray[np.int64]]], batches: Sequence[StepBatch]
-) -> StepBatch:
-    """Joins answers in the order of `env_ids`, in newly allocated memory.
-
-    Each part says what to add to the ids in its infos, and at which places of `env_ids` its rows stand.
-    """
-    places = np.concatenate([places for _, places in parts])
-    in_order = bool((places[:-1] < places[1:]).all())
-    order = None if in_order else np.argsort(places)
-
-    def join(*leaves: NDArray[Any]) -> NDArray[Any]:
-        joined: NDArray[Any] = np.concatenate(leaves)
-        return joined if order is None else joined[order]
-
-    infos = {
-        info.env_id + start: info._replace(env_id=info.env_id + start)
-        for (start, _), batch in zip(parts, batches, strict=True)
-        for info in batch.info
-    }
-    return StepBatch(
-        env_ids,
-        tree_map(join, *(batch.obs for batch in batches)),
-        join(*(batch.rew for batch in batches)),
-        join(*(batch.terminated for batch in batches)),
-        join(*(batch.truncated for batch in batches)),
-        tuple(infos[env_id] for env_id in env_ids.tolist() if env_id in infos) if infos else (),
-    )

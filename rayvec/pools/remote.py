@@ -140,8 +140,12 @@ class NodePool(Protocol):
         """Asks for current observations."""
         ...
 
+    def flush(self) -> None:
+        """Tells the node what was started, if it has not been told yet."""
+        ...
+
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """Waits for what was started."""
+        """Waits for what was started, and has been told."""
         ...
 
     def stepped_by_another(self, last_obs: Tree) -> None:
@@ -186,6 +190,9 @@ class LentPool(PoolClient):
         ]
         super().__init__(block, links, first_id, node.supervision, self._start_anew)
         self._actor = ProcessWatch(node.call("worker_pids")[0])
+
+    def flush(self) -> None:
+        """See :class:`NodePool`; the workers know."""
 
     def _restart_worker(self, link: WorkerLink, error: WorkerLostError) -> None:
         if self._actor.ended():  # the worker ended because its actor did
@@ -271,6 +278,7 @@ class StreamPool:
         self._loose = loose
         self._frames = FrameFormat(ArrayLayout.of(shape.observation), ArrayLayout.of(shape.action))
         self._connection = connect(node.slice.address, port, key)
+        self._frame: bytes | memoryview = b""
         self._seeds: dict[int, int] = {}
         self._answers: dict[int, tuple[StepBatch, int]] = {}
         self._whole: dict[bytes, StepBatch] = {}
@@ -292,23 +300,34 @@ class StreamPool:
         """See :class:`NodePool`."""
         self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
 
-    def _ask(self, frame: bytes, kept: Any, keep: bool) -> None:
+    def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
+        self.flush()
         if keep:
             self._node.call("keep", kept)
-        try:
-            self._connection.send(frame)
-        except OSError as error:
-            raise self._node.lost(error) from error
+        self._frame = frame
+
+    def flush(self) -> None:
+        """See :class:`NodePool`.
+
+        A frame is packed first and sent when those for other nodes are packed too: to send one may
+        mean to lose the core to whoever receives it.
+        """
+        frame, self._frame = self._frame, b""
+        if frame:
+            try:
+                self._connection.send(frame)
+            except OSError as error:
+                raise self._node.lost(error) from error
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """See :class:`NodePool`."""
+        """See :class:`NodePool`; the arrays are views of memory that the next frame of this node overwrites."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         key = env_ids.tobytes()
-        while key not in self._whole:
+        while (batch := self._whole.pop(key, None)) is None:
             if self._loose and all(env_id in self._answers for env_id in env_ids.tolist()):
                 return self._gather(env_ids)
             self._read_answer(deadline)
-        return self._whole.pop(key)
+        return batch
 
     @property
     def event_fd(self) -> int:
@@ -326,6 +345,8 @@ class StreamPool:
 
     def _read_answer(self, deadline: float | None) -> None:
         """Reads the next frame."""
+        for key, batch in self._whole.items():  # asked for later than it came: out of the frame's way
+            self._whole[key] = batch.copy()
         try:
             if deadline is not None and not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise NotReady(f"node {self._node.slice.name} has not answered in time")
@@ -338,6 +359,7 @@ class StreamPool:
         for info in batch.info:
             self._log_restart(info)
         if self._loose:
+            batch = batch.copy()
             self._answers.update({env_id: (batch, row) for row, env_id in enumerate(answer.env_ids.tolist())})
         else:
             self._whole[answer.env_ids.tobytes()] = batch

@@ -19,11 +19,12 @@ from collections.abc import Callable
 
 from rayvec.pools.link import readable
 
-__all__ = ["FrameSocket", "Listener", "connect"]
+__all__ = ["LENGTH_BYTES", "FrameSocket", "Listener", "connect"]
 
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
 _BUFFER_BYTES = 1 << 16
 _DEAD_PEER = {
     socket.TCP_KEEPIDLE: 3,
@@ -123,7 +124,7 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 class FrameSocket:
-    """Frames over a connected socket: a length of eight bytes, then so many bytes.
+    """Frames over a connected socket; each begins with its own length in bytes, as eight of them.
 
     Mostly one system call sends a frame and one receives it, which is what a step over the network costs.
 
@@ -138,45 +139,54 @@ class FrameSocket:
         for option, value in _DEAD_PEER.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock = sock
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._filled = 0
+        self._memory = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._filled = 0
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes | bytearray | memoryview) -> None:
         """Sends a frame."""
-        head = _LENGTH.pack(len(frame))
-        sent = self._sock.sendmsg([head, frame])
-        if sent < len(head) + len(frame):
-            self._sock.sendall((head + frame)[sent:])
+        self._sock.sendall(frame)
 
-    def recv(self) -> bytearray:
-        """Receives a frame, into memory of its own.
+    def recv(self) -> memoryview:
+        """Receives a frame, into memory that the next one overwrites.
+
+        Frames begin at the same place of the same memory, so that views of it can be kept, until a frame comes that
+        has no room there: the memory is then another.
 
         Raises:
             EOFError: The peer has hung up.
         """
-        self._fill(_LENGTH.size)
-        end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
-        self._fill(end)
-        frame = self._buffer[_LENGTH.size : end]
-        left = self._filled - end
-        self._buffer[:left] = self._buffer[end : self._filled]
-        self._filled = left
-        return frame
+        if self._start:
+            left = self._filled - self._start
+            self._memory[:left] = self._memory[self._start : self._filled]
+            self._start, self._filled = 0, left
+        if self._filled < LENGTH_BYTES:
+            self._fill(LENGTH_BYTES)
+        end: int = _LENGTH.unpack_from(self._memory)[0]
+        if end < LENGTH_BYTES:
+            raise OSError("a frame says that it is shorter than its own length")
+        if self._filled < end:
+            self._fill(end)
+        if self._filled == end:
+            self._filled = 0
+        else:
+            self._start = end
+        return self._memory[:end]
 
     def _fill(self, size: int) -> None:
         """Receives until there are this many bytes."""
-        if size > len(self._buffer):
-            self._buffer.extend(bytes(size - len(self._buffer)))
-        while self._filled < size:
-            with memoryview(self._buffer)[self._filled :] as free:
-                received = self._sock.recv_into(free)
+        if size > len(self._memory):
+            larger = memoryview(bytearray(size + size // 4))
+            larger[: self._filled] = self._memory[: self._filled]
+            self._memory = larger
+        while (filled := self._filled) < size:
+            received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
             if not received:
                 raise EOFError("the peer has hung up")
-            self._filled += received
+            self._filled = filled + received
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one."""
-        return self._filled > 0 or readable([self._sock.fileno()], timeout_s)
+        return self._filled > self._start or readable([self._sock.fileno()], timeout_s)
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor."""

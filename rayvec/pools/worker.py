@@ -27,8 +27,8 @@ from rayvec.pools.bulk import BulkSender, dumps
 from rayvec.pools.memory import SharedBlock, split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup
-from rayvec.rollout import ActingPolicy, as_policy, rollout
-from rayvec.types import Chunk, RawInfo
+from rayvec.rollout import ActingPolicy, Stopwatch, as_policy, rollout
+from rayvec.types import Chunk, RawInfo, RolloutTimes
 
 __all__ = ["PackedChunk", "WorkerSpec", "worker_main"]
 
@@ -240,6 +240,7 @@ class Worker:
 
     def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> PackedChunk:
         """Takes steps with a policy over this worker's slice."""
+        stopwatch = Stopwatch()
         chunk = rollout(
             self.pool,
             self._policies[key].at(weights_version),
@@ -248,8 +249,10 @@ class Worker:
             first_step=first_step,
             first_id=self._spec.first_id,
             weights_version=weights_version,
+            stopwatch=stopwatch,
         )
-        return PackedChunk(replace(chunk, infos=(), reset_infos=()), dumps((chunk.infos, chunk.reset_infos)))
+        times = stopwatch.read()
+        return PackedChunk(replace(chunk, infos=(), reset_infos=()), dumps((chunk.infos, chunk.reset_infos)), times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,7 @@ class PackedChunk:
 
     chunk: Chunk
     infos: bytes
+    times: RolloutTimes
 
     def unpack(self) -> Chunk:
         """Returns the chunk; its arrays are still views."""

@@ -26,8 +26,8 @@ from tianshou.data.batch import alloc_by_keys_diff, create_value
 from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
+from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, message
-from rayvec.rollout import counted_ends
 from rayvec.tianshou.infos import info_columns, info_rows
 from rayvec.tianshou.rows import Place, assign, clear, lacks
 from rayvec.types import Chunk, Tree, tree_leaves, tree_map

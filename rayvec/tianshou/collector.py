@@ -20,8 +20,8 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
 from tianshou.env import BaseVectorEnv
 
+from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
-from rayvec.rollout import counted_ends
 from rayvec.tianshou.buffers import Added, ChunkInsertion
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 from rayvec.tianshou.pool_env import APART

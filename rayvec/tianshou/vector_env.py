@@ -342,7 +342,10 @@ class RayVectorEnv(BaseVectorEnv):
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
         self._assert_is_not_closed()
-        return self._guarded(lambda: self._pool.rollout(weights.key, num_steps, first_step, noise_seed))[0]
+        self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
+        chunk = self._guarded(self._pool.finish_rollout).chunk
+        assert chunk is not None
+        return chunk
 
     # What the public methods share.
 

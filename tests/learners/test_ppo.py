@@ -10,21 +10,25 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from thread_ranks import ThreadRanks, on_ranks
 from torch import Tensor, nn
 
 from rayvec.config import PPOConfig
-from rayvec.errors import CheckpointError, LearnerError
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.nets import ActorCritic, make_actor_critic
 from rayvec.noise import keyed_noise
 from rayvec.policies import Policy
 from rayvec.returns import gae
-from rayvec.types import Batch, Chunk, CollectStats
+from rayvec.types import Batch, Chunk, CollectStats, tree_map
 
 OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float32)
 SPACES = pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
+FAR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+SIGHT = spaces.Box(0, 255, (2, 36, 36), np.uint8)
+MIXED = spaces.Dict(sight=SIGHT, touch=FAR)
 T, N = 16, 4
 STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 
@@ -34,12 +38,25 @@ def make_config(**settings: Any) -> PPOConfig:
     return PPOConfig(**{"hidden_sizes": (8,), "learning_rate": 0.01, **usual, **settings})
 
 
-def make_chunk(policy: Policy, seed: int, *, num_steps: int = T, invalid: bool = False) -> Chunk:
+def draw_obs(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> Any:
+    """Random observations, tree of ``[*lead, *obs_shape]``."""
+    if isinstance(space, spaces.Dict):
+        return {key: draw_obs(part, rng, *lead) for key, part in space.items()}
+    assert isinstance(space, spaces.Box)
+    if space.dtype == np.uint8:
+        return rng.integers(0, 256, (*lead, *space.shape), np.uint8)
+    mean, spread = (2, 3) if space is FAR else (0, 1)
+    return rng.normal(mean, spread, (*lead, *space.shape)).astype(np.float32)
+
+
+def make_chunk(
+    policy: Policy, seed: int, *, num_steps: int = T, invalid: bool = False, space: spaces.Space[Any] = OBS
+) -> Chunk:
     """Random observations and rewards, the policy's own actions, and episodes that end in both ways."""
     rng = np.random.default_rng(seed)
-    obs = rng.normal(size=(num_steps + 1, N, 3)).astype(np.float32)
+    obs = draw_obs(space, rng, num_steps + 1, N)
     noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(N), first_step=0, num_steps=num_steps)
-    steps = [policy.act(obs[t], noise[t]) for t in range(num_steps)]
+    steps = [policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]) for t in range(num_steps)]  # noqa: B023
     terminated, truncated = rng.random((2, num_steps, N)) < 0.15
     valid = np.ones((num_steps, N), bool)
     if invalid:
@@ -48,15 +65,15 @@ def make_chunk(policy: Policy, seed: int, *, num_steps: int = T, invalid: bool =
     final_index = np.argwhere(terminated | truncated)
     return Chunk(
         env_ids=np.arange(N),
-        obs=obs[:-1],
+        obs=tree_map(lambda leaf: leaf[:-1], obs),
         act=np.stack([act for act, _ in steps]),
         rew=rng.normal(size=(num_steps, N)),
         terminated=terminated,
         truncated=truncated,
         valid=valid,
-        last_obs=obs[-1],
+        last_obs=tree_map(lambda leaf: leaf[-1], obs),
         final_index=final_index,
-        final_obs=rng.normal(size=(len(final_index), 3)).astype(np.float32),
+        final_obs=draw_obs(space, rng, len(final_index)),
         extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
     )
 
@@ -343,3 +360,151 @@ def test_a_module_of_ones_own_is_trained_in_place() -> None:
     before = [parameter.detach().clone() for parameter in module.parameters()]
     learner.update(make_batch(Policy(module)))
     assert all((old != new).any() for old, new in zip(before, module.parameters(), strict=True))
+
+
+NORMALIZED = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 0.5}
+
+
+@pytest.mark.parametrize("space", [SIGHT, MIXED], ids=["image", "image and numbers"])
+def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
+    """Rows hold the bytes themselves, values are those of each observation, and the actor's net learns."""
+    learner = PPOLearner(space, DISCRETE, make_config(num_epochs=1, normalize_obs=True))
+    batch = make_batch(Policy(learner.module), space=space, invalid=True)
+    chunk = batch.chunks[0]
+    rows = learner._rows(batch)
+    images = rows.obs if space is SIGHT else rows.obs[1]
+    sight = chunk.obs if space is SIGHT else chunk.obs["sight"]
+    assert images.dtype == torch.uint8
+    np.testing.assert_array_equal(images, sight.swapaxes(0, 1)[chunk.valid.T])
+    with torch.no_grad():
+        torch.testing.assert_close(rows.value, learner.module.value(rows.obs), atol=1e-6, rtol=1e-5)
+    before = [parameter.detach().clone() for parameter in learner.module.parameters()]
+    learner.update(batch)
+    assert all((old != new).any() for old, new in zip(before, learner.module.parameters(), strict=True))
+
+
+def test_values_of_many_images_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = PPOLearner(SIGHT, DISCRETE, make_config())
+    batch = make_batch(Policy(learner.module), space=SIGHT)
+    whole = learner._rows(batch)
+    monkeypatch.setattr("rayvec.learners.ppo._ROWS_AT_ONCE", 7)
+    for ours, theirs in zip(vars_of(learner._rows(batch)), vars_of(whole), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("space", [FAR, SIGHT, MIXED], ids=["numbers", "image", "both"])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_the_first_minibatch_has_the_probabilities_that_were_recorded(
+    space: spaces.Space[Any], shared_trunk: bool
+) -> None:
+    """What normalises observations is what the policy acted with, in every update."""
+    config = make_config(num_epochs=1, minibatch_size=T * N, shared_trunk=shared_trunk, **NORMALIZED)
+    learner = PPOLearner(space, DISCRETE, config)
+    policy = Policy(learner.module)
+    for seed in range(3):
+        metrics = learner.update(make_batch(policy, seed, space=space))
+        assert abs(metrics["approx_kl"]) < 1e-6 and metrics["clip_fraction"] == 0
+        policy.load_weights(learner.weights())
+
+
+def test_observations_are_normalised_by_all_that_was_seen_before() -> None:
+    learner = PPOLearner(MIXED, DISCRETE, make_config(normalize_obs=True))
+    policy = Policy(learner.module)
+    seen = []
+    for seed in range(3):
+        batch = make_batch(policy, seed, space=MIXED, invalid=True)
+        chunk = batch.chunks[0]
+        numbers = learner._rows(batch).obs[0].numpy()
+        raw = chunk.obs["touch"].swapaxes(0, 1)[chunk.valid.T]
+        if seen:
+            before = np.concatenate(seen).astype(np.float64)
+            raw = (raw - before.mean(0)) / before.std(0)
+        np.testing.assert_allclose(numbers, raw.clip(-10, 10), atol=1e-5)
+        seen.append(chunk.obs["touch"][chunk.valid])
+        learner.update(batch)
+
+
+def test_rewards_are_scaled_by_the_spread_of_discounted_returns() -> None:
+    learner = PPOLearner(OBS, DISCRETE, make_config(normalize_reward=True, gamma=0.9))
+    plain = PPOLearner(OBS, DISCRETE, make_config(gamma=0.9))
+    policy = Policy(learner.module)
+    running, returns = np.zeros(N), []
+    for seed in range(3):
+        batch = make_batch(policy, seed, invalid=True)
+        chunk = batch.chunks[0]
+        for t in range(T):
+            for n in range(N):
+                if not chunk.valid[t, n]:
+                    running[n] = 0
+                    continue
+                running[n] = 0.9 * running[n] + chunk.rew[t, n]
+                returns.append(running[n])
+                running[n] *= not chunk.done[t, n]
+        scaled = copy.deepcopy(batch)
+        scaled.chunks[0].rew[:] /= np.std(returns)
+        torch.testing.assert_close(learner._rows(batch).advantage, plain._rows(scaled).advantage, atol=1e-5, rtol=1e-5)
+
+
+def test_rewards_are_clipped() -> None:
+    learner = PPOLearner(OBS, DISCRETE, make_config(clip_reward=0.5))
+    batch = make_batch(Policy(learner.module))
+    rows = learner._rows(batch)
+    assert np.abs(batch.chunks[0].rew).max() > 1
+    batch.chunks[0].rew.clip(-0.5, 0.5, out=batch.chunks[0].rew)
+    torch.testing.assert_close(rows.advantage, learner._rows(batch).advantage)
+
+
+@pytest.mark.parametrize("space", [FAR, MIXED], ids=["numbers", "both"])
+def test_a_loaded_learner_normalises_on_bit_for_bit(space: spaces.Space[Any]) -> None:
+    learner = PPOLearner(space, BOX, make_config(**NORMALIZED))
+    policy = Policy(learner.module)
+    for seed in range(2):
+        learner.update(make_batch(policy, seed, space=space))
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    file.seek(0)
+    other = PPOLearner(space, BOX, make_config(**NORMALIZED, seed=9))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    other.config = learner.config
+    np.testing.assert_array_equal(learner.weights(), other.weights())
+    policy.load_weights(learner.weights())
+    for seed in range(2, 4):
+        batch = make_batch(policy, seed, space=space)
+        assert learner.update(batch) == other.update(batch)
+        np.testing.assert_array_equal(learner.weights(), other.weights())
+    with pytest.raises(CheckpointError, match=r"obs_moments, return_scale\. Got: .*Remedy"):
+        learner.load_state_dict(PPOLearner(space, BOX, make_config()).state_dict())
+
+
+def test_statistics_are_those_of_all_ranks() -> None:
+    settings = {**NORMALIZED, "clip_reward": None}
+    policy = Policy(PPOLearner(FAR, BOX, make_config(**settings)).module)
+    batches = [make_batch(policy, seed, space=FAR, invalid=True) for seed in range(4)]
+
+    def learn(bounds: list[int]) -> list[Any]:
+        def work(ranks: ThreadRanks) -> Any:
+            learner = PPOLearner(FAR, BOX, make_config(**settings))
+            learner.ranks = ranks
+            start, stop = bounds[ranks.rank : ranks.rank + 2]
+            for batch in batches:
+                learner.update(Batch(tuple(chunk.columns(start, stop) for chunk in batch.chunks), STATS))
+            return learner.weights(), learner.state_dict()
+
+        return on_ranks(len(bounds) - 1, work)
+
+    ((expected, state),) = learn([0, N])
+    for bounds in ([0, 1, N], [0, 0, 3, N]):
+        ranks = learn(bounds)
+        for weights, statistics in ranks:
+            np.testing.assert_array_equal(weights, ranks[0][0])
+            np.testing.assert_allclose(weights, expected, atol=1e-5)
+            for name in ("mean", "squares"):
+                torch.testing.assert_close(statistics["obs_moments"][name], state["obs_moments"][name])
+            torch.testing.assert_close(statistics["return_scale"]["returns"], state["return_scale"]["returns"])
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
+        PPOLearner(OBS, DISCRETE, make_config(learner_device="cuda"))

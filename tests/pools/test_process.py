@@ -470,7 +470,7 @@ class TestRollout:
                 p.recv(np.arange(5))
             for k in range(3):
                 expected = rollout(serial, policy, 20, noise_seed=1, first_step=20 * k)
-                got = pool.rollout(7, 20, 20 * k, 1)
+                got, _ = pool.rollout(7, 20, 20 * k, 1)
                 for name in expected.__slots__:
                     assert_identical(getattr(got, name), getattr(expected, name), name)
 
@@ -482,7 +482,7 @@ class TestRollout:
             pool.load_policy(0, cloudpickle.dumps(first))
             pool.load_policy(1, cloudpickle.dumps(first))
             pool.publish(1, 5, second.weights())
-            by_first, by_second = pool.rollout(0, 30, 0, 3), pool.rollout(1, 30, 0, 3)
+            by_first, by_second = pool.rollout(0, 30, 0, 3)[0], pool.rollout(1, 30, 0, 3)[0]
             assert (by_first.weights_version, by_second.weights_version) == (0, 5)
             for chunk, policy in ((by_first, first), (by_second, second)):
                 logp = policy._logp[chunk.extras["state"], chunk.act]
@@ -495,7 +495,7 @@ class TestRollout:
             pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
             pool.reset(np.arange(1), [0])
             pool.recv(np.arange(1))
-            chunk = pool.rollout(0, 4, 0, 0)
+            chunk, _ = pool.rollout(0, 4, 0, 0)
             pool.rollout(0, 4, 4, 0)
             for info in chunk.infos:
                 assert_identical(info.info["large"], np.full(20_000, chunk.rew[info.t, info.n]))

@@ -14,18 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rayvec.pools import stream
-from rayvec.pools.stream import FrameSocket, Listener, connect
+from rayvec.pools.stream import LENGTH_BYTES, FrameSocket, Listener, connect
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0
 
 
+def frame(payload: bytes) -> bytes:
+    return (LENGTH_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "little") + payload
+
+
 def echo(connection: FrameSocket) -> None:
     with suppress(EOFError, OSError):
         while True:
-            connection.send(bytes(connection.recv()))
+            connection.send(connection.recv())
 
 
 @pytest.fixture
@@ -38,9 +44,44 @@ def listener() -> Iterator[Listener]:
 def assert_served(listener: Listener) -> None:
     with connect("127.0.0.1", listener.port, KEY) as connection:
         for payload in (b"", b"hello", bytes(range(256)) * 5000):
-            connection.send(payload)
+            connection.send(frame(payload))
             assert connection.poll(DEADLINE_S)
-            assert connection.recv() == payload
+            assert connection.recv() == frame(payload)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 100) | st.integers(60_000, 70_000), min_size=1, max_size=8),
+    pieces=st.lists(st.integers(1, 100_000), min_size=1),
+)
+def test_frames_arrive_whole_however_the_network_cuts_them(sizes: list[int], pieces: list[int]) -> None:
+    payloads = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), None
+    with ours:
+        sender = socket.create_connection(ours.getsockname())
+        theirs, _ = ours.accept()
+    data = b"".join(map(frame, payloads))
+
+    def drip() -> None:
+        at = 0
+        for n in range(len(data)):
+            if at >= len(data):
+                return
+            sender.sendall(data[at : at + pieces[n % len(pieces)]])
+            at += pieces[n % len(pieces)]
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with sender, FrameSocket(theirs) as connection:
+        assert [bytes(connection.recv()) for _ in payloads] == list(map(frame, payloads))
+        thread.join()
+
+
+def test_a_frame_shorter_than_its_length_is_an_error(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        connection.send(bytes(LENGTH_BYTES))
+        with pytest.raises(EOFError):  # the other end has hung up over it
+            connection.recv()
 
 
 def stranger(listener: Listener) -> socket.socket:
@@ -100,9 +141,9 @@ def test_a_pickle_is_not_unpickled(listener: Listener, tmp_path: Path) -> None:
             return open, (str(tmp_path / "owned"), "w")
 
     data = pickle.dumps(Evil())
-    for frame in (data, len(data).to_bytes(4, "big") + data):
+    for evil in (data, len(data).to_bytes(4, "big") + data):
         with stranger(listener) as sock:
-            sock.sendall(frame.ljust(64, b"."))
+            sock.sendall(evil.ljust(64, b"."))
             read_to_end(sock)
     assert_served(listener)
     assert not (tmp_path / "owned").exists()
@@ -186,5 +227,5 @@ def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
 def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -> None:
     with connect("127.0.0.1", listener.port, KEY) as connection:
         listener.close()
-        connection.send(b"still there")
-        assert connection.recv() == b"still there"
+        connection.send(frame(b"still there"))
+        assert connection.recv() == frame(b"still there")

@@ -1,0 +1,351 @@
+"""IMPALA (Espeholt et al., 2018), readable from top to bottom: an actor-critic that learns from older weights' steps.
+
+Sampling need not wait for learning: the policy that acted is some updates old, and V-trace weighs its steps by how
+much likelier, or less likely, the policy that learns would have acted so. Targets are computed from the values of the
+critic as it is at each step of the optimizer. Losses are means over steps, where the paper has sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rayvec.errors import CheckpointError, LearnerError, message
+from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
+from rayvec.parallel.ranks import ALONE, Ranks, gather_counts
+from rayvec.returns import vtrace
+from rayvec.types import Batch, Chunk, Tree, as_slice, tree_map
+
+if TYPE_CHECKING:
+    from rayvec.config import IMPALAConfig
+
+__all__ = ["IMPALALearner"]
+
+_SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fraction", "approx_kl")
+"""What a step of the optimizer adds up over its rows; beside that the moments of targets and their errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectories:
+    """T steps of each of n environments.
+
+    Attributes:
+        obs: Encoded observations, tree of ``[T, n, ...]``.
+        last_obs: Those that the policy would see next, tree of ``[n, ...]``.
+        final_index: ``(t, column)`` of each step that ended an episode, ``int64 [F, 2]``.
+        final_obs: Encoded true last observations of these episodes, tree of ``[F, ...]``.
+        sample: What the policy drew, ``[T, n, C]``.
+        logp: Its log-probability by the policy that acted, ``[T, n]``.
+        rew: ``[T, n]``.
+        terminated: ``bool [T, n]``.
+        truncated: ``bool [T, n]``.
+        valid: ``bool [T, n]``.
+    """
+
+    obs: Tree
+    last_obs: Tree
+    final_index: NDArray[np.int64]
+    final_obs: Tree
+    sample: Tensor
+    logp: NDArray[np.float32]
+    rew: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+
+    def __getitem__(self, columns: NDArray[np.int64]) -> Trajectories:
+        """Returns some of the environments, whose columns are given in ascending order."""
+        place = np.full(self.valid.shape[1], -1)
+        place[columns] = np.arange(len(columns))
+        t, n = self.final_index.T
+        ended = np.flatnonzero(place[n] >= 0)
+        index = as_slice(columns)
+        return Trajectories(
+            tree_map(lambda leaf: leaf[:, index], self.obs),
+            tree_map(lambda leaf: leaf[index], self.last_obs),
+            np.stack([t[ended], place[n[ended]]], -1),
+            tree_map(lambda leaf: leaf[ended], self.final_obs),
+            *(getattr(self, name)[:, index] for name in ("sample", "logp", "rew", "terminated", "truncated", "valid")),
+        )
+
+
+class IMPALALearner:
+    """Improves an actor-critic by V-trace, one pass over each chunk.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        config: IMPALA's own settings, ``total_steps`` and ``seed``.
+        module: What to train, in place of a net after the settings; it then belongs to the learner.
+        device: Where to, in place of ``config.learner_device``.
+
+    Attributes:
+        module: The actor-critic in training.
+        ranks: Who computes each update together. Each rank gets the chunks of its own environments, which are numbered
+            through over the ranks, so that all together do what one does with the whole batch.
+
+    Raises:
+        ConfigError: There is no net for these spaces, or no such device.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        config: IMPALAConfig,
+        *,
+        module: ActorCritic | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.config = config
+        self.ranks: Ranks = ALONE
+        self.module = module or make_actor_critic(
+            observation_space,
+            action_space,
+            config.hidden_sizes,
+            shared_trunk=config.shared_trunk,
+            seed=config.seed,
+        )
+        self._device = torch_device(device or config.learner_device)
+        self.module.to(self._device)
+        self._flat = FlatParameters(self.module)
+        self._optimizer = _make_optimizer(self._flat.param, config)
+        self._num_updates = 0
+        self._num_steps = 0
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Learns from each chunk once; no trace goes from one chunk into the next.
+
+        A minibatch is all steps of some environments. A batch without a single valid step changes nothing.
+
+        Returns:
+            Means over all minibatches of ``policy_loss``, ``value_loss``, ``entropy`` (nats), ``importance_weight``
+            (the new policy's probability of an action over that by which it was chosen), ``clip_fraction`` (how
+            many weights are above ``rho_bar``), ``approx_kl`` (from the policy that acted to the new one, nats,
+            ``mean(weight - 1 - log weight)``) and ``grad_norm`` (before clipping); ``explained_variance`` of the
+            V-trace targets by the values; and the ``learning_rate`` used.
+
+        Raises:
+            LearnerError: The gradient is not finite, or the chunks lack what the policy records. The weights are
+                those before the failed step.
+        """
+        learning_rate = self._anneal()
+        sums: list[Tensor] = []
+        for chunk in batch.chunks:
+            trajectories = self._trajectories(chunk)
+            generator = np.random.default_rng([self.config.seed, self._num_updates])
+            for part, count in self._minibatches(trajectories, generator):
+                sums.append(self._step(self._gradients(part, count)))
+                self._num_steps += count
+            self._num_updates += 1
+        return {**self._metrics(sums), "learning_rate": learning_rate}
+
+    def _trajectories(self, chunk: Chunk) -> Trajectories:
+        """Encodes a chunk."""
+        encode, clip_reward = self.module.encode, self.config.clip_reward
+        if "logp" not in chunk.extras:
+            raise LearnerError(
+                message(
+                    "IMPALA weighs actions by the probability with which they were chosen.",
+                    expected='extras["logp"] in every chunk',
+                    got=sorted(chunk.extras),
+                    remedy="Collect with rayvec.Policy(learner.module)",
+                )
+            )
+        return Trajectories(
+            encode(chunk.obs),
+            encode(chunk.last_obs),
+            chunk.final_index,
+            encode(chunk.final_obs),
+            torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
+            chunk.extras["logp"],
+            chunk.rew if clip_reward is None else chunk.rew.clip(-clip_reward, clip_reward),
+            chunk.terminated,
+            chunk.truncated,
+            chunk.valid,
+        )
+
+    def _minibatches(
+        self, trajectories: Trajectories, generator: np.random.Generator
+    ) -> Iterator[tuple[Trajectories, int]]:
+        """Yields this rank's share of each minibatch, and how many steps that minibatch has on all ranks.
+
+        Environments are shuffled over all ranks alike; a minibatch without a valid step is left out.
+        """
+        num_columns = gather_counts(self.ranks, trajectories.valid.shape[1])
+        first = sum(num_columns[: self.ranks.rank])
+        parts = np.array_split(generator.permutation(sum(num_columns)), self.config.num_minibatches)
+        own = [np.sort(part[(part >= first) & (part < first + num_columns[self.ranks.rank])]) - first for part in parts]
+        valid = trajectories.valid.sum(0)
+        counts = self.ranks.sum_(torch.tensor([int(valid[columns].sum()) for columns in own]))
+        for columns, count in zip(own, counts.tolist(), strict=True):
+            if count:
+                yield trajectories[columns], count
+
+    def _gradients(self, part: Trajectories, count: int) -> Tensor:
+        """Adds up the gradient of a minibatch's loss over all ranks, in the flat buffer; returns this rank's sums.
+
+        Args:
+            part: This rank's share.
+            count: Steps of the minibatch on all ranks.
+
+        Returns:
+            ``float64 [11]``: `_SUMMED`, the count, and first and second moments of the targets and of their errors.
+        """
+        config, valid = self.config, torch.from_numpy(part.valid).to(self._device)
+        params, values = self.module(part.obs)
+        logp, entropy = self.module.distribution.logp_entropy(params[valid], part.sample[valid])
+        log_ratio = logp.detach() - torch.from_numpy(part.logp).to(self._device)[valid]
+        target, advantage = self._targets(part, values.detach(), log_ratio)
+        value = values[valid]
+
+        policy_loss = -advantage * logp
+        value_loss = 0.5 * (value - target).square()
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
+        self._flat.zero_grad()
+        torch.autograd.backward(loss.sum() / count)
+        self.ranks.sum_(self._flat.grad)
+        with torch.no_grad():
+            ratio, error = log_ratio.exp(), target - value
+            is_clipped = (ratio > config.rho_bar).to(ratio)
+            of_rows = [
+                policy_loss,
+                value_loss,
+                entropy,
+                ratio,
+                is_clipped,
+                ratio - 1 - log_ratio,
+                torch.ones_like(ratio),
+            ]
+            moments = [target, target.square(), error, error.square()]
+            return torch.stack([each.double().sum() for each in (*of_rows, *moments)])
+
+    def _targets(self, part: Trajectories, values: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns V-trace targets and advantages of the valid steps, ``[B]`` each.
+
+        The observation after a step is what the policy saw next, except where an episode ended: each observation is
+        evaluated once.
+
+        Args:
+            part: What happened.
+            values: Of all observations, ``[T, n]``.
+            log_ratio: Logarithms of the valid steps' importance weights, ``[B]``.
+        """
+        t, n = part.final_index.T
+        with torch.no_grad():
+            next_values = torch.cat([values[1:], self.module.value(part.last_obs)[None]])
+            next_values[t, n] = self.module.value(part.final_obs)
+        value = values.cpu().numpy()
+        log_ratios = np.zeros_like(value)
+        log_ratios[part.valid] = log_ratio.cpu().numpy()
+        config = self.config
+        target, advantage = vtrace(
+            part.rew,
+            value,
+            next_values.cpu().numpy(),
+            log_ratios,
+            part.terminated,
+            part.truncated,
+            gamma=config.gamma,
+            lam=config.vtrace_lambda,
+            rho_bar=config.rho_bar,
+            c_bar=config.c_bar,
+            valid=part.valid,
+        )
+        rows = (torch.from_numpy(each[part.valid]).to(self._device) for each in (target, advantage))
+        return next(rows), next(rows)
+
+    def _step(self, sums: Tensor) -> Tensor:
+        """Clips the gradient and lets the optimizer step; returns `sums` and the norm before clipping, ``[12]``."""
+        norm = self._flat.clip_grad_norm(self.config.max_grad_norm)
+        sums = torch.cat([sums, norm.double().reshape(1)])
+        if not math.isfinite(norm):
+            raise LearnerError(
+                message(
+                    f"A loss and its gradient are finite numbers (update {self._num_updates}).",
+                    expected="finite numbers",
+                    got=self._metrics([sums]),
+                    remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
+                )
+            )
+        self._optimizer.step()
+        return sums
+
+    def _metrics(self, sums: list[Tensor]) -> dict[str, float]:
+        """Returns means over minibatches, each a mean over the steps of all ranks; 0 where there were none."""
+        if not sums:
+            return dict.fromkeys((*_SUMMED, "grad_norm", "explained_variance"), 0.0)
+        own = torch.stack(sums)
+        total, norms = self.ranks.sum_(own[:, :-1].contiguous()), own[:, -1]
+        means = (total[:, : len(_SUMMED)] / total[:, len(_SUMMED), None]).mean(0)
+        count, target, target_square, error, error_square = total[:, len(_SUMMED) :].sum(0).tolist()
+        variance = target_square / count - (target / count) ** 2
+        error_variance = error_square / count - (error / count) ** 2
+        return {
+            **dict(zip(_SUMMED, means.tolist(), strict=True)),
+            "grad_norm": float(norms.mean()),
+            "explained_variance": 1 - error_variance / variance if variance > 0 else 0.0,
+        }
+
+    def _anneal(self) -> float:
+        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
+        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
+        learning_rate = self.config.learning_rate * max(left, 0.0)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        return learning_rate
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of all parameters, flat, as ``Policy.load_weights`` takes them."""
+        return flat_weights(self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what the next update depends on: tensors and plain values only.
+
+        There is no random state: permutations are drawn from (seed, number of the update).
+        """
+        return copy.deepcopy(
+            {
+                "parameters": self._flat.data,
+                "optimizer": self._optimizer.state_dict(),
+                "num_updates": self._num_updates,
+                "num_steps": self._num_steps,
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on exactly where the learner was that `state` was taken from.
+
+        Raises:
+            CheckpointError: `state` is not that of an IMPALA learner, or of another net.
+        """
+        expected = self.state_dict()
+        if state.keys() != expected.keys() or state["parameters"].shape != expected["parameters"].shape:
+            raise CheckpointError(
+                message(
+                    "A learner continues from the state of one with the same net.",
+                    expected=f"{sorted(expected)}, {len(expected['parameters'])} parameters",
+                    got=f"{sorted(state)}, {len(state.get('parameters', ()))} parameters",
+                    remedy="Use the configuration that the checkpoint was written with",
+                )
+            )
+        self._flat.data.copy_(state["parameters"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._num_updates = state["num_updates"]
+        self._num_steps = state["num_steps"]
+
+
+def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer:
+    """Returns what steps the flat parameters; constants of RMSProp as in the paper's appendix."""
+    if config.optimizer == "rmsprop":
+        return torch.optim.RMSprop([parameter], lr=config.learning_rate, alpha=0.99, eps=config.optimizer_eps)
+    return torch.optim.Adam([parameter], lr=config.learning_rate, eps=config.optimizer_eps, fused=True)

@@ -1,0 +1,326 @@
+"""The tensors of soft actor-critic: losses, their gradients and what optimizers do with them.
+
+Haarnoja et al., "Soft actor-critic algorithms and applications" (2018, arXiv:1812.05905), and Christodoulou, "Soft
+actor-critic for discrete action settings" (2019, arXiv:1910.07207). Gradients are written by hand: an update then is
+plain tensor algebra that compiles into one graph and that CUDA captures, nothing is computed that nobody uses, and the
+same lines serve eager execution. Tests hold them against autograd.
+
+E is the number of critics, B of rows, D of features, C of numbers that describe an action (components of a Box, or
+the choices of a Discrete, one-hot), P of parameters. A net's parameters are one flat vector, layer after layer, the
+weight ``[E, out, in]`` before the bias ``[E, out]``; with E = 1 that is the order of ``nn.Linear``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rayvec.distributions import LOG_STD_MAX, LOG_STD_MIN
+
+__all__ = ["AdamState", "MLPLayout", "Nets", "Rows", "SACMath"]
+
+_HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+_LOG_2 = math.log(2)
+_BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+
+Layers = list[tuple[Tensor, Tensor]]
+
+
+class Rows(NamedTuple):
+    """B transitions, float32.
+
+    Attributes:
+        obs: ``[B, D]``.
+        act: ``[B, C]``: of a Box scaled to [-1, 1], of a Discrete one-hot.
+        rew: ``[B]``.
+        next_obs: True observation after the step, ``[B, D]``.
+        terminated: 1 where there is nothing to bootstrap from, ``[B]``.
+        weight: Share of each row in a mean over all rows of all ranks, ``[B]``; 0 for padding.
+    """
+
+    obs: Tensor
+    act: Tensor
+    rew: Tensor
+    next_obs: Tensor
+    terminated: Tensor
+    weight: Tensor
+
+
+class AdamState(NamedTuple):
+    """Parameters and Adam's two moments of their gradients, ``[P]`` each; written to in place."""
+
+    param: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+class Nets(NamedTuple):
+    """What an update changes in place.
+
+    Attributes:
+        critic: All critics.
+        target: Parameters of the target critics, ``[P]``.
+        actor: The actor, and last the logarithm of the temperature alpha.
+        healthy: 1; 0 from the first gradient on that is not finite, after which nothing changes any more, ``[1]``.
+    """
+
+    critic: AdamState
+    target: Tensor
+    actor: AdamState
+    healthy: Tensor
+
+
+@dataclass(frozen=True)
+class MLPLayout:
+    """Where the layers of E MLPs with ReLU lie in one flat vector.
+
+    Attributes:
+        num_nets: E.
+        sizes: Widths from the inputs to the outputs.
+    """
+
+    num_nets: int
+    sizes: tuple[int, ...]
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.num_nets * sum(outs * (ins + 1) for ins, outs in pairwise(self.sizes))
+
+    def layers(self, flat: Tensor) -> Layers:
+        """Returns views of the weights ``[E, out, in]`` and biases ``[E, out]`` in `flat`."""
+        layers, start = [], 0
+        for ins, outs in pairwise(self.sizes):
+            middle = start + self.num_nets * outs * ins
+            end = middle + self.num_nets * outs
+            weight = flat[start:middle].view(self.num_nets, outs, ins)
+            layers.append((weight, flat[middle:end].view(self.num_nets, outs)))
+            start = end
+        return layers
+
+
+def forward(layers: Layers, rows: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Returns the inputs of every layer, ``[E, B, in]``, and the outputs ``[E, B, out]``, for rows ``[B, in]``."""
+    inputs = [rows.expand(len(layers[0][0]), -1, -1)]
+    for weight, bias in layers[:-1]:
+        inputs.append(torch.baddbmm(bias.unsqueeze(1), inputs[-1], weight.mT).relu())
+    weight, bias = layers[-1]
+    return inputs, torch.baddbmm(bias.unsqueeze(1), inputs[-1], weight.mT)
+
+
+def backward(layers: Layers, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """Returns the gradients of weights and biases in their flat order, given that of the outputs."""
+    grads: list[Tensor] = []
+    for i in reversed(range(len(layers))):
+        grads = [torch.bmm(grad.mT, inputs[i]), grad.sum(1), *grads]
+        if i > 0:
+            grad = _through_relu(grad, layers[i][0], inputs[i])
+    return grads
+
+
+def backward_to_inputs(layers: Layers, inputs: Sequence[Tensor], grad: Tensor, count: int) -> Tensor:
+    """Returns the gradient of the last `count` inputs, summed over the nets, ``[B, count]``; of nothing else."""
+    for i in reversed(range(1, len(layers))):
+        grad = _through_relu(grad, layers[i][0], inputs[i])
+    return torch.bmm(grad, layers[0][0][:, :, -count:]).sum(0)
+
+
+def _through_relu(grad: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+    """Takes a gradient from a layer's outputs to the outputs before the ReLU that made its `inputs`."""
+    grad = grad * weight if weight.shape[1] == 1 else torch.bmm(grad, weight)
+    return torch.where(inputs > 0, grad, 0.0)
+
+
+def adam_(state: AdamState, grad: Tensor, learning_rate: float, correction: Tensor, healthy: Tensor) -> None:
+    """Takes one step of Adam (Kingma and Ba, 2015, algorithm 1), or none where `healthy` is 0.
+
+    Args:
+        state: Changed in place.
+        grad: ``[P]``.
+        learning_rate: Step size.
+        correction: ``1 / (1 - beta_1^t)`` and ``1 / sqrt(1 - beta_2^t)`` of step t, ``[2]``.
+        healthy: ``[1]``.
+    """
+    mean = torch.lerp(state.mean, grad, 1 - _BETA_1)
+    square = _BETA_2 * state.square + (1 - _BETA_2) * grad * grad
+    step = learning_rate * correction[0] * mean / (square.sqrt() * correction[1] + _EPS)
+    is_healthy = healthy > 0
+    state.param.copy_(torch.where(is_healthy, state.param - step, state.param))
+    state.mean.copy_(torch.where(is_healthy, mean, state.mean))
+    state.square.copy_(torch.where(is_healthy, square, state.square))
+
+
+def corrections(step: int) -> tuple[float, float]:
+    """Returns Adam's bias corrections of step t, counted from 1: ``1 / (1 - beta_1^t)``, ``1 / sqrt(1 - beta_2^t)``."""
+    return 1 / (1 - _BETA_1**step), 1 / math.sqrt(1 - _BETA_2**step)
+
+
+@dataclass(frozen=True)
+class SACMath:
+    """One update of soft actor-critic in four parts, between which gradients can be summed over ranks.
+
+    Every loss is a sum weighted by ``rows.weight``, so that the sum over ranks is the mean over all rows.
+
+    Attributes:
+        critic: Layout of the E critics: from ``D + C`` to 1 for a Box, from D to C for a Discrete.
+        actor: Layout of the actor: from D to ``2 C`` for a Box (means, then squashed logarithms of standard
+            deviations), to C logits for a Discrete.
+        is_discrete: Which of the two.
+        gamma: Discount.
+        tau: Share of the critics that goes into their targets at every update.
+        target_entropy: Which entropy the temperature is adjusted to, in nats.
+        autotune: Whether it is adjusted.
+        policy_lr: Step size of the actor.
+        q_lr: Step size of the critics.
+        alpha_lr: Step size of the temperature.
+    """
+
+    critic: MLPLayout
+    actor: MLPLayout
+    is_discrete: bool
+    gamma: float
+    tau: float
+    target_entropy: float
+    autotune: bool
+    policy_lr: float
+    q_lr: float
+    alpha_lr: float
+
+    def critic_gradient(self, nets: Nets, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of the critics' loss, ``[P]``, and ``critic_loss`` and ``q_mean``, ``[2]``.
+
+        The loss of each critic is half the squared temporal-difference error (arXiv:1812.05905, equation 5).
+
+        Args:
+            nets: Read only.
+            rows: The minibatch, or this rank's part of it.
+            noise: Standard normal, ``[B, C]``; a Discrete reads none.
+        """
+        target = self._target(nets, rows, noise)
+        layers = self.critic.layers(nets.critic.param)
+        inputs, values = forward(layers, self._critic_rows(rows.obs, rows.act))
+        q = (values * rows.act).sum(-1) if self.is_discrete else values.squeeze(-1)
+        error = q - target
+        weighted = error * rows.weight
+        grad = weighted.unsqueeze(-1) * rows.act if self.is_discrete else weighted.unsqueeze(-1)
+        stats = torch.stack([0.5 * (weighted * error).sum(), (q * rows.weight).sum() / len(q)])
+        return _flatten(backward(layers, inputs, grad)), stats
+
+    def critic_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
+        """Lets the critics' optimizer step, and the targets follow; returns ``critic_grad_norm``, ``[1]``."""
+        norm = _check(nets, grad)
+        adam_(nets.critic, grad, self.q_lr, correction, nets.healthy)
+        nets.target.copy_(torch.lerp(nets.target, nets.critic.param, self.tau * nets.healthy))
+        return norm
+
+    def actor_gradient(self, nets: Nets, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of actor and temperature, ``[P]``, and ``actor_loss`` and ``entropy``, ``[2]``.
+
+        The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
+        equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11). The critics are
+        constants here, and both losses share one log-probability.
+
+        Args:
+            nets: Read only.
+            rows: As for the critics.
+            noise: Standard normal, ``[B, C]``, other than the critics' had.
+        """
+        layers = self.actor.layers(nets.actor.param)
+        inputs, outputs = forward(layers, rows.obs)
+        alpha = nets.actor.param[-1:].exp()
+        gradient = self._discrete_actor if self.is_discrete else self._box_actor
+        loss, logp, grad = gradient(nets, rows, outputs.squeeze(0), alpha, noise)
+        entropy = -(logp * rows.weight).sum().reshape(1)
+        surplus = entropy - self.target_entropy * rows.weight.sum()
+        alpha_grad = alpha * surplus if self.autotune else torch.zeros_like(alpha)
+        stats = torch.cat([(loss * rows.weight).sum().reshape(1), entropy])
+        return _flatten([*backward(layers, inputs, grad.unsqueeze(0)), alpha_grad]), stats
+
+    def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
+        """Lets the optimizer of actor and temperature step; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
+        norm = _check(nets, grad)
+        adam_(AdamState(*(part[:-1] for part in nets.actor)), grad[:-1], self.policy_lr, correction, nets.healthy)
+        adam_(AdamState(*(part[-1:] for part in nets.actor)), grad[-1:], self.alpha_lr, correction, nets.healthy)
+        return torch.cat([norm, nets.actor.param[-1:].exp()])
+
+    def _target(self, nets: Nets, rows: Rows, noise: Tensor) -> Tensor:
+        """Returns what the critics should say, ``[B]`` (arXiv:1812.05905, equation 3; arXiv:1910.07207, 10)."""
+        outputs = forward(self.actor.layers(nets.actor.param), rows.next_obs)[1].squeeze(0)
+        alpha = nets.actor.param[-1:].exp()
+        targets = self.critic.layers(nets.target)
+        if self.is_discrete:
+            logp = outputs.log_softmax(-1)
+            q = forward(targets, rows.next_obs)[1].amin(0)
+            value = (logp.exp() * (q - alpha * logp)).sum(-1)
+        else:
+            act, act_logp = _sample(outputs, noise)[:2]
+            value = forward(targets, self._critic_rows(rows.next_obs, act))[1].squeeze(-1).amin(0) - alpha * act_logp
+        return rows.rew + self.gamma * (1 - rows.terminated) * value
+
+    def _critic_rows(self, obs: Tensor, act: Tensor) -> Tensor:
+        """Returns what critics read, ``[B, D + C]``, or ``[B, D]`` where they have an output for each action."""
+        return obs if self.is_discrete else torch.cat([obs, act], 1)
+
+    def _box_actor(
+        self, nets: Nets, rows: Rows, outputs: Tensor, alpha: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns losses ``[B]``, log-probabilities ``[B]`` and the gradient of the actor's outputs, ``[B, 2 C]``."""
+        act, logp, std, tanh_std = _sample(outputs, noise)
+        layers = self.critic.layers(nets.critic.param)
+        inputs, values = forward(layers, self._critic_rows(rows.obs, act))
+        q, which = values.squeeze(-1).min(0)
+        is_min = which == torch.arange(self.critic.num_nets, device=which.device).unsqueeze(1)
+        grad_q = torch.where(is_min, -rows.weight, 0.0).unsqueeze(-1)
+        grad_act = backward_to_inputs(layers, inputs, grad_q, act.shape[1])
+        # With a = tanh(x) and x = mean + std * noise: da/dx = 1 - a^2 and dlogp/dx = 2 a, while log std itself
+        # lowers logp by 1.
+        weight = alpha * rows.weight.unsqueeze(1)
+        grad_x = 2 * weight * act + grad_act * (1 - act * act)
+        grad_log_std = grad_x * std * noise - weight
+        half_range = 0.5 * (LOG_STD_MAX - LOG_STD_MIN)
+        grad = torch.cat([grad_x, grad_log_std * half_range * (1 - tanh_std * tanh_std)], 1)
+        return alpha * logp - q, logp, grad
+
+    def _discrete_actor(
+        self, nets: Nets, rows: Rows, outputs: Tensor, alpha: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns losses ``[B]``, expected log-probabilities ``[B]`` and the gradient of the logits, ``[B, C]``."""
+        logp = outputs.log_softmax(-1)
+        probability = logp.exp()
+        q = forward(self.critic.layers(nets.critic.param), rows.obs)[1].amin(0)
+        cost = alpha * logp - q
+        loss = (probability * cost).sum(-1)
+        grad = probability * (cost - loss.unsqueeze(-1)) * rows.weight.unsqueeze(-1)
+        return loss, (probability * logp).sum(-1), grad
+
+
+def _sample(outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draws actions in (-1, 1); returns them, their log-probabilities, standard deviations and what squashed these.
+
+    The formulas are those of :class:`rayvec.distributions.TanhGaussian`.
+    """
+    mean, raw = outputs.chunk(2, -1)
+    tanh_std = raw.tanh()
+    log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (tanh_std + 1)
+    std = log_std.exp()
+    x = mean + std * noise
+    volume = 2 * (_LOG_2 - x - torch.nn.functional.softplus(-2 * x))
+    logp = (-0.5 * noise * noise - log_std - _HALF_LOG_TAU - volume).sum(-1)
+    return x.tanh(), logp, std, tanh_std
+
+
+def _flatten(grads: Sequence[Tensor]) -> Tensor:
+    return torch.cat([grad.reshape(-1) for grad in grads])
+
+
+def _check(nets: Nets, grad: Tensor) -> Tensor:
+    """Notes whether a gradient is finite; returns its norm, ``[1]``."""
+    norm = (grad * grad).sum().sqrt().reshape(1)
+    nets.healthy.mul_(torch.isfinite(norm).to(norm))
+    return norm

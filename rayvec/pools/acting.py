@@ -1,0 +1,185 @@
+"""Policies on the nodes of a cluster: handed out, given new weights, and let act in the workers, a chunk at a time.
+
+All of it goes through Ray, and an actor does what it is asked one thing after another. So weights that are
+published while a chunk is under way wait behind it, without the driver, and the next chunk begins with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from rayvec.errors import NodeLostError
+from rayvec.pools.remote import NodeHandle
+from rayvec.types import ChunkEdges, RolloutTimes
+
+__all__ = ["ActingNodes", "NodePart"]
+
+
+class _HasHandle(Protocol):
+    handle: NodeHandle
+
+
+class NodePart(NamedTuple):
+    """What a node answers when its part of a chunk is taken.
+
+    Attributes:
+        times: Of each of its workers.
+        edges: Of its part, where that stays in the object store.
+        chunk: Its part, or else a reference to it.
+    """
+
+    times: tuple[RolloutTimes, ...]
+    edges: ChunkEdges | None
+    chunk: Any
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A chunk under way.
+
+    Attributes:
+        key: Of the policy that acts.
+        args: What the nodes were asked for.
+        weights: Version of its weights and the reference to them when the chunk began; None for those that the policy
+            brought along.
+        asked: Of each node, who was asked, and the references to its answer and to its part of the chunk.
+        publishing: Likewise of weights that were published meanwhile.
+        parts: Answers so far, by the number of the node.
+        waited_s: How long somebody has waited for them.
+    """
+
+    key: int
+    args: tuple[Any, ...]
+    weights: tuple[int, Any] | None
+    asked: list[tuple[NodeHandle, tuple[Any, Any]]]
+    publishing: list[tuple[NodeHandle, Any]] = field(default_factory=list)
+    parts: dict[int, NodePart] = field(default_factory=dict)
+    waited_s: float = 0.0
+
+    def wait(self, handle: NodeHandle, refs: tuple[Any, Any], deadline: float | None = None) -> NodePart:
+        """Waits for the answer of a node, and fetches its part unless that stays where it is."""
+        began_s = time.monotonic()
+        try:
+            times, edges = handle.get(refs[0], None if deadline is None else max(0.0, deadline - began_s))
+        finally:
+            self.waited_s += time.monotonic() - began_s
+        return NodePart(times, edges, handle.get(refs[1]) if edges is None else refs[1])
+
+
+class ActingNodes:
+    """The policies that nodes hold, their weights, and the chunk under way.
+
+    Args:
+        nodes: Whoever has the handle of each node; handles may be replaced.
+        replace: Starts the environments of a lost node elsewhere and calls :meth:`install` for it, or raises.
+    """
+
+    def __init__(self, nodes: Sequence[_HasHandle], replace: Callable[[int, NodeLostError], None]) -> None:
+        self._nodes = nodes
+        self._replace = replace
+        self._policies: dict[int, bytes] = {}
+        self._weights: dict[int, tuple[int, Any]] = {}
+        self._flight: _Flight | None = None
+
+    def load(self, key: int, policy: bytes) -> None:
+        """Gives every worker of every node a pickled policy, to be named by `key`."""
+        self._policies[key] = policy
+        self._ask_all("ask", "load_policy", key, policy)
+
+    def drop(self, key: int) -> None:
+        """Lets every worker forget a policy and its weights."""
+        self._ask_all("ask", "drop_policy", key)
+        self._policies.pop(key, None)
+        self._weights.pop(key, None)
+
+    def publish(self, key: int, version: int, weights: Any) -> None:
+        """Gives every node new weights: an object reference, which each node fetches once.
+
+        Chunks that begin from now on are taken with them. Nobody waits for a chunk under way.
+        """
+        self._weights[key] = version, weights
+        if self._flight is None:
+            self._ask_all("publish", key, version, weights)
+        else:
+            self._flight.publishing += self._call_all("publish", key, version, weights)
+
+    def install(self, handle: NodeHandle) -> None:
+        """Gives a node that takes the place of another every policy, with the weights that it is to act with next."""
+        for key, policy in self._policies.items():
+            handle.call("ask", "load_policy", key, policy)
+            flying = self._flight is not None and self._flight.key == key
+            weights = self._flight.weights if self._flight is not None and flying else self._weights.get(key)
+            if weights is not None:
+                handle.call("publish", key, *weights)
+
+    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool) -> None:
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it."""
+        assert self._flight is None, "one chunk at a time"
+        args = (key, num_steps, first_step, noise_seed, with_edges)
+        asked = [(node.handle, _ask_rollout(node.handle, args)) for node in self._nodes]
+        self._flight = _Flight(key, args, self._weights.get(key), asked)
+
+    def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
+        """Waits for the chunk under way.
+
+        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere, from new
+        episodes, with the weights that the others acted with.
+
+        Returns:
+            The answer of every node, and how long they were waited for, in seconds.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays under way.
+        """
+        flight = self._flight
+        assert flight is not None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for number, (handle, refs) in enumerate(flight.asked):
+            if number not in flight.parts:
+                try:
+                    flight.parts[number] = flight.wait(handle, refs, deadline)
+                except NodeLostError as error:
+                    flight.parts[number] = self._take_again(flight, number, handle, error)
+        for handle, ref in flight.publishing:
+            if any(node.handle is handle for node in self._nodes):
+                handle.get(ref)
+        self._flight = None
+        return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
+
+    def _take_again(self, flight: _Flight, number: int, asked: NodeHandle, error: NodeLostError) -> NodePart:
+        node = self._nodes[number]
+        while True:
+            if node.handle is asked:  # else somebody else has found out already
+                self._replace(number, error)
+            asked = node.handle
+            try:
+                part = flight.wait(asked, _ask_rollout(asked, flight.args))
+                newest = self._weights.get(flight.key)
+                if newest is not None and newest != flight.weights:
+                    asked.call("publish", flight.key, *newest)
+                return part
+            except NodeLostError as again:
+                error = again
+
+    def _call_all(self, method: str, *args: Any) -> list[tuple[NodeHandle, Any]]:
+        """Calls a method of every node's actor, all at once; returns who was called, and references."""
+        return [(node.handle, getattr(node.handle.actor, method).remote(*args)) for node in self._nodes]
+
+    def _ask_all(self, method: str, *args: Any) -> None:
+        """The same, and waits; a node that is lost is replaced and asked again."""
+        for number, (handle, ref) in enumerate(self._call_all(method, *args)):
+            try:
+                handle.get(ref)
+            except NodeLostError as error:
+                if self._nodes[number].handle is handle:
+                    self._replace(number, error)
+                self._nodes[number].handle.call(method, *args)
+
+
+def _ask_rollout(handle: NodeHandle, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Asks a node for its part; returns references to its answer and to the part."""
+    answer, chunk = handle.actor.rollout.options(num_returns=2).remote(*args)
+    return answer, chunk

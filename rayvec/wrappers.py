@@ -1,0 +1,88 @@
+"""Wrappers to name on the command line: ``--wrappers rayvec.wrappers:atari``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+from rayvec.errors import ConfigError, message
+
+__all__ = ["FireToServe", "atari"]
+
+Env = gymnasium.Env[Any, Any]
+
+
+class FireToServe(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Presses FIRE where a game waits for it: after a reset, and after each life that was lost.
+
+    A greedy agent that never presses it would otherwise wait for ever. What FIRE earns counts.
+
+    Args:
+        env: An Atari game that has a FIRE button.
+    """
+
+    _FIRE = 1
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self._lives = 0
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode and serves; begins another where the game ended in that."""
+        obs, info = self.env.reset(**kwargs)
+        obs, _, terminated, truncated, info = self.env.step(self._FIRE)
+        if terminated or truncated:
+            obs, info = self.env.reset()
+        self._lives = info.get("lives", 0)
+        return obs, info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Takes a step; where that cost a life but not the game, also the one that serves."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lost_life = info.get("lives", 0) < self._lives
+        if lost_life and not (terminated or truncated):
+            obs, earned, terminated, truncated, info = self.env.step(self._FIRE)
+            reward = float(reward) + float(earned)
+        self._lives = info.get("lives", 0)
+        return obs, float(reward), terminated, truncated, info
+
+
+def atari(env: Env) -> Env:
+    """Prepares an Atari game as usual: ``uint8 (4, 84, 84)``, four grey frames that are each the maximum of two.
+
+    Each action is repeated for four frames; an episode begins with up to 30 frames of doing nothing and ends with the
+    game, not with a life (Machado et al., "Revisiting the Arcade Learning Environment", 2018). Where the game has a
+    FIRE button, it is pressed to serve. Rewards stay what they are: let the learner clip them.
+
+    Args:
+        env: A game of ``ale_py`` made with ``frameskip=1``.
+
+    Raises:
+        ConfigError: The game skips frames itself, or OpenCV is not installed.
+    """
+    if getattr(env.unwrapped, "_frameskip", 1) != 1:
+        raise ConfigError(
+            message(
+                "Frames are skipped once.",
+                expected="a game made with frameskip=1",
+                got=f"frameskip={env.unwrapped._frameskip}",  # type: ignore[attr-defined]
+                remedy="Pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line).",
+            )
+        )
+    try:
+        env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            message(
+                "Atari's frames are resized by OpenCV.",
+                expected="opencv-python-headless",
+                got=str(error),
+                remedy="Install rayvec[atari].",
+            )
+        ) from error
+    get_meanings = getattr(env.unwrapped, "get_action_meanings", None)
+    if get_meanings is not None and get_meanings()[1:2] == ["FIRE"]:
+        env = FireToServe(env)
+    return FrameStackObservation(env, 4)

@@ -1,0 +1,436 @@
+"""SAC against a slow reference in the words of torch.distributions, autograd and one Adam for each tensor."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from thread_ranks import Apart, ThreadRanks, on_ranks
+from torch import Tensor, nn
+
+from rayvec.config import SACConfig
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.learners.base import Learner
+from rayvec.learners.compiling import Compiled
+from rayvec.learners.sac import SACLearner
+from rayvec.learners.sac_math import MLPLayout, Rows
+from rayvec.noise import keyed_noise
+from rayvec.policies import Policy
+from rayvec.types import Batch, Chunk, CollectStats
+
+OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], np.float32))
+DISCRETE = spaces.Discrete(3, start=1)
+SPACES = pytest.mark.parametrize("action_space", [BOX, DISCRETE], ids=["box", "discrete"])
+INTERVALS = pytest.mark.parametrize("policy_interval", [1, 2])
+STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), 0, 0, 0, 1.0, 1.0, {}, (0, 0))
+N = 4
+
+
+def make_config(**settings: Any) -> SACConfig:
+    usual: dict[str, Any] = {"num_envs": N, "learning_starts": 16, "batch_size": 12, "replay_size": 400, "seed": 3}
+    return SACConfig(**{**usual, "hidden_sizes": (8, 6), "tau": 0.1, "policy_lr": 3e-3, **settings})
+
+
+def make_learner(action_space: spaces.Space[Any] = BOX, *, dtype: Any = torch.float64, **settings: Any) -> SACLearner:
+    return SACLearner(OBS, action_space, make_config(**settings), dtype=dtype)
+
+
+def make_chunk(action_space: spaces.Space[Any], seed: int, num_steps: int = 4, *, invalid: bool = False) -> Chunk:
+    """Random observations, actions and rewards, and episodes that end in both ways."""
+    rng = np.random.default_rng(seed)
+    action_space.seed(seed)
+    obs = rng.normal(size=(num_steps + 1, N, 3)).astype(np.float32)
+    terminated, truncated = rng.random((2, num_steps, N)) < 0.15
+    valid = rng.random((num_steps, N)) > (0.3 if invalid else -1)
+    terminated, truncated = terminated & valid, truncated & valid
+    final_index = np.argwhere(terminated | truncated)
+    return Chunk(
+        env_ids=np.arange(N),
+        obs=obs[:-1],
+        act=np.array([[action_space.sample() for _ in range(N)] for _ in range(num_steps)]),
+        rew=rng.normal(size=(num_steps, N)),
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        last_obs=obs[-1],
+        final_index=final_index,
+        final_obs=rng.normal(size=(len(final_index), 3)).astype(np.float32),
+    )
+
+
+def make_batch(action_space: spaces.Space[Any] = BOX, seed: int = 0, **kwargs: Any) -> Batch:
+    return Batch((make_chunk(action_space, seed, **kwargs),), STATS)
+
+
+class Reference:
+    """The update as the papers write it: nets of nn.Linear, losses by autograd, optimizers of torch."""
+
+    def __init__(self, learner: SACLearner) -> None:
+        self.config, self.math = learner.config, learner._math
+        self.actor = net_of(self.math.actor, learner._nets.actor.param, 0)
+        self.critics = [net_of(self.math.critic, learner._nets.critic.param, e) for e in range(2)]
+        self.targets = copy.deepcopy(self.critics)
+        self.log_alpha = learner._nets.actor.param[-1].clone().requires_grad_()
+        critic_params = [p for critic in self.critics for p in critic.parameters()]
+        self.critic_optimizer = torch.optim.Adam(critic_params, lr=self.config.q_lr)
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=self.config.policy_lr)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=self.config.q_lr)
+
+    def update(self, rows: Rows, noise: Tensor) -> dict[str, float]:
+        """One update; as many steps of the actor as there is noise left."""
+        alpha = self.log_alpha.exp().detach()
+        with torch.no_grad():
+            if self.math.is_discrete:
+                chances = torch.distributions.Categorical(logits=self.actor(rows.next_obs))
+                q = torch.minimum(*[target(rows.next_obs) for target in self.targets])
+                value = (chances.probs * q).sum(-1) + alpha * chances.entropy()
+            else:
+                act, logp = self.act(rows.next_obs, noise[0])
+                value = torch.minimum(*[self.q(target, rows.next_obs, act) for target in self.targets]) - alpha * logp
+            target = rows.rew + self.config.gamma * torch.where(rows.terminated > 0, 0.0, value)
+        q = [self.q(critic, rows.obs, rows.act) for critic in self.critics]
+        critic_loss = sum(0.5 * (each - target).square().mean() for each in q)
+        self.critic_optimizer.zero_grad()
+        torch.autograd.backward(critic_loss)
+        self.critic_optimizer.step()
+        metrics = {"critic_loss": critic_loss.item(), "q_mean": torch.stack(q).mean().item()}
+        for eps in noise[1:]:
+            metrics |= self.actor_step(rows, eps)
+        for target_net, critic in zip(self.targets, self.critics, strict=True):
+            for slow, fast in zip(target_net.parameters(), critic.parameters(), strict=True):
+                slow.data.copy_((1 - self.config.tau) * slow.data + self.config.tau * fast.data)
+        return metrics
+
+    def actor_step(self, rows: Rows, noise: Tensor) -> dict[str, float]:
+        alpha = self.log_alpha.exp().detach()
+        if self.math.is_discrete:
+            chances = torch.distributions.Categorical(logits=self.actor(rows.obs))
+            q = torch.minimum(*[critic(rows.obs).detach() for critic in self.critics])
+            logp = -chances.entropy()
+            loss = (alpha * logp - (chances.probs * q).sum(-1)).mean()
+        else:
+            act, logp = self.act(rows.obs, noise)
+            loss = (alpha * logp - torch.minimum(*[self.q(critic, rows.obs, act) for critic in self.critics])).mean()
+        self.actor_optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self.actor_optimizer.step()
+        alpha_loss = -(self.log_alpha.exp() * (logp.detach() + self.math.target_entropy)).mean()
+        self.alpha_optimizer.zero_grad()
+        torch.autograd.backward(alpha_loss)
+        if self.config.autotune:
+            self.alpha_optimizer.step()
+        return {"actor_loss": loss.item(), "entropy": -logp.mean().item(), "alpha": self.log_alpha.exp().item()}
+
+    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw = self.actor(obs).chunk(2, -1)
+        normal = torch.distributions.Normal(mean, (-5 + 3.5 * (raw.tanh() + 1)).exp())
+        x = mean + normal.scale * noise
+        act = x.tanh()
+        return act, (normal.log_prob(x) - (1 - act.square()).log()).sum(-1)
+
+    def q(self, critic: nn.Module, obs: Tensor, act: Tensor) -> Tensor:
+        if self.math.is_discrete:
+            values: Tensor = critic(obs)
+            return values.gather(1, act.argmax(1, keepdim=True)).squeeze(1)
+        return critic(torch.cat([obs, act], 1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def net_of(layout: MLPLayout, flat: Tensor, which: int) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for weight, bias in layout.layers(flat[: layout.num_params]):
+        layer = nn.Linear(weight.shape[2], weight.shape[1], dtype=flat.dtype)
+        layer.weight.data.copy_(weight[which])
+        layer.bias.data.copy_(bias[which])
+        modules += [layer, nn.ReLU()]
+    return nn.Sequential(*modules[:-1])
+
+
+def assert_nets_equal(learner: SACLearner, reference: Reference, tolerance: float) -> None:
+    nets = learner._nets
+    pairs = [(learner._math.actor, nets.actor.param, 0, reference.actor)]
+    for e in range(2):
+        pairs.append((learner._math.critic, nets.critic.param, e, reference.critics[e]))
+        pairs.append((learner._math.critic, nets.target, e, reference.targets[e]))
+    for layout, flat, which, net in pairs:
+        for ours, theirs in zip(net_of(layout, flat, which).parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(ours.data, theirs.data, atol=tolerance, rtol=0)
+    torch.testing.assert_close(nets.actor.param[-1], reference.log_alpha.data, atol=tolerance, rtol=0)
+
+
+def spy_on_minibatches(learner: SACLearner) -> list[tuple[Rows, Tensor]]:
+    drawn: list[tuple[Rows, Tensor]] = []
+    draw = learner._minibatch
+
+    def spy(num_actor_steps: int) -> tuple[Rows, Tensor]:
+        drawn.append(draw(num_actor_steps))
+        return drawn[-1]
+
+    learner._minibatch = spy  # type: ignore[method-assign]
+    return drawn
+
+
+@SPACES
+@INTERVALS
+@pytest.mark.parametrize("autotune", [True, False], ids=["tuned", "fixed"])
+def test_updates_equal_those_of_the_papers(
+    action_space: spaces.Space[Any], policy_interval: int, autotune: bool
+) -> None:
+    learner = make_learner(action_space, policy_interval=policy_interval, autotune=autotune, alpha=0.3)
+    reference, drawn = Reference(learner), spy_on_minibatches(learner)
+    expected: list[dict[str, float]] = []
+    for seed in range(4):
+        metrics = learner.update(make_batch(action_space, seed))
+        expected = [reference.update(*each) for each in drawn]
+        drawn.clear()
+        assert len(expected) == (16 if seed else 0)
+        assert_nets_equal(learner, reference, 1e-10)
+    for name in ("critic_loss", "q_mean", "actor_loss", "entropy", "alpha"):
+        values = [each[name] for each in expected if name in each]
+        assert metrics[name] == pytest.approx(np.mean(values), rel=1e-9), name
+    assert metrics["num_updates"] == 48 and metrics["replay_steps"] == 64
+
+
+def test_it_is_a_learner() -> None:
+    learner: Learner = make_learner()
+    assert learner.update(make_batch()) == {}
+    np.testing.assert_array_equal(
+        Policy(learner.module).act(np.ones((2, 3), np.float32), np.zeros((2, 2)))[0].shape, (2, 2)
+    )
+
+
+@SPACES
+def test_the_actor_acts_in_numpy_as_in_torch(action_space: spaces.Space[Any]) -> None:
+    learner = make_learner(action_space, dtype=torch.float32)
+    rows = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    policy = Policy(learner.module)
+    learner.update(make_batch(action_space))
+    learner.update(make_batch(action_space, 1))
+    policy.load_weights(learner.weights())
+    np.testing.assert_allclose(policy._actor(rows), learner.module(torch.from_numpy(rows)), atol=1e-6)
+    noise = keyed_noise(policy.noise, seed=0, env_ids=np.arange(20), first_step=0, num_steps=1)[0]
+    actions, _ = policy.act(rows, noise)
+    assert all(action_space.contains(action) for action in actions)
+
+
+@SPACES
+@pytest.mark.parametrize("ratio", [1.0, 0.3, 2.5])
+def test_the_ratio_of_updates_is_exact(action_space: spaces.Space[Any], ratio: float) -> None:
+    learner = make_learner(action_space, update_to_data=ratio, batch_size=4)
+    num_steps = 0
+    for seed in range(12):
+        batch = make_batch(action_space, seed, invalid=True)
+        num_steps += int(batch.chunks[0].valid.sum())
+        metrics = learner.update(batch)
+        owed = int(Fraction(str(ratio)) * max(0, num_steps - 16))
+        assert learner._num_updates == owed
+        assert bool(metrics) == (learner._num_updates > 0 and metrics != {})
+
+
+def test_every_environment_is_drawn_equally_often_and_every_step_too() -> None:
+    learner = make_learner(batch_size=10, learning_starts=0, update_to_data=0.001)
+    learner.update(make_batch(num_steps=5))
+    counts = np.zeros((5, N))
+    places = {tuple(obs): (t, n) for t, row in enumerate(learner._replay.obs[:5]) for n, obs in enumerate(row)}
+    for number in range(2000):
+        learner._num_updates = number
+        for obs in learner._minibatch(0)[0].obs.float().numpy():
+            counts[places[tuple(obs)]] += 1
+    assert counts.sum() == 20_000
+    assert (abs(counts - 1000) < 5 * np.sqrt(1000)).all()
+
+
+def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
+    learner = make_learner(batch_size=3, learning_starts=0, update_to_data=0.001)
+    learner.update(make_batch(num_steps=1))
+    counts = np.zeros(N)
+    places = {tuple(obs): n for n, obs in enumerate(learner._replay.obs[0])}
+    for number in range(2000):
+        learner._num_updates = number
+        for obs in learner._minibatch(0)[0].obs.float().numpy():
+            counts[places[tuple(obs)]] += 1
+    assert (abs(counts - 1500) < 5 * np.sqrt(1500)).all()
+
+
+def shard(batch: Batch, bounds: tuple[int, int]) -> Batch:
+    first, stop = bounds
+    return Batch(tuple(chunk.columns(first, stop) for chunk in batch.chunks), batch.stats)
+
+
+SPLITS = {1: [(0, 4)], 2: [(0, 2), (2, 4)], 3: [(0, 1), (1, 1), (1, 4)], 4: [(0, 1), (1, 2), (2, 3), (3, 4)]}
+
+
+def parameters(learner: SACLearner) -> list[Tensor]:
+    nets = learner._nets
+    return [nets.critic.param, nets.target, nets.actor.param]
+
+
+def train_on_ranks(split: list[tuple[int, int]], action_space: Any, kind: Any = ThreadRanks, **settings: Any) -> Any:
+    batches = [make_batch(action_space, seed, invalid=True) for seed in range(4)]
+
+    def work(ranks: ThreadRanks) -> tuple[SACLearner, list[dict[str, float]]]:
+        learner = make_learner(action_space, **settings)
+        if ranks.size > 1:
+            learner.ranks = ranks
+        return learner, [learner.update(shard(batch, split[ranks.rank])) for batch in batches]
+
+    return on_ranks(len(split), work, kind)
+
+
+@SPACES
+@INTERVALS
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("batch_size", [12, 7], ids=["divisible", "cut"])
+def test_several_ranks_do_what_one_does(
+    action_space: spaces.Space[Any], num_ranks: int, batch_size: int, policy_interval: int
+) -> None:
+    settings = {"batch_size": batch_size, "policy_interval": policy_interval}
+    [(one, expected)] = train_on_ranks(SPLITS[1], action_space, **settings)
+    assert one._num_updates >= 20
+    several = train_on_ranks(SPLITS[num_ranks], action_space, **settings)
+    for learner, metrics in several:
+        for ours, theirs in zip(parameters(learner), parameters(one), strict=True):
+            assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-12
+        for ours, theirs in zip(parameters(learner), parameters(several[0][0]), strict=True):
+            assert torch.equal(ours, theirs)
+        for got, want in zip(metrics, expected, strict=True):
+            assert got == pytest.approx(want, rel=1e-9)
+
+
+def test_ranks_that_do_not_sum_part_ways() -> None:
+    [(one, _)] = train_on_ranks(SPLITS[1], BOX)
+    (apart, _), _ = train_on_ranks(SPLITS[2], BOX, Apart)
+    assert (apart._nets.critic.param - one._nets.critic.param).norm() > 1e-3
+
+
+@pytest.mark.parametrize(("action_space", "policy_interval"), [(BOX, 2), (DISCRETE, 1)], ids=["box", "discrete"])
+def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval: int) -> None:
+    eager = make_learner(action_space, policy_interval=policy_interval)
+    compiled = make_learner(action_space, policy_interval=policy_interval, compile=True)
+    for seed in range(3):
+        expected = eager.update(make_batch(action_space, seed))
+        assert compiled.update(make_batch(action_space, seed)) == pytest.approx(expected, rel=1e-9)
+    assert eager._num_updates == 32
+    for ours, theirs in zip(compiled._nets.actor, eager._nets.actor, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=0)
+    torch.testing.assert_close(compiled._nets.target, eager._nets.target, atol=1e-11, rtol=0)
+
+
+def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+
+    def add(into: Tensor, what: Tensor) -> Tensor:
+        into.add_(what)
+        return 2 * into
+
+    function = Compiled(add)
+    total = torch.zeros(7)
+    with pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned:
+        assert function(total, torch.ones(7)).tolist() == [2.0] * 7
+        assert function(total, torch.ones(7)).tolist() == [4.0] * 7
+    assert len(warned) == 1
+
+
+@SPACES
+def test_going_on_from_a_state_is_exact(action_space: spaces.Space[Any]) -> None:
+    learner = make_learner(action_space, policy_interval=2, dtype=torch.float32)
+    for seed in range(2):
+        learner.update(make_batch(action_space, seed))
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    file.seek(0)
+    other = make_learner(action_space, policy_interval=2, seed=3, dtype=torch.float32)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for seed in range(2, 5):
+        assert learner.update(make_batch(action_space, seed)) == other.update(make_batch(action_space, seed))
+    np.testing.assert_array_equal(learner.weights(), other.weights())
+    assert learner._num_updates == 64
+
+
+def test_without_a_replay_in_the_checkpoint_it_refills_first(caplog: pytest.LogCaptureFixture) -> None:
+    learner = make_learner(checkpoint_replay=False)
+    for seed in range(2):
+        learner.update(make_batch(seed=seed))
+    assert learner._num_updates == 16
+    other = make_learner(checkpoint_replay=False)
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(learner.state_dict())
+    assert "the replay refills" in caplog.text and "16 steps" in caplog.text
+    assert other.update(make_batch(seed=2)) == {}  # 16 steps that refill
+    assert other.update(make_batch(seed=3))["num_updates"] == 32
+
+
+def test_a_replay_of_other_environments_is_not_mixed_with_ours(caplog: pytest.LogCaptureFixture) -> None:
+    learner = make_learner()
+    for seed in range(2):
+        learner.update(make_batch(seed=seed))
+    strangers = tuple(replace(chunk, env_ids=chunk.env_ids + 1) for chunk in make_batch(seed=2).chunks)
+    with caplog.at_level(logging.WARNING):
+        assert learner.update(Batch(strangers, STATS)) == {}
+    assert "other environments" in caplog.text and len(learner._replay) == 16
+
+
+def test_the_state_of_another_net_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"shapes.*Remedy"):
+        make_learner(hidden_sizes=(4,)).load_state_dict(make_learner().state_dict())
+    with pytest.raises(CheckpointError, match="Remedy"):
+        make_learner().load_state_dict({})
+
+
+@SPACES
+def test_a_reward_that_is_nan_stops_before_it_reaches_the_weights(action_space: spaces.Space[Any]) -> None:
+    learner = make_learner(action_space)
+    for seed in range(2):
+        learner.update(make_batch(action_space, seed))
+    before = [part.clone() for part in (*learner._nets.critic, *learner._nets.actor, learner._nets.target)]
+    chunk = make_chunk(action_space, 2)
+    learner._replay.rew[:] = np.nan  # whichever row is drawn
+    with pytest.raises(LearnerError, match=r"finite.*critic_grad_norm': nan.*Remedy"):
+        learner.update(Batch((chunk,), STATS))
+    for ours, theirs in zip((*learner._nets.critic, *learner._nets.actor, learner._nets.target), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-np.inf, np.inf, (2,), np.float32),
+        spaces.Box(0, 5, (2,), np.int64),
+        spaces.MultiDiscrete([2, 2]),
+        spaces.MultiBinary(2),
+    ],
+    ids=["unbounded", "integers", "multi-discrete", "multi-binary"],
+)
+def test_other_action_spaces_are_refused(space: spaces.Space[Any]) -> None:
+    with pytest.raises(ConfigError, match="Remedy"):
+        make_learner(space)
+
+
+def test_settings_that_can_not_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size at most replay_size = 100.*Got: 101"):
+        make_config(replay_size=100, batch_size=101)
+    with pytest.raises(ConfigError, match=r"learning_starts below total_steps = 16"):
+        make_config(total_steps=16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
+@SPACES
+def test_cuda_equals_cpu(action_space: spaces.Space[Any], compiled: bool) -> None:
+    cpu = make_learner(action_space, dtype=torch.float32)
+    gpu = make_learner(action_space, dtype=torch.float32, learner_device="cuda", compile=compiled)
+    for seed in range(4):
+        expected = cpu.update(make_batch(action_space, seed))
+        assert gpu.update(make_batch(action_space, seed)) == pytest.approx(expected, rel=1e-3)
+    np.testing.assert_allclose(gpu.weights(), cpu.weights(), atol=1e-3)
