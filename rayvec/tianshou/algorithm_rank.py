@@ -24,7 +24,7 @@ from tianshou.utils.torch_utils import torch_train_mode
 from torch import Tensor
 
 from rayvec.parallel.ranks import ALONE, Ranks
-from rayvec.tianshou.algorithm_state import all_optimizers, capture, numbers, restore, set_numbers
+from rayvec.tianshou.algorithm_state import AlgorithmState
 from rayvec.tianshou.draws import Cut, SlicedDraws
 from rayvec.tianshou.shards import AheadView, Generators, OffPolicyUpdate, OnPolicyUpdate, Shard, WholeView, writable
 
@@ -65,7 +65,8 @@ class AlgorithmRank:
         self._algorithm: Any = cloudpickle.loads(pickled)
         self._device = torch.device(device)
         self._algorithm.to(self._device)
-        for optimizer in all_optimizers(self._algorithm):
+        self._state = AlgorithmState(self._algorithm)
+        for optimizer in self._state.optimizers:
             optimizer.load_state_dict(optimizer.state_dict())  # moves what it keeps to where the parameters are
         self._draws = SlicedDraws()
         self._shares: list[float] = []
@@ -76,11 +77,11 @@ class AlgorithmRank:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and states of optimizers; numbers come with every update."""
-        return capture(self._algorithm)
+        return self._state.capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the state of another copy."""
-        restore(self._algorithm, state)
+        self._state.restore(state)
 
     def update(self, update: OnPolicyUpdate | OffPolicyUpdate, shard: Shard) -> Reply:
         """Computes this rank's part of an update, together with all others.
@@ -88,10 +89,9 @@ class AlgorithmRank:
         Raises:
             LearnerError: Another rank is gone, or the algorithm draws what can't be cut.
         """
-        algorithm = self._algorithm
-        set_numbers(algorithm, update.numbers)
+        self._state.set_numbers(update.numbers)
         self._seed(update.generators)
-        before = numbers(algorithm)
+        before = self._state.numbers()
         self._shard = Shard(shard.start, shard.stop, writable(shard.batch), shard.ahead)
         stats: Any
         weight: NDArray[Any] | None = None
@@ -105,7 +105,7 @@ class AlgorithmRank:
             self._draws.cut = None
         if self._ranks.rank:
             return Reply(weight)
-        changed = {place: value for place, value in numbers(algorithm).items() if _differs(value, before.get(place))}
+        changed = {place: value for place, value in self._state.numbers().items() if _differs(value, before.get(place))}
         generators = Generators(np.random.get_state(), torch.get_rng_state().numpy())
         return Reply(weight, changed, generators, stats)
 
@@ -244,7 +244,7 @@ class AlgorithmRank:
         wrapped = [optimizer._optim for optimizer in algorithm._optimizers]
         for optimizer in algorithm._optimizers:
             self._average_wrapped(optimizer)
-        for raw in all_optimizers(algorithm):
+        for raw in self._state.optimizers:
             if not any(raw is optimizer for optimizer in wrapped):
                 raw.register_step_pre_hook(self._average_raw)
 

@@ -13,55 +13,101 @@ import numpy as np
 import torch
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.utils import RunningMeanStd
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["all_optimizers", "capture", "numbers", "restore", "set_numbers", "tensors"]
+__all__ = ["AlgorithmState", "Numbers"]
 
 Numbers = dict[tuple[str, str], Any]
-_PLAIN = (bool, int, float, type(None), np.generic)
+"""Plain numbers by where they stand: a part of the algorithm, and a name."""
+
+_PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
-def tensors(algorithm: Algorithm[Any, Any]) -> list[Tensor]:
-    """Returns parameters and buffers, each once."""
-    return [tensor.detach() for tensor in (*algorithm.parameters(), *algorithm.buffers())]
+class AlgorithmState:
+    """Looks into an algorithm whose structure stays as it is.
 
+    Args:
+        algorithm: It is looked into, and changed in place by `restore` and `set_numbers`.
 
-def all_optimizers(algorithm: Algorithm[Any, Any]) -> list[torch.optim.Optimizer]:
-    """Returns the torch optimizers of an algorithm: those it wraps, then those that it or its parts step themselves."""
-    found = [wrapped._optim for wrapped in algorithm._optimizers]
-    for module in algorithm.modules():
-        found += [value for value in vars(module).values() if isinstance(value, torch.optim.Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
-
-
-def capture(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
-    """Returns what the tensors of an algorithm hold, as the tensors themselves.
-
-    Under ``"tensors"`` stand parameters and buffers of all modules, lagged networks included, in the order of
-    :func:`tensors`; under ``"optimizers"``, for every one of :func:`all_optimizers`, what it keeps of each of its
-    parameters, by name.
+    Attributes:
+        optimizers: All torch optimizers: those that Tianshou wraps, then those that the algorithm or its parts step
+            themselves.
     """
-    kept = [
-        [dict(optimizer.state.get(parameter, {})) for parameter in _parameters(optimizer)]
-        for optimizer in all_optimizers(algorithm)
-    ]
-    return {"tensors": tensors(algorithm), "optimizers": kept}
 
+    def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
+        self._parameters = list(algorithm.parameters())
+        self._modules = dict(algorithm.named_modules())
+        found = [wrapped._optim for wrapped in algorithm._optimizers]
+        for module in self._modules.values():
+            found += [value for value in vars(module).values() if isinstance(value, torch.optim.Optimizer)]
+        self.optimizers = list({id(optimizer): optimizer for optimizer in found}.values())
 
-def restore(algorithm: Algorithm[Any, Any], state: Mapping[str, Any]) -> None:
-    """Takes over a captured state, in place: every tensor stays the object it is."""
-    with torch.no_grad():
-        for tensor, value in zip(tensors(algorithm), state["tensors"], strict=True):
-            tensor.copy_(value)
-        for optimizer, kept in zip(all_optimizers(algorithm), state["optimizers"], strict=True):
-            if not _copy_into(optimizer, kept):
-                entries = {place: entry for place, entry in enumerate(kept) if entry}
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters of all modules, lagged networks included, then their buffers."""
+        buffers = (buffer for module in self._modules.values() for buffer in module._buffers.values())
+        return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
+
+    def versions(self) -> list[int]:
+        """Returns how often each tensor was written to in place."""
+        return [tensor._version for tensor in self.tensors]
+
+    def capture(self) -> dict[str, Any]:
+        """Returns what the tensors hold, as the tensors themselves.
+
+        Under ``"tensors"`` stand :attr:`tensors`; under ``"optimizers"``, for every one of :attr:`optimizers`, what it
+        keeps of each of its parameters, by name.
+        """
+        kept = [
+            [dict(optimizer.state.get(parameter, {})) for parameter in _stepped(optimizer)]
+            for optimizer in self.optimizers
+        ]
+        return {"tensors": [tensor.detach() for tensor in self.tensors], "optimizers": kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what was captured of another copy, in place: every tensor stays the object it is."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors, state["tensors"], strict=True):
+                tensor.copy_(value)
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                if not _copy_into(optimizer, kept):
+                    entries = {place: entry for place, entry in enumerate(kept) if entry}
+                    optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+
+    def numbers(self) -> Numbers:
+        """Returns every plain number by where it stands.
+
+        These are the numbers of every module (counters, coefficients, whether it is training), of running moments, and
+        what the groups of optimizers say (learning rates).
+        """
+        return {
+            (place, name): value
+            for place, holder in self._holders()
+            for name, value in holder.items()
+            if type(value) in _PLAIN and name not in _OF_TORCH
+        }
+
+    def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
+        """Takes over numbers of another copy."""
+        holders = dict(self._holders())
+        for (place, name), value in values.items():
+            holders[place][name] = value
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path, module in self._modules.items():
+            yield f"module {path}", module.__dict__
+        moments = self._modules[""].__dict__.get("ret_rms")
+        if isinstance(moments, RunningMeanStd):
+            yield "moments", vars(moments)
+        for place, optimizer in enumerate(self.optimizers):
+            for group, settings in enumerate(optimizer.param_groups):
+                yield f"optimizer {place}.{group}", settings
 
 
 def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> bool:
     """Copies into the tensors that the optimizer has; returns whether it has them all."""
-    own = [optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer)]
+    own = [optimizer.state.get(parameter, {}) for parameter in _stepped(optimizer)]
     if any(mine.keys() != theirs.keys() for mine, theirs in zip(own, kept, strict=True)):
         return False
     for mine, theirs in zip(own, kept, strict=True):
@@ -73,37 +119,5 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> 
     return True
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def numbers(algorithm: Algorithm[Any, Any]) -> Numbers:
-    """Returns every plain number of an algorithm by where it stands.
-
-    These are the numbers of every module (counters, coefficients, whether it is training), of running moments, and
-    what the groups of optimizers say (learning rates).
-    """
-    return {
-        (place, name): value
-        for place, holder in _holders(algorithm)
-        for name, value in holder.items()
-        if isinstance(value, _PLAIN)
-    }
-
-
-def set_numbers(algorithm: Algorithm[Any, Any], values: Mapping[tuple[str, str], Any]) -> None:
-    """Takes over numbers that :func:`numbers` found in another copy of the algorithm."""
-    holders = dict(_holders(algorithm))
-    for (place, name), value in values.items():
-        holders[place][name] = value
-
-
-def _holders(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path, module in algorithm.named_modules():
-        yield f"module {path}", vars(module)
-        for name, value in vars(module).items():
-            if isinstance(value, RunningMeanStd):
-                yield f"moments {path}.{name}", vars(value)
-    for place, optimizer in enumerate(all_optimizers(algorithm)):
-        for group, settings in enumerate(optimizer.param_groups):
-            yield f"optimizer {place}.{group}", settings

@@ -33,7 +33,7 @@ from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.parallel.ranks import Ranks
 from rayvec.tianshou.algorithm_rank import AlgorithmRank
-from rayvec.tianshou.algorithm_state import all_optimizers, capture, numbers, restore, set_numbers, tensors
+from rayvec.tianshou.algorithm_state import AlgorithmState, Numbers
 from rayvec.tianshou.shards import Ahead, Generators, OffPolicyUpdate, OnPolicyUpdate, cut_batch
 
 __all__ = ["EQUAL", "DataParallel", "data_parallel"]
@@ -126,8 +126,9 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
     parallel: Any = object.__new__(_parallel_class(type(algorithm)))
     vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
-    parallel._seen = _versions(parallel)
-    for optimizer in all_optimizers(parallel):
+    parallel._state = AlgorithmState(parallel)
+    parallel._seen = parallel._state.versions()
+    for optimizer in parallel._state.optimizers:
         vars(optimizer)["_opt_called"] = (
             True  # by the ranks; a schedule of learning rates warns where nobody has stepped
         )
@@ -146,7 +147,7 @@ class _Pending:
 
     buffer: ReplayBuffer
     indices: NDArray[np.int64]
-    numbers: dict[tuple[str, str], Any]
+    numbers: Numbers
 
 
 class DataParallel:
@@ -158,6 +159,7 @@ class DataParallel:
     _group: RankGroup
     _device: str
     _pending: _Pending | None
+    _state: AlgorithmState
     _seen: list[int]
 
     @property
@@ -193,7 +195,7 @@ class DataParallel:
         return _new, (type(self).__mro__[2],), vars(self.plain())
 
     def _preprocess_batch(self, batch: Any, buffer: ReplayBuffer, indices: NDArray[np.int64]) -> Any:
-        self._pending = _Pending(buffer, indices, numbers(self))  # type: ignore[arg-type]
+        self._pending = _Pending(buffer, indices, self._state.numbers())
         return batch
 
     def _update_with_batch(self, batch: Any, batch_size: int | None = None, repeat: int = 1) -> TrainingStats:
@@ -221,18 +223,17 @@ class DataParallel:
             ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
             update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
         shards = cut_batch(batch, self.num_learners, ahead)
-        if self._seen != _versions(algorithm):  # somebody loaded weights
-            self._group.load_state_dict(capture(algorithm))
+        if self._seen != self._state.versions():  # somebody loaded weights
+            self._group.load_state_dict(self._state.capture())
         told = ray.put(update)
         return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Takes over what an update changed."""
-        algorithm: Any = self
         first = replies[0]
-        restore(algorithm, self._group.state_dict())
-        self._seen = _versions(algorithm)
-        set_numbers(algorithm, first.changed)
+        self._state.restore(self._group.state_dict())
+        self._seen = self._state.versions()
+        self._state.set_numbers(first.changed)
         np.random.set_state(first.generators.numpy)
         if not isinstance(self, OnPolicyAlgorithm):
             torch.set_rng_state(torch.from_numpy(first.generators.torch.copy()))
@@ -267,11 +268,6 @@ def pickle_algorithm(algorithm: Any) -> bytes:
             )
         ) from error
     return pickled
-
-
-def _versions(algorithm: Any) -> list[int]:
-    """Returns how often each tensor was written to in place, by which loaded weights are noticed."""
-    return [tensor._version for tensor in tensors(algorithm)]
 
 
 def _check_algorithm(algorithm: Any) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch, ReplayBuffer
 
+from rayvec.tianshou.algorithm_state import Numbers
+
 __all__ = [
     "Ahead",
     "AheadView",
@@ -43,7 +45,7 @@ class OnPolicyUpdate:
     """What every rank is told about an on-policy update of a batch of ``n`` rows.
 
     Attributes:
-        numbers: Those of the driver's algorithm, see :func:`rayvec.tianshou.algorithm_state.numbers`.
+        numbers: Those of the driver's algorithm, see :class:`rayvec.tianshou.algorithm_state.AlgorithmState`.
         generators: Of the driver.
         rew: Rewards, ``[n]``.
         terminated: ``[n]`` bool.
@@ -53,7 +55,7 @@ class OnPolicyUpdate:
         repeat: How often the batch is gone through.
     """
 
-    numbers: dict[tuple[str, str], Any]
+    numbers: Numbers
     generators: Generators
     rew: NDArray[Any]
     terminated: NDArray[np.bool_]
@@ -79,7 +81,7 @@ class OffPolicyUpdate:
         with_weight: Whether the buffer wants to know new priorities.
     """
 
-    numbers: dict[tuple[str, str], Any]
+    numbers: Numbers
     generators: Generators
     total: int
     with_weight: bool

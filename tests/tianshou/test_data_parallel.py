@@ -29,7 +29,7 @@ from tianshou_stage import Stage
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.tianshou import data_parallel
-from rayvec.tianshou.algorithm_state import capture, numbers
+from rayvec.tianshou.algorithm_state import AlgorithmState
 from rayvec.tianshou.data_parallel import EQUAL, pickle_algorithm, wrap
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -55,13 +55,15 @@ def parallel(ray_cluster: object) -> Iterator[Parallel]:
 
 def difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
     """Returns the largest difference between parameters and lagged parameters, relative to each tensor's largest."""
-    pairs = zip(capture(one)["tensors"], capture(other)["tensors"], strict=True)
+    pairs = zip(AlgorithmState(one).capture()["tensors"], AlgorithmState(other).capture()["tensors"], strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
 
 
 def optimizer_difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
     worst = 0.0
-    for mine, theirs in zip(capture(one)["optimizers"], capture(other)["optimizers"], strict=True):
+    for mine, theirs in zip(
+        AlgorithmState(one).capture()["optimizers"], AlgorithmState(other).capture()["optimizers"], strict=True
+    ):
         for a, b in zip(mine, theirs, strict=True):
             assert a.keys() == b.keys()
             values = [(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a]
@@ -107,8 +109,8 @@ class TestRanksEqualOne:
 
     def test_numbers_come_back(self, parallel: Parallel) -> None:
         plain, other, _, _ = both("td3", torch.float64, lambda each: parallel(each, 3), count=5)
-        theirs = numbers(other.plain())
-        for place, value in numbers(plain).items():
+        theirs = AlgorithmState(other.plain()).numbers()
+        for place, value in AlgorithmState(plain).numbers().items():
             assert theirs[place] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), place
         assert plain._cnt == 5
 
