@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = {"own_algorithm.py": 2048, "tianshou_impala.py": 10_240, "train_cartpole.py": 1024, "vector_env.py": 20}
+SMALL = {
+    "own_algorithm.py": (2048,),
+    "train_cartpole.py": (1024,),
+    "vector_env.py": (20,),
+    "tianshou_impala.py": (10_240,),
+    "tianshou_ppo_cartpole.py": (100, 20.0),
+    "tianshou_sac_pendulum.py": (10, -1600.0),
+    "tianshou_dqn_atari.py": (10, 1, 1),
+}
 
 
 def test_none_is_left_out() -> None:
@@ -30,5 +40,26 @@ def test_example(
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     spec.loader.exec_module(module)
-    module.main(SMALL[name])
+    cloudpickle.register_pickle_by_value(module)  # as if it were run as a script
+    try:
+        module.main(*SMALL[name])
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name.startswith("tianshou_")])
+def test_five_lines_differ_from_the_script_for_tianshou_alone(name: str) -> None:
+    """The diff that the docs show undoes everything of rayvec, and nothing else."""
+    source = (EXAMPLES / name).read_text()
+    page = (EXAMPLES.parent / "docs" / "tianshou-scaling.md").read_text()
+    diff = page.split(f"`examples/{name}`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
+    added = [line[1:] for line in diff if line.startswith("+")]
+    removed = [line[1:] for line in diff if line.startswith("-")]
+    assert 1 <= len(added) <= 5
+    for line in added:
+        assert source.count(f"{line}\n") == 1, line
+        source = source.replace(f"{line}\n", "")
+    code = "\n".join([*removed, source.split('"""', 2)[2]])
+    assert "rayvec" not in code
+    assert not {"Collector", "SubprocVectorEnv"} - set(re.findall(r"\w+", "\n".join(removed)))

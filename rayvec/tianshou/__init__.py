@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayvec.errors import ConfigError, message
+
 if TYPE_CHECKING:
     from rayvec.tianshou.buffers import add_chunk as add_chunk
     from rayvec.tianshou.collector import Collector as Collector
     from rayvec.tianshou.collector import PrefetchCollectStats as PrefetchCollectStats
+    from rayvec.tianshou.data_parallel import data_parallel as data_parallel
     from rayvec.tianshou.highlevel import RayCollectorFactory as RayCollectorFactory
     from rayvec.tianshou.impala import IMPALA as IMPALA
     from rayvec.tianshou.impala import IMPALATrainingStats as IMPALATrainingStats
@@ -30,6 +33,7 @@ _HOMES = {
     "RayVectorEnvType": "rayvec.tianshou.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",
     "add_chunk": "rayvec.tianshou.buffers",
+    "data_parallel": "rayvec.tianshou.data_parallel",
 }
 """Where each public name is defined."""
 
@@ -39,9 +43,29 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'rayvec.tianshou' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ImportError as error:
+        _check_version(error)
+        raise
     globals()[name] = value
     return value
+
+
+def _check_version(cause: ImportError) -> None:
+    """Says so where an import failed because of an older Tianshou."""
+    import tianshou
+
+    version = getattr(tianshou, "__version__", "of an unknown version")
+    if not str(version).startswith("2."):
+        raise ConfigError(
+            message(
+                "rayvec.tianshou works with Tianshou 2.",
+                expected="tianshou>=2.0",
+                got=f"tianshou {version}",
+                remedy="pip install 'tianshou>=2', and port policies of Tianshou 1 to algorithms.",
+            )
+        ) from cause
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,123 @@
+"""Everything that an update of a Tianshou algorithm reads and changes, apart from the batch.
+
+Tianshou's ``state_dict`` leaves out what it steps outside of its own optimizers (the optimizer of a learned entropy
+coefficient) and counters (gradient steps, target updates, running moments). Ranks that stay identical need these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tianshou.algorithm.algorithm_base import Algorithm
+from tianshou.utils import RunningMeanStd
+from torch import Tensor, nn
+
+__all__ = ["AlgorithmState", "Numbers"]
+
+Numbers = dict[tuple[str, str], Any]
+"""Plain numbers by where they stand: a part of the algorithm, and a name."""
+
+_PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+class AlgorithmState:
+    """Looks into an algorithm whose structure stays as it is.
+
+    Args:
+        algorithm: It is looked into, and changed in place by `restore` and `set_numbers`.
+
+    Attributes:
+        optimizers: All torch optimizers: those that Tianshou wraps, then those that the algorithm or its parts step
+            themselves.
+    """
+
+    def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
+        self._parameters = list(algorithm.parameters())
+        self._modules = dict(algorithm.named_modules())
+        found = [wrapped._optim for wrapped in algorithm._optimizers]
+        for module in self._modules.values():
+            found += [value for value in vars(module).values() if isinstance(value, torch.optim.Optimizer)]
+        self.optimizers = list({id(optimizer): optimizer for optimizer in found}.values())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters of all modules, lagged networks included, then their buffers."""
+        buffers = (buffer for module in self._modules.values() for buffer in module._buffers.values())
+        return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
+
+    def versions(self) -> list[int]:
+        """Returns how often each tensor was written to in place."""
+        return [tensor._version for tensor in self.tensors]
+
+    def capture(self) -> dict[str, Any]:
+        """Returns what the tensors hold, as the tensors themselves.
+
+        Under ``"tensors"`` stand :attr:`tensors`; under ``"optimizers"``, for every one of :attr:`optimizers`, what it
+        keeps of each of its parameters, by name.
+        """
+        kept = [
+            [dict(optimizer.state.get(parameter, {})) for parameter in _stepped(optimizer)]
+            for optimizer in self.optimizers
+        ]
+        return {"tensors": [tensor.detach() for tensor in self.tensors], "optimizers": kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what was captured of another copy, in place: every tensor stays the object it is."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors, state["tensors"], strict=True):
+                tensor.copy_(value)
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                if not _copy_into(optimizer, kept):
+                    entries = {place: entry for place, entry in enumerate(kept) if entry}
+                    optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+
+    def numbers(self) -> Numbers:
+        """Returns every plain number by where it stands.
+
+        These are the numbers of every module (counters, coefficients, whether it is training), of running moments, and
+        what the groups of optimizers say (learning rates).
+        """
+        return {
+            (place, name): value
+            for place, holder in self._holders()
+            for name, value in holder.items()
+            if type(value) in _PLAIN and name not in _OF_TORCH
+        }
+
+    def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
+        """Takes over numbers of another copy."""
+        holders = dict(self._holders())
+        for (place, name), value in values.items():
+            holders[place][name] = value
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path, module in self._modules.items():
+            yield f"module {path}", module.__dict__
+        moments = self._modules[""].__dict__.get("ret_rms")
+        if isinstance(moments, RunningMeanStd):
+            yield "moments", vars(moments)
+        for place, optimizer in enumerate(self.optimizers):
+            for group, settings in enumerate(optimizer.param_groups):
+                yield f"optimizer {place}.{group}", settings
+
+
+def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> bool:
+    """Copies into the tensors that the optimizer has; returns whether it has them all."""
+    own = [optimizer.state.get(parameter, {}) for parameter in _stepped(optimizer)]
+    if any(mine.keys() != theirs.keys() for mine, theirs in zip(own, kept, strict=True)):
+        return False
+    for mine, theirs in zip(own, kept, strict=True):
+        for name, value in theirs.items():
+            if isinstance(mine[name], Tensor):
+                mine[name].copy_(value)
+            else:
+                mine[name] = value
+    return True
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

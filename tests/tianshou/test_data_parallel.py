@@ -1,0 +1,378 @@
+"""N learner ranks against one plain Tianshou algorithm, on the same data, minibatches and noise."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tianshou.algorithm
+import tianshou_algorithms as kit
+import torch
+from tianshou.algorithm import NPG, Reinforce
+from tianshou.algorithm.algorithm_base import Algorithm
+from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
+from tianshou_stage import Stage
+
+from rayvec.errors import ConfigError, LearnerError
+from rayvec.parallel.rank_group import RankGroup
+from rayvec.tianshou import data_parallel
+from rayvec.tianshou.algorithm_state import AlgorithmState
+from rayvec.tianshou.data_parallel import EQUAL, pickle_algorithm, wrap
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+Parallel = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def parallel(ray_cluster: object) -> Iterator[Parallel]:
+    """Makes algorithms data-parallel on ranks that are started once for each number of them."""
+    groups: dict[int, RankGroup] = {}
+
+    def make(algorithm: Any, num_ranks: int, averages: bool = True) -> Any:
+        if num_ranks not in groups:
+            groups[num_ranks] = RankGroup(Stage, num_ranks, num_cpus=1)
+        group = groups[num_ranks]
+        group.run("begin", [(pickle_algorithm(algorithm), averages)] * num_ranks)
+        return wrap(algorithm, group)
+
+    yield make
+    for group in groups.values():
+        group.close()
+
+
+def difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
+    """Returns the largest difference between parameters and lagged parameters, relative to each tensor's largest."""
+    pairs = zip(AlgorithmState(one).capture()["tensors"], AlgorithmState(other).capture()["tensors"], strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
+
+
+def optimizer_difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
+    worst = 0.0
+    for mine, theirs in zip(
+        AlgorithmState(one).capture()["optimizers"], AlgorithmState(other).capture()["optimizers"], strict=True
+    ):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.keys() == b.keys()
+            values = [(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a]
+            worst = max([worst, *(float((x - y).abs().max() / y.abs().max().clamp(min=1e-6)) for x, y in values)])
+    return worst
+
+
+def both(name: str, dtype: torch.dtype, make: Callable[[Any], Any], **how: Any) -> tuple[Any, Any, Any, Any]:
+    """Updates a plain algorithm and a data-parallel one with the same; returns both, and their last statistics."""
+    plain, other = kit.make(name, dtype), make(kit.make(name, dtype))
+    stats = []
+    for algorithm in (plain, other):
+        buffer = kit.fill(algorithm, dtype)
+        stats.append(kit.updates(algorithm, buffer, **how)[-1])
+    return plain, other, *stats
+
+
+class TestRanksEqualOne:
+    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+    @pytest.mark.parametrize("name", kit.MAKERS)
+    def test_in_float64(self, parallel: Parallel, name: str, num_ranks: int) -> None:
+        plain, other, stats, other_stats = both(name, torch.float64, lambda each: parallel(each, num_ranks))
+        start = kit.make(name)
+        assert difference(other, plain) < 1e-9 < 1e-4 < difference(start, plain)
+        assert optimizer_difference(other, plain) < 1e-8
+        assert other_stats.get_loss_stats_dict() == pytest.approx(stats.get_loss_stats_dict(), rel=1e-8)
+        assert type(other_stats) is type(stats)
+
+    @pytest.mark.parametrize("name", kit.MAKERS)
+    def test_in_float32(self, parallel: Parallel, name: str) -> None:
+        plain, other, _, _ = both(name, torch.float32, lambda each: parallel(each, 3))
+        assert difference(other, plain) < 1e-4
+
+    @pytest.mark.parametrize("name", ["ppo", "sac", "dqn"])
+    def test_not_without_averaging(self, parallel: Parallel, name: str) -> None:
+        plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 2, averages=False), count=3)
+        assert difference(other, plain) > 1e-5
+
+    @pytest.mark.parametrize("name", ["ppo", "td3"])
+    def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str) -> None:
+        plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 4), count=5, rows=3)
+        assert difference(other, plain) < 1e-9
+
+    def test_numbers_come_back(self, parallel: Parallel) -> None:
+        plain, other, _, _ = both("td3", torch.float64, lambda each: parallel(each, 3), count=5)
+        theirs = AlgorithmState(other.plain()).numbers()
+        for place, value in AlgorithmState(plain).numbers().items():
+            assert theirs[place] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), place
+        assert plain._cnt == 5
+
+    def test_moments_and_schedules_come_back(self, parallel: Parallel) -> None:
+        plain, other, _, _ = both("ppo_variant", torch.float64, lambda each: parallel(each, 3), count=5)
+        assert other.ret_rms.count == plain.ret_rms.count == 5 * 2 * 120
+        assert other.ret_rms.var == pytest.approx(plain.ret_rms.var, rel=1e-12)
+        rates = [each.optim._optim.param_groups[0]["lr"] for each in (plain, other)]
+        assert rates[0] == rates[1] < 1e-3
+
+    def test_generators_come_back(self, parallel: Parallel) -> None:
+        left = []
+        for make in (lambda each: each, lambda each: parallel(each, 3)):
+            algorithm = make(kit.make("sac"))
+            kit.updates(algorithm, kit.fill(algorithm), count=2)
+            left.append((np.random.random(), torch.rand(1).item()))
+        assert left[0] == left[1]
+
+    def test_priorities_come_back(self, parallel: Parallel) -> None:
+        weights = []
+        for make in (lambda each: each, lambda each: parallel(each, 3)):
+            algorithm = make(kit.make("rainbow"))
+            buffer: Any = kit.fill(algorithm)
+            before = buffer.weight[np.arange(120)]
+            kit.updates(algorithm, buffer, count=5)
+            weights.append(buffer.weight[np.arange(120)])
+            assert (weights[-1] != before).any()
+        np.testing.assert_allclose(weights[1], weights[0], rtol=1e-9)
+
+
+class TestDriver:
+    def test_shares_policy_nets_and_optimizers(self, parallel: Parallel) -> None:
+        algorithm = kit.make("sac")
+        other = parallel(algorithm, 2)
+        assert isinstance(other, type(algorithm))
+        assert other.policy is algorithm.policy
+        before = copy.deepcopy(algorithm.state_dict())
+        kit.updates(other, kit.fill(other), count=1)
+        after, theirs = other.state_dict(), algorithm.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], theirs[name]) for name in after if name != "_optimizers")
+        assert not torch.equal(after["critic.last.model.0.weight"], before["critic.last.model.0.weight"])
+        assert [len(each["state"]) for each in after["_optimizers"]] == [8, 6, 6]
+
+    def test_what_changes_here_reaches_the_ranks(self, parallel: Parallel) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = make(kit.make("ppo"))
+            buffer = kit.fill(algorithm)
+            kit.updates(algorithm, buffer, count=2)
+            algorithm.ent_coef, algorithm.eps_clip = 0.5, 0.05
+            kit.updates(algorithm, buffer, count=1)
+            algorithm.policy.load_state_dict(kit.make("ppo", seed=7).policy.state_dict())
+            kit.updates(algorithm, buffer, count=1)
+            algorithm.load_state_dict(copy.deepcopy(kit.make("ppo", seed=8).state_dict()))
+            kit.updates(algorithm, buffer, count=1)
+            results.append(algorithm)
+        assert difference(*results) < 1e-9
+
+    def test_copies_are_plain(self, parallel: Parallel) -> None:
+        other = parallel(kit.make("ddpg"), 2)
+        kit.updates(other, kit.fill(other), count=2)
+        copies = [copy.deepcopy(other), pickle.loads(pickle.dumps(other)), other.plain()]
+        for each in copies:
+            assert type(each).__name__ == "DDPG"
+            assert difference(each, other) == 0
+            assert vars(each).keys() == vars(kit.make("ddpg")).keys()
+        kit.updates(copies[0], kit.fill(copies[0]), count=1)
+        assert difference(copies[0], other) > 0
+
+    def test_update_outside_of_a_training_step(self, parallel: Parallel) -> None:
+        other = parallel(kit.make("dqn"), 2)
+        with pytest.raises(RuntimeError, match="training step"):
+            other.update(buffer=kit.fill(other), sample_size=8)
+
+    def test_what_a_net_raises(self, parallel: Parallel) -> None:
+        other = parallel(kit.make("dqn"), 2)
+        buffer = kit.fill(other)
+        kit.updates(other, buffer, count=1)
+        other.huber_loss_delta = -1.0
+        with pytest.raises(RuntimeError, match="non-positive values for delta") as caught:
+            kit.updates(other, buffer, count=1)
+        assert isinstance(caught.value.__cause__, LearnerError)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline_s, "the rank goes on"
+        time.sleep(0.05)
+
+
+def as_class(kind: type[Any]) -> Any:
+    algorithm = kit.make("ppo")
+    algorithm.__class__ = kind
+    return algorithm
+
+
+class TestRefused:
+    @pytest.mark.parametrize("kind", [NPG, Reinforce])
+    def test_algorithms_that_were_not_shown_to_be_equal(self, kind: type[Any]) -> None:
+        with pytest.raises(ConfigError, match=f"Got: {kind.__name__}"):
+            data_parallel(as_class(kind), 2)
+
+    def test_every_other_algorithm_of_tianshou(self) -> None:
+        kinds = {
+            each for each in vars(tianshou.algorithm).values() if isinstance(each, type) and issubclass(each, Algorithm)
+        }
+        made = {type(kit.make(name)) for name in kit.MAKERS}
+        assert made == set(EQUAL) <= kinds  # whatever is allowed is under test above
+        for kind in kinds - made:
+            with pytest.raises(ConfigError, match=kind.__name__):
+                data_parallel(as_class(kind), 2)
+
+    def test_a_subclass_that_changes_methods(self) -> None:
+        with pytest.raises(ConfigError, match="Changed, which changes _update_with_batch"):
+            data_parallel(as_class(kit.Changed), 2)
+
+    def test_no_algorithm(self) -> None:
+        with pytest.raises(ConfigError, match="Pass the algorithm, not its policy"):
+            data_parallel(kit.make("ppo").policy, 2)
+
+    @pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(kit.OBS), torch.nn.Dropout(0.1)])
+    def test_layers_that_mix_rows_or_draw(self, layer: torch.nn.Module) -> None:
+        algorithm = kit.make("dqn")
+        algorithm.policy.model = kit.Layers(layer, torch.nn.Linear(kit.OBS, kit.ACTIONS))
+        with pytest.raises(ConfigError, match=type(layer).__name__):
+            data_parallel(algorithm, 2)
+
+    @pytest.mark.parametrize("num_learners", [0, -1, 1.5, True])
+    def test_no_count(self, num_learners: Any) -> None:
+        with pytest.raises(ConfigError, match="num_learners"):
+            data_parallel(kit.make("dqn"), num_learners)
+
+    def test_a_device_that_is_none(self) -> None:
+        with pytest.raises(ConfigError, match="device"):
+            data_parallel(kit.make("dqn"), 2, "tpu")  # type: ignore[arg-type]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_cuda_that_is_absent(self, ray_cluster: object) -> None:
+        with pytest.raises(ConfigError, match="GPU"):
+            data_parallel(kit.make("dqn"), 2, "cuda")
+
+    def test_what_cannot_be_pickled(self) -> None:
+        algorithm = kit.make("dqn")
+        algorithm.lock = threading.Lock()
+        with pytest.raises(ConfigError, match="pickle"):
+            data_parallel(algorithm, 2)
+
+    def test_a_second_time(self, parallel: Parallel) -> None:
+        with pytest.raises(ConfigError, match="once"):
+            data_parallel(parallel(kit.make("dqn"), 2), 2)
+
+    def test_draws_that_cannot_be_cut(self, parallel: Parallel) -> None:
+        algorithm = kit.make("dqn")
+        algorithm.policy.model = kit.Layers(kit.Jitter(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
+        other = parallel(algorithm.float(), 2)
+        with pytest.raises(LearnerError, match="randn_like"):
+            kit.updates(other, kit.fill(other, torch.float32), count=1)
+
+    def test_tianshou_1(self, tmp_path: Any) -> None:
+        (tmp_path / "tianshou").mkdir()
+        (tmp_path / "tianshou" / "__init__.py").write_text('__version__ = "1.2.0"\n')
+        code = "from rayvec.tianshou import data_parallel"
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert "ConfigError: rayvec.tianshou works with Tianshou 2." in done.stderr
+        assert "Got: tianshou 1.2.0" in done.stderr
+
+
+def test_a_subclass_that_adds(parallel: Parallel) -> None:
+    other = parallel(as_class(kit.Named), 2)
+    kit.updates(other, kit.fill(other), count=1)
+    assert other.describe() == "mine"
+    assert type(other.plain()) is kit.Named
+
+
+class TestTrainers:
+    """Tianshou's trainers, unmodified, on ranks of their own."""
+
+    def test_on_policy(self, ray_cluster: object) -> None:
+        algorithm = kit.cartpole_ppo()
+        start = copy.deepcopy(algorithm)
+        env = DummyVectorEnv([kit.make_cartpole] * 4)
+        with data_parallel(algorithm, 2, num_cpus=0) as other:
+            collector = Collector(other, env, VectorReplayBuffer(400, 4))
+            result = other.run_training(
+                OnPolicyTrainerParams(
+                    training_collector=collector,
+                    test_collector=None,
+                    max_epochs=2,
+                    epoch_num_steps=200,
+                    collection_step_num_env_steps=100,
+                    update_step_num_repetitions=2,
+                    batch_size=32,
+                )
+            )
+        assert result.update_step == 4
+        assert difference(other, start) > 1e-4
+        assert difference(other, algorithm) == 0
+
+    def test_off_policy_as_one(self, parallel: Parallel) -> None:
+        """The whole run is that of plain Tianshou from the same generators: what it collects is the same, too."""
+        ends = []
+        for make in (lambda each: each, lambda each: parallel(each, 3)):
+            algorithm = make(kit.pendulum_sac())
+            np.random.seed(0)
+            torch.manual_seed(0)
+            env = DummyVectorEnv([kit.make_pendulum] * 2)
+            env.seed(0)
+            collector = Collector(algorithm, env, VectorReplayBuffer(200, 2), exploration_noise=True)
+            collector.reset(gym_reset_kwargs={"seed": 0})
+            collector.collect(n_step=40, random=False)
+            algorithm.run_training(
+                OffPolicyTrainerParams(
+                    training_collector=collector,
+                    test_collector=None,
+                    max_epochs=1,
+                    epoch_num_steps=20,
+                    collection_step_num_env_steps=4,
+                    update_step_num_gradient_steps_per_sample=1.0,
+                    batch_size=16,
+                )
+            )
+            ends.append((algorithm, collector.buffer.obs[:60], collector.buffer.rew[:60]))
+        (plain, obs, rew), (other, other_obs, other_rew) = ends
+        np.testing.assert_allclose(other_obs, obs, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(other_rew, rew, rtol=1e-3, atol=1e-3)
+        assert difference(other, plain) < 1e-3
+
+
+class TestLostRanks:
+    def test_killed_in_an_update(self, ray_cluster: object, tmp_path: Any) -> None:
+        plain, struck = kit.make("ppo"), kit.make("ppo")
+        kit.updates(plain, kit.fill(plain), count=3)
+        mark = tmp_path / "struck"
+        struck.critic.register_module("falls", kit.Falls(str(mark), after=8))
+        struck.critic.register_forward_hook(kit.fall)
+        with data_parallel(struck, 2, num_cpus=0) as other:
+            pids = other.group.pids
+            kit.updates(other, kit.fill(other), count=3)
+            assert int(mark.read_text()) in pids
+            assert not set(other.group.pids) & set(pids)
+            assert difference(other, plain) < 1e-9
+
+    def test_closed(self, ray_cluster: object) -> None:
+        other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
+        buffer = kit.fill(other)
+        kit.updates(other, buffer, count=1)
+        pid = other.group.pids[0]
+        other.close()
+        other.close()
+        wait_for_end(pid)
+        with pytest.raises(LearnerError, match="closed"):
+            kit.updates(other, buffer, count=1)
+
+    def test_ranks_end_when_the_algorithm_goes(self, ray_cluster: object) -> None:
+        other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
+        pid = other.group.pids[0]
+        del other
+        gc.collect()
+        wait_for_end(pid)

@@ -1,0 +1,39 @@
+"""A rank object that algorithms come and go on, so that many tests share the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayvec.parallel.ranks import Ranks
+from rayvec.tianshou.algorithm_rank import AlgorithmRank
+
+
+class Unsummed:
+    """Ranks that never meet: each keeps what it has."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def sum_(self, tensor: Any) -> Any:
+        return tensor
+
+
+class Stage:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._on: AlgorithmRank | None = None
+
+    def begin(self, pickled: bytes, averages: bool) -> None:
+        self._on = AlgorithmRank(pickled, "cpu", self._ranks if averages else Unsummed(self._ranks))
+
+    def update(self, *args: Any) -> Any:
+        assert self._on is not None
+        return self._on.update(*args)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._on is None else self._on.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._on is not None:
+            self._on.load_state_dict(state)
