@@ -301,6 +301,19 @@ def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
         assert chunk.restarts.tolist() == [[before, n] for n in affected]
 
 
+def test_a_worker_that_is_replaced_in_a_chunk_is_stepped_from_here_afterwards(make_vec: Any) -> None:
+    """The actor has started it; the driver, to which it is lent, must watch it and not the one before it."""
+    env = make_vec([EndlessEnv] * 2, nodes=1, workers=1, on_env_error="restart")
+    env.rollout(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 1), DIE, GO), 5, seed=1)
+    pids, said = env.worker_pids(), set()
+    for _ in range(6):
+        _, _, _, truncated, info = env.step(told(2))
+        assert "env_restarted" not in info and not truncated.any()
+        said |= set(info)
+    assert "step" in said, "infos come through the worker's pipe"
+    assert env.worker_pids() == pids
+
+
 def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
     def policy(obs: Any) -> Any:
         return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), RAISE, GO)

@@ -134,7 +134,13 @@ class WorkerLink:
     def _take(self, pipe: Connection) -> None:
         self.pipe = pipe
         self._receiver = BulkReceiver(pipe)
-        self._process = ProcessWatch(int(self._pid[0]))
+        self._watched = int(self._pid[0])
+        self._process = ProcessWatch(self._watched)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another client of the node has started another process in the place of the one watched here."""
+        return int(self._pid[0]) != self._watched
 
     @property
     def num_posted(self) -> int:

@@ -88,6 +88,11 @@ class NodeActor:
         assert self._pool is not None
         _hand_over(name, self._pool.fds)
 
+    def lend_pipe(self, index: int, name: str) -> None:
+        """Hands the pipe of a worker that has been started anew to the process that is lent the others."""
+        assert self._pool is not None
+        _hand_over(name, [self._pool.fds[2 + index]])
+
     def respawn(self, index: int, name: str) -> RemoteFailure | None:
         """Starts a worker anew for the process that is lent the pool, and hands it the new pipe."""
 

@@ -199,6 +199,13 @@ class LentPool(PoolClient):
             raise self._node.lost(error) from error
         super()._restart_worker(link, error, hung_s)
 
+    def stepped_by_another(self, last_obs: Tree) -> None:
+        """See :class:`NodePool`; workers that the node has started anew meanwhile are lent too."""
+        for link in self._links:
+            if link.replaced:
+                link.reconnect(Connection(self._borrow("lend_pipe", 1, link.index)[0]), repeat=False)
+        super().stepped_by_another(last_obs)
+
     def close(self) -> None:
         """Lets go of what was lent."""
         super().close()
