@@ -71,6 +71,8 @@ def main(epoch_num_steps: int = 100_000, num_epochs: int = 100, num_tests: int =
         )
     )
     print(f"best mean return {result.best_reward:.1f} of {num_tests} episodes, after {result.timing.total_time:.0f} s")
+    for each in (envs, test_envs):
+        each.close()
     return float(result.best_reward)
 
 

@@ -64,6 +64,8 @@ def main(epoch_num_steps: int = 24_000, threshold: float = -250.0, num_learners:
         )
     )
     print(f"best mean return {result.best_reward:.1f} of 10 episodes, after {result.timing.total_time:.0f} s")
+    for each in (envs, test_envs):
+        each.close()
     return float(result.best_reward)
 
 

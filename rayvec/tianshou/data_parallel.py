@@ -117,8 +117,13 @@ def data_parallel(
         address=address,
     )
     parallel = wrap(algorithm, group, device)
-    weakref.finalize(parallel, group.close)
+    weakref.finalize(parallel, _end, group)
     return parallel
+
+
+def _end(group: RankGroup) -> None:
+    if ray.is_initialized():  # or the ranks have ended with Ray, and asking it for them would start another
+        group.close()
 
 
 def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
