@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.rollout import join_chunks
+from rayvec.chunks import join_chunks
 from rayvec.testing import assert_identical
 from rayvec.types import Chunk, ChunkInfo, NodeSlice, Topology, tree_leaves, tree_map
 

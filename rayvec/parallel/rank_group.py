@@ -298,8 +298,8 @@ class RankGroup:
     def _end_ranks(self) -> None:
         """Ends all ranks, also those that hang; their claims come free soon after."""
         ranks, self._ranks, self._saving = self._ranks, [], None
-        for rank in ranks:
-            with contextlib.suppress(Exception):  # it may have ended already, or Ray itself
+        for rank in ranks if ray.is_initialized() else []:  # they end with Ray, and asking would start another
+            with contextlib.suppress(Exception):  # it may have ended already
                 ray.kill(rank.actor)
 
     def close(self) -> None:
