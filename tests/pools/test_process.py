@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +37,6 @@ from kinds import (
 from odd_envs import (
     Echo,
     HasChild,
-    Imported,
     KeepsActions,
     LargeInfo,
     OwnError,
@@ -514,11 +515,28 @@ class TestRollout:
             assert pool.recv(np.arange(2)).obs[:, 0].tolist() == [0, 1]
 
 
+LIGHT_WORKER = """
+import cloudpickle, numpy as np
+from kinds import factory
+from odd_envs import Imported
+
+from rayvec.pools.process import ProcessPool
+from rayvec.testing import TablePolicy
+
+pool = ProcessPool.start(factory([Imported]), 1)
+pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
+pool.rollout(0, 2, 0, 0)
+print(pool.call("heavy", (), {}, np.arange(1))(None))
+pool.close()
+"""
+
+
 def test_workers_import_neither_ray_nor_torch() -> None:
-    with closing(process_pool([Imported])) as pool:
-        pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
-        pool.rollout(0, 2, 0, 0)
-        assert pool.call("heavy", (), {}, np.arange(1))(None) == [[]]
+    """In a process of its own: this one's forkserver may have been started by a test that wants torch in it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    command = [sys.executable, "-c", LIGHT_WORKER]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.split("\n")[0] == "[[]]"
 
 
 def test_environments_may_have_children_of_their_own() -> None:
