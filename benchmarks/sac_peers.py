@@ -9,6 +9,7 @@ actions, two hidden layers. This file imports only what its peer needs, so that 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -314,6 +315,7 @@ PEERS: dict[str, Callable[[int], Updates]] = {
 def main() -> None:
     """Serves one peer."""
     name, width, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # XLA heeds no number of threads
     if not name.startswith("JAX"):
         import torch
 
