@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rayvec.buffers import ReplayBuffer
 from rayvec.distributions import Distribution, make_distribution, make_tanh_gaussian
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, message
+from rayvec.learners.base import torch_device
 from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
@@ -54,9 +55,9 @@ class SACActor(nn.Module):
     def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
         super().__init__()
         self.encoder, self.distribution = encoder, distribution
-        self._layout, self._flat = layout, flat[: layout.num_params]
+        self._layout = layout
         modules: list[nn.Module] = []
-        for weight, bias in layout.layers(self._flat):
+        for weight, bias in layout.layers(flat[: layout.num_params]):
             layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
             layer.weight = nn.Parameter(weight[0], requires_grad=False)
             layer.bias = nn.Parameter(bias[0], requires_grad=False)
@@ -70,7 +71,8 @@ class SACActor(nn.Module):
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters, flat."""
-        return self._flat.float().cpu().numpy().copy()
+        flat = torch.cat([parameter.detach().view(-1) for parameter in self.net.parameters()])
+        return flat.float().cpu().numpy()
 
     def make_actor(self) -> MLPActor:
         """Returns the actor with the present weights, free of torch."""
@@ -109,7 +111,7 @@ class SACLearner:
         ranks: Who computes each update together; each rank gets the chunks of its own environments.
 
     Raises:
-        ConfigError: There is no soft actor-critic for these spaces.
+        ConfigError: There is no soft actor-critic for these spaces, or no GPU that torch can use.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class SACLearner:
     ) -> None:
         self.config = config
         self.ranks: Ranks = ALONE
-        self._dtype, self._device = dtype, torch.device(config.learner_device)
+        self._dtype, self._device = dtype, torch_device(config.learner_device)
         encoder, distribution = make_encoder(observation_space), _distribution(action_space)
         self._math = _math(encoder.num_features, distribution, action_space, config)
         self._nets = _initial(self._math, config, dtype, self._device)

@@ -222,6 +222,14 @@ def test_the_actor_acts_in_numpy_as_in_torch(action_space: spaces.Space[Any]) ->
 
 
 @SPACES
+def test_the_actor_that_was_moved_acts_with_its_own_weights(action_space: spaces.Space[Any]) -> None:
+    module, before = make_learner(action_space).module.to(torch.float32), make_learner(action_space).weights()
+    for parameter in module.parameters():
+        parameter.add_(1)
+    np.testing.assert_array_equal(module.weights(), before + 1)
+
+
+@SPACES
 @pytest.mark.parametrize("ratio", [1.0, 0.3, 2.5])
 def test_the_ratio_of_updates_is_exact(action_space: spaces.Space[Any], ratio: float) -> None:
     learner = make_learner(action_space, update_to_data=ratio, batch_size=4)
@@ -415,6 +423,13 @@ def test_a_reward_that_is_nan_stops_before_it_reaches_the_weights(action_space: 
 def test_other_action_spaces_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ConfigError, match="Remedy"):
         make_learner(space)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
+        make_learner(learner_device="cuda")
 
 
 def test_settings_that_can_not_work_are_refused() -> None:
