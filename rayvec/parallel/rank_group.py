@@ -50,6 +50,7 @@ __all__ = ["RankGroup"]
 _MOST_LOSSES = 3
 _GRACE_S = 5.0
 _PAUSE_S = 1.0
+_START_S = 60.0
 _T = TypeVar("_T")
 _Call = tuple[str, list[tuple[Any, ...]]]
 
@@ -82,7 +83,8 @@ class RankGroup:
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.RaySession`.
 
     Raises:
-        ConfigError: Settings that can't work, or a cluster without room for the ranks.
+        ConfigError: Settings that can't work, or a cluster without room for the ranks: found out within 10 s, or,
+            if somebody else took it meanwhile, within a minute or `timeout_s`, whichever is longer.
         Exception: What `make` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
     """
 
@@ -209,7 +211,9 @@ class RankGroup:
         seats = self._find_seats()
         try:
             self._ranks = [_Rank(seat, self._make_actor(seat)) for seat in seats]
-            meetings = self._gather([rank.actor.offer.remote() for rank in self._ranks])
+            offers = [rank.actor.offer.remote() for rank in self._ranks]
+            self._await_places(offers)
+            meetings = self._gather(offers)
             for rank, meeting in zip(self._ranks, meetings, strict=True):
                 rank.pid = meeting.pid
             self._join(meetings)
@@ -224,6 +228,23 @@ class RankGroup:
         except BaseException:
             self._end_ranks()
             raise
+
+    def _await_places(self, offers: list[Any]) -> None:
+        """Waits until all ranks run; one whose claim somebody else took meanwhile would be waited for without end."""
+        limit_s = max(self._timeout_s, _START_S)
+        _, late = ray.wait(offers, num_returns=len(offers), timeout=limit_s)
+        if not late:
+            return
+        kind = ConfigError if self._saved is None else LearnerError
+        names = ", ".join(rank.seat.name for rank, offer in zip(self._ranks, offers, strict=True) if offer in late)
+        raise kind(
+            message(
+                "Every rank has a place, with cores and with CUDA a GPU, soon after the group asks for it.",
+                expected=f"{len(offers)} rank(s) that run within {limit_s:g} s",
+                got=f"no answer yet from {names}",
+                remedy="End what claimed cores or GPUs at the same time, or pass a longer timeout_s to a slow cluster",
+            )
+        )
 
     def _find_seats(self) -> list[Seat]:
         try:
