@@ -13,7 +13,9 @@ What it asks of the objects:
 
 *   ``state_dict()`` returns everything that the next call depends on, tensors and plain values only, and
     ``load_state_dict(state)`` goes on from it.
-*   Objects of all ranks have the same state before and after every `run`. They begin with that of rank 0.
+*   Objects of all ranks have the same state before and after every `run`. They begin with that of rank 0. What
+    belongs to one rank alone is left out of ``state_dict()``, and is lost with the ranks; it comes in by
+    `load_state_dict` only.
 *   The same call from the same state gives the same result, so that it may be done again.
 
 Arguments that are Ray object references are fetched by the rank that gets them, if they are arguments themselves;
@@ -116,6 +118,7 @@ class RankGroup:
         self._saving: Any = None
         self._since: list[_Call] = []
         self._num_losses = 0
+        self._num_starts = 0
         self._closed = False
         self._session = RaySession(address)
         try:
@@ -133,6 +136,11 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         """Processes of the ranks, each on its own node."""
         return tuple(rank.pid for rank in self._ranks)
+
+    @property
+    def num_starts(self) -> int:
+        """How often all ranks have been started: once, and once more for each time that they were ended."""
+        return self._num_starts
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Calls a method on all ranks together, which may change what they hold; returns each one's result.
@@ -155,14 +163,24 @@ class RankGroup:
         """Calls a method of rank 0's object that changes nothing; returns the result. Raises as `run` does."""
         return self._surely(lambda: self._gather([self._ranks[0].actor.call.remote(name, *args)])[0])
 
+    def ask_all(self, name: str) -> list[Any]:
+        """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
+        return self._surely(lambda: self._call(name, [()] * self.num_ranks))
+
     def state_dict(self) -> Any:
         """Returns the state that all ranks have, in the driver's own memory. Raises as `run` does."""
         return self._surely(lambda: unpack(ray.get(self._saved)))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives all ranks the same state. Raises as `run` does."""
+    def load_state_dict(self, state: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Gives all ranks the same state, and each its entry of `of_ranks` besides. Raises as `run` does."""
         ref = ray.put(pack(state))
-        self._surely(lambda: self._gather([rank.actor.load_state_dict.remote(ref) for rank in self._ranks]))
+        own = [ray.put(pack(each)) for each in of_ranks or [{}] * self.num_ranks]
+
+        def load() -> None:
+            pairs = zip(self._ranks, own, strict=True)
+            self._gather([rank.actor.load_state_dict.remote(ref, each) for rank, each in pairs])
+
+        self._surely(load)
         self._saved, self._saving, self._since = ref, None, []
 
     def _surely(self, work: Callable[[], _T]) -> _T:
@@ -225,6 +243,7 @@ class RankGroup:
                 self._call(*call)
             if self._since:
                 self._saving = self._ranks[0].actor.state_dict.remote()
+            self._num_starts += 1
         except BaseException:
             self._end_ranks()
             raise
