@@ -429,7 +429,7 @@ class SACConfig(TrainConfig):
     """Steps that the replay keeps, of all environments together."""
 
     checkpoint_replay: bool = True
-    """Keep the replay in checkpoints, so that a resumed run goes on exactly; without it, it refills first."""
+    """Keep the replay in checkpoints to go on exactly, on as many learners; without it, or on others, it refills."""
 
     checkpoint_interval_s: NonNegative = 30.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""

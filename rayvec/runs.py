@@ -142,7 +142,8 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     """Yields the learner of a run with its initial weights: in this process, or as ranks on Ray.
 
     Ranks on other nodes than the environments claim their cores. On the same nodes they share the cores of the
-    environments' workers, which wait while they learn.
+    environments' workers. Those wait while the ranks learn, but not with `prefetch`, as in SAC and IMPALA: then
+    `learners_apart`, or fewer workers, keep them from competing.
     """
     build = _learner_builder(config, env)
     if config.num_learners == 1 and not config.learners_apart:

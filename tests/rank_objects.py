@@ -51,6 +51,13 @@ class Adder:
         self.total = state["total"].clone()
 
 
+class Holder:
+    """An actor that claims cores and does nothing."""
+
+    def hold(self) -> None:
+        """Returns once it has them."""
+
+
 def fall(how: str) -> None:
     """Lets this process end, stop, or raise."""
     if how == "raise":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rayvec.errors import ConfigError, message
 from rayvec.types import Batch
 
-__all__ = ["FlatParameters", "Learner", "torch_device"]
+__all__ = ["FlatParameters", "KeepsOwnState", "Learner", "torch_device"]
 
 
 class Learner(Protocol):
@@ -50,6 +50,21 @@ class Learner(Protocol):
         Raises:
             CheckpointError: `state` is of another kind of learner or net.
         """
+
+
+@runtime_checkable
+class KeepsOwnState(Protocol):
+    """What a learner offers besides, part of whose state belongs to its own rank, such as the replay of SAC.
+
+    Its ``state_dict()`` is both parts together, and its ``load_state_dict`` takes the shared part alone, too: then
+    what is its own begins anew. It begins anew on all ranks or on none.
+    """
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns a copy of the part that is the same on all ranks; it is kept after every update."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
 
 
 def torch_device(name: str) -> torch.device:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rayvec.buffers import ReplayBuffer
 from rayvec.distributions import Distribution, make_distribution, make_tanh_gaussian
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, message
+from rayvec.learners.base import torch_device
 from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
@@ -54,9 +55,9 @@ class SACActor(nn.Module):
     def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
         super().__init__()
         self.encoder, self.distribution = encoder, distribution
-        self._layout, self._flat = layout, flat[: layout.num_params]
+        self._layout = layout
         modules: list[nn.Module] = []
-        for weight, bias in layout.layers(self._flat):
+        for weight, bias in layout.layers(flat[: layout.num_params]):
             layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
             layer.weight = nn.Parameter(weight[0], requires_grad=False)
             layer.bias = nn.Parameter(bias[0], requires_grad=False)
@@ -70,7 +71,8 @@ class SACActor(nn.Module):
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters, flat."""
-        return self._flat.float().cpu().numpy().copy()
+        flat = torch.cat([parameter.detach().view(-1) for parameter in self.net.parameters()])
+        return flat.float().cpu().numpy()
 
     def make_actor(self) -> MLPActor:
         """Returns the actor with the present weights, free of torch."""
@@ -109,7 +111,7 @@ class SACLearner:
         ranks: Who computes each update together; each rank gets the chunks of its own environments.
 
     Raises:
-        ConfigError: There is no soft actor-critic for these spaces.
+        ConfigError: There is no soft actor-critic for these spaces, or no GPU that torch can use.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class SACLearner:
     ) -> None:
         self.config = config
         self.ranks: Ranks = ALONE
-        self._dtype, self._device = dtype, torch.device(config.learner_device)
+        self._dtype, self._device = dtype, torch_device(config.learner_device)
         encoder, distribution = make_encoder(observation_space), _distribution(action_space)
         self._math = _math(encoder.num_features, distribution, action_space, config)
         self._nets = _initial(self._math, config, dtype, self._device)
@@ -267,19 +269,26 @@ class SACLearner:
         There is no random state: random numbers are drawn from (seed, number of the update). The replay, which is
         this rank's, is part of it unless ``config.checkpoint_replay`` is off.
         """
+        return {**self.shared_state(), **self.own_state()}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what is the same on all ranks: everything but the replay."""
         return {
             "critic": torch.stack(self._nets.critic).cpu(),
             "target": self._nets.target.cpu().clone(),
             "actor": torch.stack(self._nets.actor).cpu(),
             **{name: getattr(self, f"_{name}") for name in _COUNTERS},
-            "replay": self._replay.state_dict() if self.config.checkpoint_replay else None,
         }
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns this rank's replay, or None in its place if ``config.checkpoint_replay`` is off."""
+        return {"replay": self._replay.state_dict() if self.config.checkpoint_replay else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the learner was that `state` was taken from: exactly, if the replay is part of it.
 
-        A state without a replay, or with that of other environments, lets the replay refill: `learning_starts`
-        more steps are collected before updates go on.
+        A state without a replay, such as `shared_state`, or with that of other environments, lets the replay refill:
+        `learning_starts` more steps are collected before updates go on.
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other nets.
@@ -287,11 +296,11 @@ class SACLearner:
         shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
         critic, actor = self._nets.critic.param.numel(), self._nets.actor.param.numel()
         expected = {"critic": (3, critic), "target": (critic,), "actor": (3, actor)}
-        if shapes != expected or not {*_COUNTERS, "replay"} <= state.keys():
+        if shapes != expected or not state.keys() >= set(_COUNTERS):
             raise CheckpointError(
                 message(
                     "A learner continues from the state of one with the same nets.",
-                    expected=f"{[*expected, *_COUNTERS, 'replay']}, of shapes {expected}",
+                    expected=f"{[*expected, *_COUNTERS]}, of shapes {expected}",
                     got=f"{sorted(state)}, of shapes {shapes}",
                     remedy="Use the configuration that the checkpoint was written with",
                 )
@@ -304,10 +313,10 @@ class SACLearner:
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))
         self._replay = self._empty_replay()
-        if state["replay"] is None:
-            self._refill("the checkpoint does not hold it")
-        else:
+        if state.get("replay") is not None:
             self._replay.load_state_dict(state["replay"])
+        elif self._num_filled:
+            self._refill("the state that this goes on from does not hold it")
 
     def _refill(self, reason: str) -> None:
         """Begins the replay anew, and with it the wait for `learning_starts`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rayvec.errors import ConfigError, LearnerError, check_count, message
-from rayvec.learners.base import Learner
+from rayvec.learners.base import KeepsOwnState, Learner
+from rayvec.parallel.rank_actor import pack, unpack
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.parallel.ranks import Ranks
 from rayvec.parallel.shards import RemoteShard, fetch_shard, split_batch, split_refs
@@ -20,14 +22,19 @@ from rayvec.types import Batch
 
 __all__ = ["LearnerGroup"]
 
+logger = logging.getLogger(__name__)
+
 
 class LearnerGroup:
     """A learner on several ranks, each a Ray actor, which divide every batch among themselves.
 
     All ranks together do what one learner does with the whole batch: they begin with the weights of rank 0, each gets
     a range of the batch's columns, and gradients are summed before they are clipped. All have the same weights after
-    every update. A rank that is lost in an update costs time, but changes nothing: all are started again with the
+    every update. A rank that is lost in an update costs time, but changes no number: all are started again with the
     state before the update, and the update is done again. See :class:`~rayvec.parallel.rank_group.RankGroup`.
+
+    What a learner keeps on its own rank, SAC its replay, is not among that state: whenever ranks are started again, all
+    of it begins anew, with a warning. It is in `state_dict`, and goes to as many ranks as it came from.
 
     Args:
         make_learner: Makes the learner, on each rank; with several, it has an attribute ``ranks``, as those of rayvec
@@ -64,6 +71,7 @@ class LearnerGroup:
     ) -> None:
         self.num_learners = check_count("num_learners", num_learners)
         self._weights: NDArray[np.float32] | None = None
+        self._num_starts = 1
 
         def make(ranks: Ranks) -> _RankLearner:
             return _RankLearner(make_learner, ranks)
@@ -118,7 +126,15 @@ class LearnerGroup:
             shards = [ray.put(shard) for shard in split_batch(batch, self.num_learners)]
         results = self._group.run("update", [(shard,) for shard in shards])
         metrics, self._weights = results[0]
+        self._warn_of_losses()
         return dict(metrics)
+
+    def _warn_of_losses(self) -> None:
+        if self._num_starts == self._group.num_starts:
+            return
+        if names := self._group.ask("own_names"):
+            logger.warning("all ranks were started again, without what each kept: the %s refills", ", ".join(names))
+        self._num_starts = self._group.num_starts
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
@@ -127,18 +143,39 @@ class LearnerGroup:
         return self._weights.copy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the learner's state, which all ranks share: tensors and plain values only."""
-        state: dict[str, Any] = self._group.state_dict()
-        return state
+        """Returns the learner's state: tensors and plain values only.
+
+        It is what all ranks share; one learner can go on from it, too. What each of several ranks keeps is in
+        ``of_ranks``, a list, if a learner keeps anything there.
+        """
+        parts = [unpack(part) for part in self._group.ask_all("parts")]
+        shared: dict[str, Any] = parts[0][0]
+        of_ranks = [own for _, own in parts]
+        if self.num_learners == 1:
+            return {**shared, **of_ranks[0]}
+        return {**shared, "of_ranks": of_ranks} if any(of_ranks) else shared
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets all ranks go on exactly where the learner was that `state` was taken from.
+
+        What ranks kept, such as a replay, goes to as many ranks; if there are more or fewer now, it refills, with a
+        warning.
 
         Raises:
             CheckpointError: `state` is of another kind of learner or net.
         """
         self._weights = None
-        self._group.load_state_dict(state)
+        shared = dict(state)
+        of_ranks = shared.pop("of_ranks", None)
+        own = {name: shared.pop(name) for name in self._group.ask("own_names") if name in shared}
+        if of_ranks is None and own:
+            of_ranks = [own]
+        if of_ranks is not None and len(of_ranks) != self.num_learners:
+            names, count = ", ".join(of_ranks[0]), len(of_ranks)
+            logger.warning("the %s of %d rank(s) does not fit %d, and refills", names, count, self.num_learners)
+            of_ranks = None
+        self._group.load_state_dict(shared, of_ranks)
+        self._num_starts = self._group.num_starts
 
     def close(self) -> None:
         """Ends the ranks. May be called again."""
@@ -188,7 +225,20 @@ class _RankLearner:
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        return self._learner.state_dict()
+        """Returns what all ranks share."""
+        learner = self._learner
+        return learner.shared_state() if isinstance(learner, KeepsOwnState) else learner.state_dict()
+
+    def own_names(self) -> tuple[str, ...]:
+        """Returns the names of what belongs to this rank alone."""
+        return tuple(self._own_state())
+
+    def parts(self) -> Any:
+        """Returns what all ranks share, on rank 0 only, and what belongs to this one, packed."""
+        return pack((self.state_dict() if self._ranks.rank == 0 else None, self._own_state()))
+
+    def _own_state(self) -> dict[str, Any]:
+        return self._learner.own_state() if isinstance(self._learner, KeepsOwnState) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learner.load_state_dict(state)

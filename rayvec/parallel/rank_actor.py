@@ -153,9 +153,9 @@ class RankActor:
         """Returns the object's ``state_dict()`` in a form that Ray carries without copies."""
         return self._guard(lambda: pack(self._object.state_dict()))
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Hands the object what `state_dict` returned."""
-        return self._guard(lambda: self._object.load_state_dict(unpack(state)))
+    def load_state_dict(self, state: Any, own: Any = None) -> Any:
+        """Hands the object what `state_dict` returned, together with what belongs to this rank alone."""
+        return self._guard(lambda: self._object.load_state_dict({**unpack(state), **unpack(own or {})}))
 
     def _guard(self, work: Callable[[], Any]) -> Any:
         try:

@@ -13,7 +13,9 @@ What it asks of the objects:
 
 *   ``state_dict()`` returns everything that the next call depends on, tensors and plain values only, and
     ``load_state_dict(state)`` goes on from it.
-*   Objects of all ranks have the same state before and after every `run`. They begin with that of rank 0.
+*   Objects of all ranks have the same state before and after every `run`. They begin with that of rank 0. What
+    belongs to one rank alone is left out of ``state_dict()``, and is lost with the ranks; it comes in by
+    `load_state_dict` only.
 *   The same call from the same state gives the same result, so that it may be done again.
 
 Arguments that are Ray object references are fetched by the rank that gets them, if they are arguments themselves;
@@ -50,6 +52,7 @@ __all__ = ["RankGroup"]
 _MOST_LOSSES = 3
 _GRACE_S = 5.0
 _PAUSE_S = 1.0
+_START_S = 60.0
 _T = TypeVar("_T")
 _Call = tuple[str, list[tuple[Any, ...]]]
 
@@ -82,7 +85,8 @@ class RankGroup:
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.RaySession`.
 
     Raises:
-        ConfigError: Settings that can't work, or a cluster without room for the ranks.
+        ConfigError: Settings that can't work, or a cluster without room for the ranks: found out within 10 s, or,
+            if somebody else took it meanwhile, within a minute or `timeout_s`, whichever is longer.
         Exception: What `make` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
     """
 
@@ -114,6 +118,7 @@ class RankGroup:
         self._saving: Any = None
         self._since: list[_Call] = []
         self._num_losses = 0
+        self._num_starts = 0
         self._closed = False
         self._session = RaySession(address)
         try:
@@ -131,6 +136,11 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         """Processes of the ranks, each on its own node."""
         return tuple(rank.pid for rank in self._ranks)
+
+    @property
+    def num_starts(self) -> int:
+        """How often all ranks have been started: once, and once more for each time that they were ended."""
+        return self._num_starts
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Calls a method on all ranks together, which may change what they hold; returns each one's result.
@@ -153,14 +163,24 @@ class RankGroup:
         """Calls a method of rank 0's object that changes nothing; returns the result. Raises as `run` does."""
         return self._surely(lambda: self._gather([self._ranks[0].actor.call.remote(name, *args)])[0])
 
+    def ask_all(self, name: str) -> list[Any]:
+        """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
+        return self._surely(lambda: self._call(name, [()] * self.num_ranks))
+
     def state_dict(self) -> Any:
         """Returns the state that all ranks have, in the driver's own memory. Raises as `run` does."""
         return self._surely(lambda: unpack(ray.get(self._saved)))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives all ranks the same state. Raises as `run` does."""
+    def load_state_dict(self, state: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Gives all ranks the same state, and each its entry of `of_ranks` besides. Raises as `run` does."""
         ref = ray.put(pack(state))
-        self._surely(lambda: self._gather([rank.actor.load_state_dict.remote(ref) for rank in self._ranks]))
+        own = [ray.put(pack(each)) for each in of_ranks or [{}] * self.num_ranks]
+
+        def load() -> None:
+            pairs = zip(self._ranks, own, strict=True)
+            self._gather([rank.actor.load_state_dict.remote(ref, each) for rank, each in pairs])
+
+        self._surely(load)
         self._saved, self._saving, self._since = ref, None, []
 
     def _surely(self, work: Callable[[], _T]) -> _T:
@@ -209,7 +229,9 @@ class RankGroup:
         seats = self._find_seats()
         try:
             self._ranks = [_Rank(seat, self._make_actor(seat)) for seat in seats]
-            meetings = self._gather([rank.actor.offer.remote() for rank in self._ranks])
+            offers = [rank.actor.offer.remote() for rank in self._ranks]
+            self._await_places(offers)
+            meetings = self._gather(offers)
             for rank, meeting in zip(self._ranks, meetings, strict=True):
                 rank.pid = meeting.pid
             self._join(meetings)
@@ -221,9 +243,27 @@ class RankGroup:
                 self._call(*call)
             if self._since:
                 self._saving = self._ranks[0].actor.state_dict.remote()
+            self._num_starts += 1
         except BaseException:
             self._end_ranks()
             raise
+
+    def _await_places(self, offers: list[Any]) -> None:
+        """Waits until all ranks run; one whose claim somebody else took meanwhile would be waited for without end."""
+        limit_s = max(self._timeout_s, _START_S)
+        _, late = ray.wait(offers, num_returns=len(offers), timeout=limit_s)
+        if not late:
+            return
+        kind = ConfigError if self._saved is None else LearnerError
+        names = ", ".join(rank.seat.name for rank, offer in zip(self._ranks, offers, strict=True) if offer in late)
+        raise kind(
+            message(
+                "Every rank has a place, with cores and with CUDA a GPU, soon after the group asks for it.",
+                expected=f"{len(offers)} rank(s) that run within {limit_s:g} s",
+                got=f"no answer yet from {names}",
+                remedy="End what claimed cores or GPUs at the same time, or pass a longer timeout_s to a slow cluster",
+            )
+        )
 
     def _find_seats(self) -> list[Seat]:
         try:

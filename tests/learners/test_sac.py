@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from sac_kit import BOX, DISCRETE, STATS, N, make_batch, make_chunk, make_config, make_learner
 from thread_ranks import Apart, ThreadRanks, on_ranks
 from torch import Tensor, nn
 
-from rayvec.config import SACConfig
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.compiling import Compiled
@@ -24,51 +24,10 @@ from rayvec.learners.sac import SACLearner
 from rayvec.learners.sac_math import MLPLayout, Rows
 from rayvec.noise import keyed_noise
 from rayvec.policies import Policy
-from rayvec.types import Batch, Chunk, CollectStats
+from rayvec.types import Batch
 
-OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], np.float32))
-DISCRETE = spaces.Discrete(3, start=1)
 SPACES = pytest.mark.parametrize("action_space", [BOX, DISCRETE], ids=["box", "discrete"])
 INTERVALS = pytest.mark.parametrize("policy_interval", [1, 2])
-STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), 0, 0, 0, 1.0, 1.0, {}, (0, 0))
-N = 4
-
-
-def make_config(**settings: Any) -> SACConfig:
-    usual: dict[str, Any] = {"num_envs": N, "learning_starts": 16, "batch_size": 12, "replay_size": 400, "seed": 3}
-    return SACConfig(**{**usual, "hidden_sizes": (8, 6), "tau": 0.1, "policy_lr": 3e-3, **settings})
-
-
-def make_learner(action_space: spaces.Space[Any] = BOX, *, dtype: Any = torch.float64, **settings: Any) -> SACLearner:
-    return SACLearner(OBS, action_space, make_config(**settings), dtype=dtype)
-
-
-def make_chunk(action_space: spaces.Space[Any], seed: int, num_steps: int = 4, *, invalid: bool = False) -> Chunk:
-    """Random observations, actions and rewards, and episodes that end in both ways."""
-    rng = np.random.default_rng(seed)
-    action_space.seed(seed)
-    obs = rng.normal(size=(num_steps + 1, N, 3)).astype(np.float32)
-    terminated, truncated = rng.random((2, num_steps, N)) < 0.15
-    valid = rng.random((num_steps, N)) > (0.3 if invalid else -1)
-    terminated, truncated = terminated & valid, truncated & valid
-    final_index = np.argwhere(terminated | truncated)
-    return Chunk(
-        env_ids=np.arange(N),
-        obs=obs[:-1],
-        act=np.array([[action_space.sample() for _ in range(N)] for _ in range(num_steps)]),
-        rew=rng.normal(size=(num_steps, N)),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-        last_obs=obs[-1],
-        final_index=final_index,
-        final_obs=rng.normal(size=(len(final_index), 3)).astype(np.float32),
-    )
-
-
-def make_batch(action_space: spaces.Space[Any] = BOX, seed: int = 0, **kwargs: Any) -> Batch:
-    return Batch((make_chunk(action_space, seed, **kwargs),), STATS)
 
 
 class Reference:
@@ -219,6 +178,14 @@ def test_the_actor_acts_in_numpy_as_in_torch(action_space: spaces.Space[Any]) ->
     noise = keyed_noise(policy.noise, seed=0, env_ids=np.arange(20), first_step=0, num_steps=1)[0]
     actions, _ = policy.act(rows, noise)
     assert all(action_space.contains(action) for action in actions)
+
+
+@SPACES
+def test_the_actor_that_was_moved_acts_with_its_own_weights(action_space: spaces.Space[Any]) -> None:
+    module, before = make_learner(action_space).module.to(torch.float32), make_learner(action_space).weights()
+    for parameter in module.parameters():
+        parameter.add_(1)
+    np.testing.assert_array_equal(module.weights(), before + 1)
 
 
 @SPACES
@@ -415,6 +382,13 @@ def test_a_reward_that_is_nan_stops_before_it_reaches_the_weights(action_space: 
 def test_other_action_spaces_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ConfigError, match="Remedy"):
         make_learner(space)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
+        make_learner(learner_device="cuda")
 
 
 def test_settings_that_can_not_work_are_refused() -> None:

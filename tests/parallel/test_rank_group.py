@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import ray
 import torch
-from rank_objects import Adder
+from rank_objects import Adder, Holder
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.parallel.rank_group import RankGroup
-from rayvec.parallel.rank_placement import Room, seat_ranks
+from rayvec.parallel.rank_placement import Room, find_seats, seat_ranks
 
 MakeGroup = Callable[..., RankGroup]
 
@@ -160,6 +161,29 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
     monkeypatch.setattr("rayvec.parallel.rank_placement._PLACE_S", 0.0)
     with pytest.raises(ConfigError, match=r"room for 33 rank\(s\)\. Got: .*room for 2\d, .*room for \d"):
         RankGroup(Adder, 33)
+
+
+def test_a_place_that_somebody_else_took_meanwhile_is_not_waited_for_without_end(
+    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    taken: list[Any] = []
+
+    def find_and_take(num_ranks: int, wish: Any) -> Any:
+        seats = find_seats(num_ranks, wish)
+        place = NodeAffinitySchedulingStrategy(there, soft=False)
+        taken.append(ray.remote(Holder).options(num_cpus=8, scheduling_strategy=place).remote())
+        ray.get(taken[0].hold.remote())
+        return seats
+
+    monkeypatch.setattr("rayvec.parallel.rank_group.find_seats", find_and_take)
+    monkeypatch.setattr("rayvec.parallel.rank_group._START_S", 1.0)
+    try:
+        with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
+            RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)
+    finally:
+        ray.kill(taken[0])
 
 
 def test_ranks_can_be_kept_off_nodes(make_group: MakeGroup) -> None:
