@@ -42,8 +42,8 @@ def make_algorithm(env: gymnasium.Env, num_epochs: int, epoch_steps: int) -> IMP
     )
 
 
-def main(total_steps: int = 300_000, seed: int = 1) -> float:
-    """Trains; returns the mean return of 100 greedy episodes at the end."""
+def main(total_steps: int = 300_000, seed: int = 1, num_episodes: int = 100) -> float:
+    """Trains; returns the mean return of that many greedy episodes at the end."""
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def main(total_steps: int = 300_000, seed: int = 1) -> float:
     stats = training.collect(n_step=COLLECT_STEPS)
     print(f"the policy that acted was {stats.staleness} update behind")
     testing.reset()
-    greedy = testing.collect(n_episode=100)
+    greedy = testing.collect(n_episode=num_episodes)
     print(f"mean return of {greedy.n_collected_episodes} greedy episodes: {greedy.returns.mean():.1f}")
     train_envs.close()
     test_envs.close()

@@ -141,7 +141,7 @@ class Collector:
             self._version = self._store.publish(weights)
         return self._version
 
-    def collect(self, n_step: int | None = None, n_episode: int | None = None) -> Batch:
+    def collect(self, n_step: int | None = None, n_episode: int | None = None, *, ahead: bool = True) -> Batch:
         """Collects steps or episodes; exactly one of the two counts is given.
 
         Args:
@@ -152,6 +152,8 @@ class Collector:
             n_episode: How many whole episodes, begun in this call: environments in the midst of one are reset.
                 Each environment is given its share beforehand, so that short episodes are not favoured;
                 steps beyond it are marked as not valid and counted as surplus.
+            ahead: False begins no further chunk, also with `prefetch`: for the last call, after which the environments
+                are free and no step is taken in vain.
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
@@ -177,7 +179,7 @@ class Collector:
         if left > 0:
             rollouts.append(self._rollout(left))
             episodes.append(self._tracker.add(rollouts[-1].edges)[0])
-        if self._prefetch:
+        if self._prefetch and ahead:
             self._take_off(num_steps)
         return self._batch(rollouts, episodes, begin)
 

@@ -39,7 +39,11 @@ ADJUSTABLE = (
     "learner_threads",
     "checkpoint_interval_s",
 )
-"""Settings that say where and how fast a run goes, not what it learns: resuming and evaluating may change them."""
+"""Settings that say where and how fast a run goes, not what it learns: resuming and evaluating may change them.
+
+`inference` does one thing more in a run with `prefetch`: where the driver acts nothing is collected ahead, so that from
+there on the weights that act are not one update old.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,8 @@ class TrainConfig:
     """Address of a running Ray cluster; unset: RAY_ADDRESS, or else a private cluster on this machine."""
 
     inference: Literal["worker", "driver"] = "worker"
-    """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back)."""
+    """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back, and
+    nothing is collected ahead)."""
 
     num_learners: Count = 1
     """Ranks that compute each update together; 1: the driver itself computes it."""
@@ -122,7 +127,10 @@ class TrainConfig:
 
     @property
     def prefetch(self) -> bool:
-        """Whether the next chunk is collected while the learner learns from this one: with weights one update old."""
+        """Whether the next chunk is collected while the learner learns from this one: with weights one update old.
+
+        With ``inference="driver"`` it is not, whatever this says.
+        """
         return False
 
     @property
@@ -305,6 +313,7 @@ class PPOConfig(TrainConfig):
                     remedy="Lower minibatch_size, or raise num_envs or num_steps.",
                 )
             )
+        _check_ranks(self, "minibatch_size")
 
     @property
     def steps_per_iteration(self) -> int:
@@ -329,7 +338,8 @@ class IMPALAConfig(TrainConfig):
     """Steps that each environment takes in an iteration."""
 
     prefetch: bool = True
-    """Collect the next iteration's steps while the learner learns from these: with weights one update old."""
+    """Collect the next iteration's steps while the learner learns from these: with weights one update old. Only where
+    the policy acts in the workers; with inference "driver" the newest weights act."""
 
     num_minibatches: Count = 4
     """Updates from an iteration's steps, each from all steps of as many environments as the others, about."""
@@ -487,6 +497,7 @@ class SACConfig(TrainConfig):
                     remedy="Lower batch_size, or raise replay_size.",
                 )
             )
+        _check_ranks(self, "batch_size")
         if self.learning_starts >= self.total_steps:
             raise ConfigError(
                 message(
@@ -509,12 +520,26 @@ class SACConfig(TrainConfig):
 
     @property
     def prefetch(self) -> bool:
-        """Environments step while the learner learns."""
+        """Environments step while the learner learns, unless the policy acts in the driver."""
         return True
 
 
 CONFIGS: dict[str, type[TrainConfig]] = {cls.algorithm: cls for cls in (PPOConfig, SACConfig, IMPALAConfig)}
 """Config classes by the name that their algorithm has on the command line."""
+
+
+def _check_ranks(config: TrainConfig, name: str) -> None:
+    """Refuses more ranks than a minibatch has rows; `name` is the setting that says how many it has."""
+    num_rows = getattr(config, name)
+    if config.num_learners > num_rows:
+        raise ConfigError(
+            message(
+                "Every rank computes on rows of each minibatch.",
+                expected=f"num_learners at most {name} = {num_rows}",
+                got=config.num_learners,
+                remedy=f"Lower num_learners, or raise {name}.",
+            )
+        )
 
 
 def _derived_seed(seed: int, steps: int) -> int:

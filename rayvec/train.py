@@ -122,7 +122,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> Tr
             saved_s = time.monotonic()
             while progress.steps < config.total_steps and not stop.requested:
                 laps = Laps()
-                batch = collector.collect(n_step=config.steps_per_iteration)
+                is_last = stop.requested or progress.steps + config.steps_per_iteration >= config.total_steps
+                batch = collector.collect(n_step=config.steps_per_iteration, ahead=not is_last)
                 laps.end("collect")
                 metrics = learner.update(batch)
                 laps.end("learn")
@@ -151,10 +152,11 @@ def _begin(
     config: TrainConfig, env: RayVecEnv, learner: Learner, progress: Progress, state: dict[str, Any] | None
 ) -> Collector:
     """Returns what collects for the learner; both are new, or both where `state` left them."""
-    policy = Policy(learner.module, random_start=progress.steps < config.random_steps)
+    has_published = state is not None and state["collector"].get("version", 0) > 0
+    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_published)
     if state:
         restore(learner, state["learner"])
-        if progress.steps >= config.random_steps:
+        if has_published:
             policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
     collector = Collector(

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayvec import PPOConfig, TrainConfig
+from rayvec import PPOConfig, SACConfig, TrainConfig
 from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.errors import ConfigError
 from rayvec.fields import describe, field_names
@@ -149,3 +149,10 @@ def test_a_run_may_move_but_not_change() -> None:
     with pytest.raises(ConfigError, match=r"only changes of num_nodes, .*Got: gamma=0.5 after 0.98\. Remedy"):
         config.adjusted(num_nodes=1, gamma=0.5)
     assert set(ADJUSTABLE) < set(field_names(TrainConfig))
+
+
+@pytest.mark.parametrize(("cls", "name"), [(PPOConfig, "minibatch_size"), (SACConfig, "batch_size")])
+def test_more_ranks_than_rows_of_a_minibatch_are_refused(cls: type[TrainConfig], name: str) -> None:
+    config = cls(**{name: 3, "num_learners": 3})
+    with pytest.raises(ConfigError, match=rf"at most {name} = 3\. Got: 4\. Remedy: Lower num_learners"):
+        config.adjusted(num_learners=4)

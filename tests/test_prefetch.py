@@ -231,3 +231,12 @@ def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) 
             mistake()
     with pytest.raises(NoAsyncCallError):
         counting.rollout_wait()
+
+
+def test_the_last_call_begins_no_chunk(counting: RayVecEnv, prefetching: Collector) -> None:
+    batches = [prefetching.collect(n_step=50, ahead=ahead) for ahead in (True, False)]
+    assert counting.call("unwrapped") and prefetching.drain() is None  # the environments are free
+    batches.append(prefetching.collect(n_step=50))
+    assert [batch.chunks[0].first_step for batch in batches] == [0, 10, 20]
+    assert counting_errors([chunk for batch in batches for chunk in batch.chunks]) == []
+    assert [(batch.stats.n_collected_steps, batch.stats.n_surplus_steps) for batch in batches] == [(50, 0)] * 3

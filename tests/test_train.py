@@ -6,9 +6,10 @@ import json
 import math
 import shutil
 import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from processes import assert_nothing_left, running
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
+from rayvec.collector import Collector
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.evaluate import evaluate, evaluate_run, greedy_policy
 from rayvec.loggers import read_metrics
 from rayvec.runs import Progress, begin_run_dir, load_run, locked, make_env, make_learner, save_checkpoint
 from rayvec.train import StopOnInterrupt, _begin
+from rayvec.types import Batch
 
 TINY = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "num_epochs": 2, "workers_per_node": 1}
 
@@ -130,6 +133,34 @@ def test_impala_learns_from_steps_of_older_weights(tmp_path: Path) -> None:
     longer = (runs[1].run_dir / "config.yaml").read_text().replace("total_steps: 256", "total_steps: 320")
     (runs[1].run_dir / "config.yaml").write_text(longer)
     assert rayvec.resume(runs[1].run_dir).total_steps == 320
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("inference", "staleness", "in_flight"),
+    [("worker", [0, 1, 1], [True, True, False]), ("driver", [0, 0, 0], [False, False, False])],
+)
+def test_a_run_takes_no_chunk_that_nobody_learns_from(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    inference: Literal["worker", "driver"],
+    staleness: list[int],
+    in_flight: list[bool],
+) -> None:
+    """Where the driver acts, none is taken ahead at all."""
+    seen = []
+
+    class Watched(Collector):
+        def collect(self, *args: Any, **kwargs: Any) -> Batch:
+            batch = super().collect(*args, **kwargs)
+            seen.append(self._in_flight)
+            return batch
+
+    monkeypatch.setattr(sys.modules["rayvec.train"], "Collector", Watched)
+    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 0, "workers_per_node": 1}
+    run = rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / "a", total_steps=150, inference=inference, **settings))
+    assert run.total_steps == 192 and seen == in_flight
+    assert [line["staleness"] for line in read_metrics(run.run_dir / "metrics.jsonl")] == staleness
 
 
 @pytest.mark.usefixtures("ray_cluster")

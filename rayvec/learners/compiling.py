@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 __all__ = ["CUDAGraph", "Compiled"]
 
@@ -20,13 +22,13 @@ pieces, without vector instructions."""
 
 
 class Compiled:
-    """A function of tensors as one compiled graph, from its first call on.
+    """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saved 8 % in a prototype.
     Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
-    temporary directory, or where ``TORCHINDUCTOR_CACHE_DIR`` says. The function must not break the graph, and its
-    tensors keep their shapes. Where compiling fails, as it does without a C++ compiler, the function runs as it is,
-    after one warning.
+    temporary directory, or where ``TORCHINDUCTOR_CACHE_DIR`` says. The function must not break the graph.
+    Where compiling fails, at the first call or at a later one with other shapes, the function runs as it is from then
+    on, after one warning.
 
     Args:
         function: May change tensors in place.
@@ -35,30 +37,57 @@ class Compiled:
     def __init__(self, function: Update) -> None:
         self._function = function
         self._call: Update | None = None
+        self._is_compiled = False
 
     def __call__(self, *args: Any) -> Tensor:
         """Calls the function."""
-        if self._call is not None:
+        if self._call is None:
+            return self._first(*args)
+        if not self._is_compiled:
             return self._call(*args)
+        try:
+            return self._call(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything was computed
+            return self._fall_back(error, *args)
+
+    def _first(self, *args: Any) -> Tensor:
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
         options: dict[str, Any] = {"cpp_wrapper": True, **_CONCATENATE_FIRST} if on_cpu else {}
-        call: Update = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
+        call: Update = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)
         try:
             with warnings.catch_warnings():  # torch's own, about how it is made
                 warnings.simplefilter("ignore", DeprecationWarning)
                 result = call(*args)  # what fails to compile has changed nothing yet
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            warnings.warn(
-                f"updates run uncompiled, at half the speed or less: {reason}. Install a C++ compiler such as g++, or "
-                "pass compile=False",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            call = self._function
-            result = call(*args)
-        self._call = call
+            return self._fall_back(error, *args)
+        self._call, self._is_compiled = call, True
         return result
+
+    def _fall_back(self, error: Exception, *args: Any) -> Tensor:
+        """Calls the function as it is, now and from now on."""
+        self._call, self._is_compiled = self._function, False
+        reason = " ".join(str(error).split())
+        remedy = "Install a C++ compiler such as g++, or pass" if "C++ compiler" in reason else "To do without, pass"
+        warnings.warn(
+            f"updates run uncompiled, at half the speed or less: {reason[:200]}. {remedy} compile=False",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return self._function(*args)
+
+
+def _with_own_code(function: Any) -> Update:
+    """Returns the function with a copy of its code.
+
+    torch keeps graphs by code object, at most ``torch._dynamo.config.recompile_limit`` (8) for each: learners of one
+    process would share them, and the ninth graph would be refused.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_with_own_code(function.__func__), function.__self__)
+    parts = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy = types.FunctionType(function.__code__.replace(), *parts)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class CUDAGraph:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +164,7 @@ class PPOLearner:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
         obs, *columns = zip(*map(self._columns, batch.chunks), strict=True)
         sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
+        truncated[_cuts(batch.chunks)] = True
         rew = self._reward(rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
@@ -390,6 +391,21 @@ class PPOLearner:
             self._normalize()
         if self._return_scale:
             self._return_scale.load_state_dict(state["return_scale"])
+
+
+def _cuts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns where joined chunks end an episode of which no chunk says so: ``(t, n)`` of its last step.
+
+    An environment that was made anew between two chunks has begun another episode in the second. The first had ended
+    by then, with its last observation; to the learner that is a truncation.
+    """
+    starts = np.cumsum([0, *(chunk.num_steps for chunk in chunks)])
+    places = [
+        chunk.restarts[chunk.restarts[:, 0] == -1] + (start, 0)
+        for chunk, start in zip(chunks[1:], starts[1:], strict=False)
+    ]
+    t, n = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
+    return t, n
 
 
 def _shape(state: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from rayvec.config import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
+from rayvec.learners.compiling import Compiled
 from rayvec.learners.ppo import PPOLearner
 from rayvec.nets import ActorCritic, make_actor_critic
 from rayvec.noise import keyed_noise
@@ -551,3 +553,75 @@ def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.Monkey
     assert not shares.any() and not learner._flat.grad.any()
     learner._gradients(rows, 16)
     assert learner._flat.grad.any()
+
+
+def test_no_trace_goes_into_the_episode_of_an_environment_made_anew() -> None:
+    """Between two chunks, where no step says that the episode ended; the value there is bootstrapped all the same."""
+    learner = PPOLearner(OBS, DISCRETE, make_config(gamma=0.9, gae_lambda=0.8))
+    policy = Policy(learner.module)
+    whole = [make_chunk(policy, seed) for seed in range(2)]
+    none = {"terminated": np.zeros((T, N), bool), "truncated": np.zeros((T, N), bool)}
+    first, second = (
+        replace(chunk, **none, final_index=np.zeros((0, 2), np.int64), final_obs=chunk.final_obs[:0]) for chunk in whole
+    )
+    anew = replace(second, restarts=np.array([[-1, 1], [3, 2]]))
+
+    def advantages(*chunks: Chunk) -> Tensor:
+        rows = [len(chunk.rew) for chunk in chunks]
+        return learner._rows(Batch(chunks, STATS)).advantage.reshape(N, sum(rows))
+
+    alone, through, cut = advantages(first), advantages(first, second), advantages(first, anew)
+    torch.testing.assert_close(cut[1, :T], alone[1])
+    others = [0, 2, 3]
+    torch.testing.assert_close(cut[others], through[others], atol=0, rtol=0)
+    torch.testing.assert_close(cut[:, T:], through[:, T:], atol=0, rtol=0)
+    assert (through[1, T - 1] - alone[1, -1]).abs() > 1e-3
+    torch.testing.assert_close(advantages(anew)[1], advantages(second)[1])  # what was before is not in this batch
+
+
+def test_no_trace_comes_out_of_steps_beyond_the_quota() -> None:
+    """In batches of episodes everything after the last counted step of an environment is not valid."""
+    learner = PPOLearner(OBS, DISCRETE, make_config())
+    chunk = make_chunk(Policy(learner.module), 0)
+    valid = np.ones((T, N), bool)
+    valid[5:, 1], valid[0:, 2] = False, False
+    rows = learner._rows(Batch((replace(chunk, valid=valid),), STATS))
+    surplus = replace(chunk, valid=valid, rew=np.where(valid, chunk.rew, 1e6))
+    same = learner._rows(Batch((surplus,), STATS))
+    assert len(same) == valid.sum()
+    assert torch.equal(same.advantage, rows.advantage) and torch.equal(same.target, rows.target)
+
+
+def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
+    compile_, graphs = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
+    for seed in range(10):
+        learner = PPOLearner(OBS, DISCRETE, make_config(compile=True, num_epochs=1, seed=seed))
+        learner.update(make_batch(Policy(learner.module)))
+    assert len(graphs) == 10 and not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
+
+
+def test_a_graph_too_many_is_computed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after calls that were compiled; the warning does not blame a C++ compiler."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda function, *, options, **rest: compile_(function, backend="eager", **rest)
+    )
+
+    def add(into: Tensor, what: Tensor) -> Tensor:
+        into.add_(what)
+        return 2 * into
+
+    function = Compiled(add)
+    with pytest.warns(RuntimeWarning, match="run uncompiled.*pass compile=False") as warned:
+        for size in range(1, 13):
+            total = torch.zeros(size)
+            assert function(total, torch.ones(size)).tolist() == [2.0] * size
+            assert total.tolist() == [1.0] * size
+    assert len(warned) == 1 and "compiler" not in str(warned[0].message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import rayvec
 from rayvec import SACConfig
-from rayvec.runs import load_run
+from rayvec.runs import Progress, load_run, make_env, make_learner
+from rayvec.train import _begin
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -45,3 +47,19 @@ def test_it_learns_pendulum(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a", learning_starts=600, batch_size=128, hidden_sizes=(64, 64), eval_episodes=10)
     result = rayvec.train(SACConfig(**{**vars(config), "total_steps": 4_000}))
     assert result.eval_return_mean > -500  # random actions: about -1200
+
+
+def test_a_resumed_run_acts_at_random_until_weights_were_published(tmp_path: Path) -> None:
+    """However many steps it has taken."""
+    config = tiny(tmp_path / "a", num_nodes=1)
+    with make_env(config) as env:
+        learner = make_learner(config, env)
+        with contextlib.closing(_begin(config, env, learner, Progress(), None)) as collector:
+            state = {"learner": learner.state_dict(), "collector": collector.state_dict()}
+        for version in (0, 1):
+            state["collector"]["version"] = version
+            progress = Progress(steps=config.learning_starts + 8)
+            with contextlib.closing(_begin(config, env, learner, progress, state)) as collector:
+                batch = collector.collect(n_step=256, ahead=False)
+                is_random = collector._policy._random
+            assert batch.stats.weights_versions == (version, version) and is_random == (version == 0)
