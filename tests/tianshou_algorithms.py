@@ -42,6 +42,7 @@ from tianshou.utils.net.discrete import (
 from torch.distributions import Independent, Normal
 
 OBS, ACTIONS = 5, 3
+ROWS_OF_FIRST = 11
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 DISCRETE = spaces.Discrete(ACTIONS)
 

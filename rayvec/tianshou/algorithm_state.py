@@ -6,19 +6,21 @@ coefficient) and counters (gradient steps, target updates, running moments). Ran
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tianshou.algorithm.algorithm_base import Algorithm
+from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.utils import RunningMeanStd
 from torch import Tensor, nn
 
 __all__ = ["AlgorithmState", "Numbers"]
 
 Numbers = dict[tuple[str, str], Any]
-"""Plain numbers by where they stand: a part of the algorithm, and a name."""
+"""Plain numbers, and tuples of them, by where they stand: a part of the algorithm, and a name."""
 
 _PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -49,10 +51,6 @@ class AlgorithmState:
         buffers = (buffer for module in self._modules.values() for buffer in module._buffers.values())
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
-    def versions(self) -> list[int]:
-        """Returns how often each tensor was written to in place."""
-        return [tensor._version for tensor in self.tensors]
-
     def capture(self) -> dict[str, Any]:
         """Returns what the tensors hold, as the tensors themselves.
 
@@ -65,6 +63,15 @@ class AlgorithmState:
         ]
         return {"tensors": [tensor.detach() for tensor in self.tensors], "optimizers": kept}
 
+    def is_at(self, state: Mapping[str, Any]) -> bool:
+        """Says whether tensors and optimizers hold what was captured, whoever has written to them since."""
+        now = self.capture()
+        entries = zip(_flat(now["optimizers"]), _flat(state["optimizers"]), strict=True)
+        return all(map(_equal, now["tensors"], state["tensors"])) and all(
+            mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+            for mine, theirs in entries
+        )
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what was captured of another copy, in place: every tensor stays the object it is."""
         with torch.no_grad():
@@ -72,20 +79,20 @@ class AlgorithmState:
                 tensor.copy_(value)
             for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
                 if not _copy_into(optimizer, kept):
-                    entries = {place: entry for place, entry in enumerate(kept) if entry}
+                    entries = {place: copy.deepcopy(entry) for place, entry in enumerate(kept) if entry}
                     optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
 
     def numbers(self) -> Numbers:
         """Returns every plain number by where it stands.
 
-        These are the numbers of every module (counters, coefficients, whether it is training), of running moments, and
-        what the groups of optimizers say (learning rates).
+        These are the numbers of every module (counters, coefficients, whether it is training), of running moments, of
+        a fixed entropy coefficient, and what the groups of optimizers say (learning rates, pairs of momenta).
         """
         return {
             (place, name): value
             for place, holder in self._holders()
             for name, value in holder.items()
-            if type(value) in _PLAIN and name not in _OF_TORCH
+            if _is_plain(value) and name not in _OF_TORCH
         }
 
     def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
@@ -100,9 +107,26 @@ class AlgorithmState:
         moments = self._modules[""].__dict__.get("ret_rms")
         if isinstance(moments, RunningMeanStd):
             yield "moments", vars(moments)
+        alpha = self._modules[""].__dict__.get("alpha")
+        if isinstance(alpha, FixedAlpha):  # which is no module, unlike a learned one
+            yield "alpha", vars(alpha)
         for place, optimizer in enumerate(self.optimizers):
             for group, settings in enumerate(optimizer.param_groups):
                 yield f"optimizer {place}.{group}", settings
+
+
+def _flat(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [each for one in lists for each in one]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other.to(one.device))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
 
 
 def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> bool:

@@ -77,9 +77,9 @@ def data_parallel(
     come back as an update of plain Tianshou would have left them. On ``"cuda"`` noise is drawn by the GPU and equal in
     distribution.
 
-    Numbers that are changed here between updates (a learning rate, a coefficient) reach the ranks with the next
-    update; so do weights that are loaded. Structure must stay as it is. A copy or a pickle of the returned algorithm is
-    a plain one.
+    Numbers that are changed here between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
+    ranks with the next update; so do weights and states of optimizers, however they are changed.
+    Structure must stay as it is. A copy or a pickle of the returned algorithm is a plain one.
 
     Args:
         algorithm: One of :data:`EQUAL`, by its exact class or a subclass that changes none of its methods. Its nets
@@ -132,7 +132,7 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
     vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
     parallel._state = AlgorithmState(parallel)
-    parallel._seen = parallel._state.versions()
+    parallel._last = copy.deepcopy(parallel._state.capture())
     for optimizer in parallel._state.optimizers:
         vars(optimizer)["_opt_called"] = (
             True  # by the ranks; a schedule of learning rates warns where nobody has stepped
@@ -165,7 +165,7 @@ class DataParallel:
     _device: str
     _pending: _Pending | None
     _state: AlgorithmState
-    _seen: list[int]
+    _last: dict[str, Any]  # what the ranks have
 
     @property
     def num_learners(self) -> int:
@@ -228,16 +228,17 @@ class DataParallel:
             ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
             update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
         shards = cut_batch(batch, self.num_learners, ahead)
-        if self._seen != self._state.versions():  # somebody loaded weights
+        if not self._state.is_at(self._last):  # somebody changed weights or optimizers
             self._group.load_state_dict(self._state.capture())
+            self._last = copy.deepcopy(self._state.capture())
         told = ray.put(update)
         return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Takes over what an update changed."""
         first = replies[0]
-        self._state.restore(self._group.state_dict())
-        self._seen = self._state.versions()
+        self._last = self._group.state_dict()
+        self._state.restore(self._last)
         self._state.set_numbers(first.changed)
         np.random.set_state(first.generators.numpy)
         if not isinstance(self, OnPolicyAlgorithm):

@@ -21,6 +21,7 @@ import tianshou_algorithms as kit
 import torch
 from tianshou.algorithm import NPG, Reinforce
 from tianshou.algorithm.algorithm_base import Algorithm
+from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
@@ -167,6 +168,58 @@ class TestDriver:
             kit.updates(algorithm, buffer, count=1)
             algorithm.load_state_dict(copy.deepcopy(kit.make("ppo", seed=8).state_dict()))
             kit.updates(algorithm, buffer, count=1)
+            results.append(algorithm)
+        assert difference(*results) < 1e-9
+
+    def test_weights_that_are_written_past_autograd_reach_the_ranks(self, parallel: Parallel) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = make(kit.make("dqn"))
+            buffer = kit.fill(algorithm)
+            kit.updates(algorithm, buffer, count=1)
+            for mine, theirs in zip(algorithm.policy.parameters(), kit.make("dqn", seed=7).parameters(), strict=False):
+                mine.data.copy_(theirs)  # leaves the version of a tensor as it is
+            kit.updates(algorithm, buffer, count=1)
+            results.append(algorithm)
+        assert difference(*results) < 1e-9 < 1e-3 < difference(results[1], kit.make("dqn"))
+
+    def test_states_of_optimizers_that_are_loaded_reach_the_ranks(self, parallel: Parallel) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = make(kit.make("dqn"))
+            buffer = kit.fill(algorithm)
+            optimizer = algorithm.optim._optim
+            fresh = copy.deepcopy(optimizer.state_dict())
+            kit.updates(algorithm, buffer, count=2)
+            optimizer.load_state_dict(fresh)
+            kit.updates(algorithm, buffer, count=1)
+            results.append(algorithm)
+            assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
+        assert difference(*results) < 1e-9
+        assert optimizer_difference(*results) < 1e-8
+
+    def test_schedules_of_momenta_reach_the_ranks(self, parallel: Parallel) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = make(kit.make("dqn"))
+            optimizer = algorithm.optim._optim
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=5, cycle_momentum=True)
+            for _ in range(4):
+                kit.updates(algorithm, kit.fill(algorithm), count=1)
+                schedule.step()
+            results.append(algorithm)
+        assert difference(*results) < 1e-9
+
+    def test_a_fixed_coefficient_that_changes_here_reaches_the_ranks(self, parallel: Parallel) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = kit.make("sac")
+            del algorithm.alpha  # a module, whose place only a module may take
+            algorithm.alpha = FixedAlpha(0.1)
+            algorithm = make(algorithm)
+            kit.updates(algorithm, kit.fill(algorithm), count=1)
+            algorithm.alpha._value = 2.0
+            kit.updates(algorithm, kit.fill(algorithm), count=1)
             results.append(algorithm)
         assert difference(*results) < 1e-9
 
