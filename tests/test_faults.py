@@ -306,9 +306,7 @@ def test_a_policy_that_writes_in_its_observations_changes_no_cut(make_vec: Any, 
     assert not counted_ends(chunk).any()
 
 
-@pytest.mark.parametrize(
-    ("env_class", "cuts", "ends"), [(SameAgain, [[2, 0]], [1, 5]), (FailsAfterAnEnd, [], [1, 4])]
-)
+@pytest.mark.parametrize(("env_class", "cuts", "ends"), [(SameAgain, [[2, 0]], [1, 5]), (FailsAfterAnEnd, [], [1, 4])])
 def test_an_end_is_told_from_a_cut_where_observations_are_equal(
     make_vec: Any, env_class: Any, cuts: Any, ends: Any
 ) -> None:
@@ -466,3 +464,16 @@ def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluste
     with pytest.raises(NodeLostError, match="No other node has a free core"):
         for _ in range(1000):
             env.step(told(3))
+
+
+def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any) -> None:
+    """The node's actor finds that out, not the driver, which then must not write into the old pipe."""
+    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
+    env.reset(seed=1)
+    (pids,) = env.worker_pids().values()
+    os.kill(pids[1], signal.SIGKILL)
+    env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    (now,) = env.worker_pids().values()
+    assert now[1] != pids[1] and now[2] == pids[2]
+    assert not any(link.replaced for link in env._pool._nodes[0].pool._links)
+    assert env.get_attr("action_space") == (env.single_action_space,) * 2
