@@ -59,6 +59,8 @@ def _writable(value: Any) -> Any:
         return value if value.flags.writeable else value.copy()
     if type(value) is dict:
         return {key: _writable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_writable(item) for item in value)
     return value
 
 
