@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bad_obs import find_bad_obs, join_bad_obs
-from rayvec.types import Chunk, ChunkEdges, ChunkInfo, Tree, tree_leaves, tree_map
+from rayvec.types import Chunk, ChunkEdges, ChunkInfo, Tree, tree_map
 
 __all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
 
@@ -47,6 +47,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         infos=place(lambda chunk: chunk.infos),
         reset_infos=place(lambda chunk: chunk.reset_infos),
         restarts=_place(offsets, [chunk.restarts for chunk in chunks])[0],
+        cuts=_place(offsets, [chunk.cuts for chunk in chunks])[0],
         weights_version=min(chunk.weights_version for chunk in chunks),
         first_step=first.first_step,
     )
@@ -58,6 +59,8 @@ def _writable(value: Any) -> Any:
         return value if value.flags.writeable else value.copy()
     if type(value) is dict:
         return {key: _writable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_writable(item) for item in value)
     return value
 
 
@@ -69,17 +72,9 @@ def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple
 
 
 def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
-    """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut.
-
-    A fault has cut an episode where the step that failed began with the observation that ended it.
-    """
+    """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut."""
     ended: NDArray[np.bool_] = chunk.done & chunk.valid
-    finals = {(t, n): row for row, (t, n) in enumerate(chunk.final_index.tolist())}
-    for t, n in chunk.restarts.tolist():
-        row = finals.get((t - 1, n))
-        if row is not None and not chunk.terminated[t - 1, n]:
-            pairs = zip(tree_leaves(chunk.final_obs), tree_leaves(chunk.obs), strict=True)
-            ended[t - 1, n] &= not all(np.array_equal(final[row], obs[t, n]) for final, obs in pairs)
+    ended[tuple(chunk.cuts.T)] = False
     return ended
 
 

@@ -50,11 +50,11 @@ class Collector:
         env: What to step.
         policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
         inference: Where it acts: ``"worker"``, over each worker's slice, or ``"driver"``, in this process.
-        seed: Of the environments (base + index) and of the noise. Without it neither can be repeated.
         prefetch: Whether the workers take the next chunk while the caller consumes this one: ``collect(n_step)``
             returns the steps that the call before began, and begins the next ones before it returns. The environments
             are busy in between: stepping or resetting them raises ``AlreadyPendingCallError``. What is published
             between two calls acts one call later. Needs ``inference="worker"``.
+        seed: Of the environments (base + index) and of the noise. Without it neither can be repeated.
         by_reference: Whether chunks stay in Ray's object store, on the nodes where they were taken: the batch has
             `chunk_refs` in the place of `chunks`, and its statistics are as ever. Needs ``inference="worker"``.
         on_bad_obs: What becomes of an observation that is NaN or infinite: ``"raise"`` raises an ``EnvError`` that
@@ -70,8 +70,9 @@ class Collector:
         env: RayVecEnv,
         policy: Any,
         inference: Literal["worker", "driver"] = "worker",
-        seed: int | None = None,
         prefetch: bool = False,
+        *,
+        seed: int | None = None,
         by_reference: bool = False,
         on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
     ) -> None:
@@ -262,6 +263,7 @@ class Collector:
             rollout = self._env.rollout_wait()
             self._first_step += rollout.edges.num_steps
             self._counts["dropped steps"] += rollout.edges.valid.size
+            self._counts["restarts"] += len(rollout.edges.restarts)
             self._in_flight = False
 
     def _episodes(self, n_episode: int, begin: float) -> Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from operator import itemgetter
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
-from rayvec.pools.memory import ArrayLayout, tree_writer
+from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
 from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
 from rayvec.types import Chunk, ChunkInfo, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
@@ -242,6 +243,7 @@ class _Recorder:
         self._truncated = np.zeros(self._lead, bool)
         self._valid = np.ones(self._lead, bool)
         self._restarts: list[tuple[int, int]] = []
+        self._cuts: list[tuple[int, int]] = []
         self._obs: Tree = None
         self._last_obs: Tree = None
         self._act: Tree = None
@@ -293,7 +295,7 @@ class _Recorder:
                 resets.append(ChunkInfo(t, column, info))
                 continue
             if RESTARTED in final_info:
-                self._take_back(t, column, final_obs)
+                self._take_back(t, column)
                 if info:
                     self._reset_infos.append(ChunkInfo(t, column, info))
                 continue
@@ -303,8 +305,11 @@ class _Recorder:
             if info:
                 self._reset_infos.append(ChunkInfo(t, column, info))
 
-    def _take_back(self, t: int, column: int, obs: Any) -> None:
-        """Marks a step that did not happen; the episode ended, at the observation that it began with."""
+    def _take_back(self, t: int, column: int) -> None:
+        """Marks a step that did not happen; the episode ended, at the observation that it began with.
+
+        That is as it was recorded: the policy may have written in the arrays that it was given.
+        """
         self._restarts.append((t, column))
         self._valid[t, column] = False
         self._truncated[t, column] = False
@@ -312,7 +317,9 @@ class _Recorder:
         if before >= 0 and self._valid[before, column]:
             if not (self._terminated[before, column] or self._truncated[before, column]):
                 self._truncated[before, column] = True
-                self._finals.append((before, column, obs))
+                self._cuts.append((before, column))
+                obs = index_tree(tree_map(lambda leaf: leaf[t], self._obs), column)
+                self._finals.append((before, column, deepcopy(obs)))
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         by_place = itemgetter(0, 1)
@@ -332,6 +339,7 @@ class _Recorder:
             infos=tuple(sorted(self._infos, key=by_place)),
             reset_infos=tuple(sorted(self._reset_infos, key=by_place)),
             restarts=np.array(sorted(self._restarts), np.int64).reshape(-1, 2),
+            cuts=np.array(sorted(self._cuts), np.int64).reshape(-1, 2),
             weights_version=weights_version,
             first_step=first_step,
         )

@@ -167,6 +167,8 @@ class Chunk:
         restarts: ``(t, n)`` of each step that failed, after which the environment was made anew, in that order;
             t is -1 where the episode that was under way before the chunk was lost, ``int64 [R, 2]``. The
             step before such a one is truncated, at the last true observation.
+        cuts: ``(t, n)`` of each of these truncated steps, in that order: their episodes did not end by themselves,
+            ``int64 [C, 2]``.
         weights_version: Version of the policy's weights; 0 for a policy without weights.
         first_step: How many steps the environments had taken in chunks before this one.
     """
@@ -185,6 +187,7 @@ class Chunk:
     infos: tuple[ChunkInfo, ...] = ()
     reset_infos: tuple[ChunkInfo, ...] = ()
     restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     weights_version: int = 0
     first_step: int = 0
 
@@ -249,6 +252,7 @@ class Chunk:
             infos=moved(self.infos),
             reset_infos=moved(self.reset_infos),
             restarts=self.restarts[inside(self.restarts)] - origin,
+            cuts=self.cuts[inside(self.cuts)] - origin,
         )
 
 

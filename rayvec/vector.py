@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -241,6 +242,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._done[ids] = False
         self._begun[ids] = True
         self._reset_ids = ids
+        self._reset_batch: StepBatch | None = None
         self._pending = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
@@ -250,10 +252,19 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        batch = self._wait("reset", self._reset_ids if self._pending == "reset" else self._everyone, timeout)
-        if len(batch.env_ids) < self.num_envs:
-            self._guarded(lambda: self._pool.ready(self._everyone, begin=False))
-            batch = replace(self._recv(self._everyone, timeout), info=batch.info)
+        self._assert_pending("reset")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._reset_batch is None:
+            batch = self._recv(self._reset_ids, timeout)
+            self._note_done(batch)
+            if len(self._reset_ids) < self.num_envs:  # then all are looked at, once, however often we time out
+                self._guarded(lambda: self._pool.ready(self._everyone, begin=False))
+            self._reset_batch = batch
+        batch = self._reset_batch
+        if len(self._reset_ids) < self.num_envs:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            batch = replace(self._recv(self._everyone, left), info=batch.info)
+        self._pending = self._reset_batch = None
         return self._observations(batch), self._merger.merge(batch.info)
 
     def step(
@@ -327,7 +338,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
         infos = [info._replace(env_id=rows[info.env_id]) for info in batch.info]
         return StepBatch(
-            ids,
+            ids.copy(),
             self._observations(batch),
             batch.rew.copy(),
             batch.terminated.copy(),

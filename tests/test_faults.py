@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from rayvec.chunks import counted_ends
 from rayvec.collector import Collector
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import supervision
@@ -83,6 +84,36 @@ def long_env() -> EndlessEnv:
 
 def slow_env() -> EndlessEnv:
     return EndlessEnv(step_s=0.005)
+
+
+class SameAgain(gymnasium.Env[Any, Any]):
+    """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self._taken = self._at = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._at = 0
+        return np.ones(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._taken += 1
+        self._at += 1
+        if self._taken == self.fails_at:
+            raise ValueError("no more")
+        return np.ones(2, np.float32), 1.0, False, self._at == 2, {}
+
+    fails_at = 4
+
+
+class FailsAfterAnEnd(SameAgain):
+    """The step that fails is the first of an episode."""
+
+    fails_at = 3
 
 
 def told(num_envs: int, **orders: int) -> Any:
@@ -256,8 +287,32 @@ def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
     assert np.argwhere(~chunk.valid).tolist() == [[5, 1]]
     assert np.argwhere(chunk.done).tolist() == [[4, 1]] and chunk.truncated[4, 1]
     assert_identical(chunk.next_obs()[4, 1], chunk.obs[5, 1])
+    assert chunk.cuts.tolist() == [[4, 1]]
     assert chunk.obs[6, 1].tolist() == [restart_seed(3, 1, 1), 0, 0, 0]
     assert (np.delete(chunk.obs, 1, 1)[-1][:, TOTAL] == 9).all()
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_a_policy_that_writes_in_its_observations_changes_no_cut(make_vec: Any, inference: Any) -> None:
+    def writes(obs: Any) -> Any:
+        actions = np.where((obs[:, TOTAL] == 5) & (obs[:, SEED] == 3), RAISE, GO)
+        obs += 100
+        return actions
+
+    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
+    chunk = env.rollout(writes, 10, inference, seed=2)
+    assert chunk.cuts.tolist() == [[4, 1]]
+    assert chunk.next_obs()[4, 1].tolist() == chunk.obs[5, 1].tolist() == [3, 0, 5, 5]
+    assert not counted_ends(chunk).any()
+
+
+@pytest.mark.parametrize(("env_class", "cuts", "ends"), [(SameAgain, [[2, 0]], [1, 5]), (FailsAfterAnEnd, [], [1, 4])])
+def test_an_end_is_told_from_a_cut_where_observations_are_equal(
+    make_vec: Any, env_class: Any, cuts: Any, ends: Any
+) -> None:
+    chunk = make_vec([env_class], on_env_error="restart").rollout(lambda obs: np.zeros(len(obs), int), 6, seed=0)
+    assert chunk.cuts.tolist() == cuts
+    assert np.flatnonzero(counted_ends(chunk)[:, 0]).tolist() == ends
 
 
 @pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
@@ -409,3 +464,16 @@ def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluste
     with pytest.raises(NodeLostError, match="No other node has a free core"):
         for _ in range(1000):
             env.step(told(3))
+
+
+def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any) -> None:
+    """The node's actor finds that out, not the driver, which then must not write into the old pipe."""
+    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
+    env.reset(seed=1)
+    (pids,) = env.worker_pids().values()
+    os.kill(pids[1], signal.SIGKILL)
+    env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    (now,) = env.worker_pids().values()
+    assert now[1] != pids[1] and now[2] == pids[2]
+    assert not any(link.replaced for link in env._pool._nodes[0].pool._links)
+    assert env.get_attr("action_space") == (env.single_action_space,) * 2

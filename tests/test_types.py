@@ -84,6 +84,7 @@ def random_chunk(num_steps: int, num_envs: int, seed: int) -> Chunk:
         infos=infos(),
         reset_infos=infos(),
         restarts=restarts,
+        cuts=np.argwhere(rng.random(lead) < 0.2),
         weights_version=3,
         first_step=7,
     )

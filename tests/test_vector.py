@@ -958,3 +958,21 @@ def test_many_steps_stay_equal_over_every_topology(make_vec: MakeVec) -> None:
         for got in others:
             assert_identical(got, expected)
     assert all(len(list(tree_leaves(env.reset()[0]))) == 1 for env in envs)
+
+
+def test_a_partial_reset_that_takes_longer_stays_pending(make_vec: MakeVec) -> None:
+    """Whichever of its two parts is waited for; nothing of it is left over for the next step."""
+    env, other = (make_vec([CountingEnv] * 2, nodes=2) for _ in range(2))
+    options = {"reset_mask": np.array([True, False])}
+    for each in (env, other):
+        each.reset(seed=3)
+        each.step(np.zeros(2, int))
+    env.reset_async(options=options)
+    while True:
+        try:
+            obs, _ = env.reset_wait(timeout=0.0)
+            break
+        except multiprocessing.TimeoutError:
+            assert env._pending == "reset"
+    assert_identical(obs, other.reset(options=options)[0])
+    assert_identical(env.step(np.zeros(2, int))[0], other.step(np.zeros(2, int))[0])

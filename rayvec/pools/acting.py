@@ -75,14 +75,22 @@ class ActingNodes:
     Args:
         nodes: Whoever has the handle of each node; handles may be replaced.
         replace: Starts the environments of a lost node elsewhere and calls :meth:`install` for it, or raises.
+        follow: Called when nodes have been asked for something in which they may have started workers anew.
     """
 
-    def __init__(self, nodes: Sequence[_HasHandle], replace: Callable[[int, NodeLostError], None]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[_HasHandle],
+        replace: Callable[[int, NodeLostError], None],
+        follow: Callable[[], None],
+    ) -> None:
         self._nodes = nodes
         self._replace = replace
+        self._follow = follow
         self._policies: dict[int, tuple[bytes, int]] = {}
         self._weights: dict[int, tuple[int, Any]] = {}
         self._flight: _Flight | None = None
+        self._publishing: list[tuple[NodeHandle, Any]] = []
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
         """Gives every worker of every node a pickled policy, to be named by `key`, with weights of a version."""
@@ -143,11 +151,24 @@ class ActingNodes:
                     flight.parts[number] = flight.wait(handle, refs, deadline)
                 except NodeLostError as error:
                     flight.parts[number] = self._take_again(flight, number, handle, error)
-        for handle, ref in flight.publishing:
-            if any(node.handle is handle for node in self._nodes):
-                handle.get(ref)
         self._flight = None
+        self._publishing = flight.publishing
         return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
+
+    def settle(self) -> None:
+        """Waits for the weights that were published during the chunk that :meth:`finish` has returned.
+
+        To be called when note has been taken of the chunk: a node that is lost now goes on from its end.
+        """
+        publishing, self._publishing = self._publishing, []
+        for handle, ref in publishing:
+            for number, node in enumerate(self._nodes):
+                if node.handle is handle:
+                    try:
+                        handle.get(ref)
+                    except NodeLostError as error:
+                        self._replace(number, error)  # which gives it the newest weights
+        self._follow()
 
     def _take_again(self, flight: _Flight, number: int, asked: NodeHandle, error: NodeLostError) -> NodePart:
         node = self._nodes[number]
@@ -177,6 +198,8 @@ class ActingNodes:
                 if self._nodes[number].handle is handle:
                     self._replace(number, error)
                 self._nodes[number].handle.call(method, *args)
+        if self._flight is None:  # else the nodes step, and are followed when they have done so
+            self._follow()
 
 
 def _ask_rollout(handle: NodeHandle, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -112,7 +112,7 @@ class RayPool:
         self._under_way = np.zeros(self.num_envs, bool)
         self._sets: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
-        self.acting = ActingNodes(self._nodes, self._replace)
+        self.acting = ActingNodes(self._nodes, self._replace, self._follow)
         self._seeds: list[int | None] = [None] * self.num_envs
         self._restarts = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
@@ -410,6 +410,7 @@ class RayPool:
             edges = join_edges(every)
             refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
         self._note_rollout(edges)
+        self.acting.settle()
         return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, edges: ChunkEdges) -> None:
@@ -420,6 +421,11 @@ class RayPool:
         self._answers.started(slice(None), True)
         self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
         np.add.at(self._restarts, edges.restarts[:, 1], 1)
+
+    def _follow(self) -> None:
+        """Lets the driver reach workers that nodes have started anew on their own."""
+        for number in range(len(self._nodes)):
+            self._on_node(number, lambda pool: pool.follow())
 
     def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
         """Does something with a node's pool; if the node is lost, with the pool that takes its place."""

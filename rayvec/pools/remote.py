@@ -152,6 +152,10 @@ class NodePool(Protocol):
         """Takes note that the node itself has let the environments take steps, which ended with these observations."""
         ...
 
+    def follow(self) -> None:
+        """Reaches the workers that the node itself has started anew."""
+        ...
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
@@ -199,11 +203,15 @@ class LentPool(PoolClient):
             raise self._node.lost(error) from error
         super()._restart_worker(link, error, hung_s)
 
-    def stepped_by_another(self, last_obs: Tree) -> None:
-        """See :class:`NodePool`; workers that the node has started anew meanwhile are lent too."""
+    def follow(self) -> None:
+        """See :class:`NodePool`; workers that the node has started anew are lent too."""
         for link in self._links:
             if link.replaced:
                 link.reconnect(Connection(self._borrow("lend_pipe", 1, link.index)[0]), repeat=False)
+
+    def stepped_by_another(self, last_obs: Tree) -> None:
+        """See :class:`NodePool`."""
+        self.follow()
         super().stepped_by_another(last_obs)
 
     def close(self) -> None:
@@ -349,6 +357,9 @@ class StreamPool:
 
     def stepped_by_another(self, last_obs: Tree) -> None:
         """See :class:`NodePool`; the node knows."""
+
+    def follow(self) -> None:
+        """See :class:`NodePool`; the stream goes on."""
 
     def _read_answer(self, deadline: float | None) -> None:
         """Reads the next frame."""

@@ -65,7 +65,9 @@ class AbsentRows:
         shape = len(batch)
         results = (np.full(shape, _NOWHERE), np.zeros(shape), np.zeros(shape, int), np.full(shape, _NOWHERE))
         if not absent.all():
-            added = self.buffer.add(batch[~absent], buffer_ids=ids[~absent])
+            kept = batch[~absent]
+            kept.info.pop(RESTARTED, None)  # it is the failed rows', and leaves no column in the buffer
+            added = self.buffer.add(kept, buffer_ids=ids[~absent])
             for result, part in zip(results, added, strict=True):
                 result[~absent] = part
         return results

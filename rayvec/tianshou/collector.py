@@ -227,7 +227,8 @@ class Collector(tianshou.data.Collector[Any]):
         stats = self.collect_stats_class()
         store = self._random() if random else self._store
         assert store is not None
-        num_next = -(-n_step // self.env_num) if n_step and self._prefetch and not random else 0
+        ahead = n_step if self._prefetch and not random else None
+        num_next = StepCount(ahead, self.env_num).next_steps() if ahead else 0
         for chunk, at_random in self._chunks(store, schedule, random, num_next):
             self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
             if self._prefetch and hasattr(stats, "staleness") and not at_random:

@@ -315,9 +315,10 @@ def test_an_episode_that_a_fault_has_cut_within_a_chunk_is_not_counted(place: in
     chunk = lone_chunk(rng, 6)
     chunk.valid[[3, 5], [0, 1]] = False
     chunk.truncated[2, 0] = chunk.truncated[4, 1] = True
-    finals = np.stack([chunk.obs[3, 0], rng.normal(size=3).astype(np.float32)])  # the second ended by itself
+    finals = np.stack([chunk.obs[3, 0], rng.normal(size=3).astype(np.float32)])
     places, restarts = np.array([[2, 0], [4, 1]]), np.array([[3, 0], [5, 1]])
-    added = add_chunk(buffer, replace(chunk, final_index=places, final_obs=finals, restarts=restarts))
+    chunk = replace(chunk, restarts=restarts, cuts=places[:1])  # the second ended by itself
+    added = add_chunk(buffer, replace(chunk, final_index=places, final_obs=finals))
     assert np.argwhere(added.ended).tolist() == [[4, 1]]
     assert added.lens[4, 1] == 5 and added.lens.sum() == 5 and added.returns[2, 0] == 0.0
     assert buffer[:].truncated.sum() == 2
