@@ -76,7 +76,7 @@ def _docs(cls: type) -> Iterator[tuple[str, str]]:
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                yield statement.target.id, inspect.cleandoc(str(following.value.value))
+                yield statement.target.id, " ".join(str(following.value.value).split())
 
 
 def field_names(cls: type) -> list[str]:

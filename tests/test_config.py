@@ -55,7 +55,7 @@ def test_every_setting_is_described() -> None:
     for cls in CONFIGS.values():
         rows = list(describe(cls))
         assert [row.name for row in rows] == [item.name for item in dataclasses.fields(cls)]
-        assert all(row.doc.endswith(".") and row.type for row in rows)
+        assert all(row.doc.endswith(".") and "\n" not in row.doc and row.type for row in rows)
 
 
 @pytest.mark.parametrize(
