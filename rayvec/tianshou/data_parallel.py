@@ -132,7 +132,7 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
     vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
     parallel._state = AlgorithmState(parallel)
-    parallel._last = copy.deepcopy(parallel._state.capture())
+    parallel._on_ranks = copy.deepcopy(parallel._state.capture())
     for optimizer in parallel._state.optimizers:
         vars(optimizer)["_opt_called"] = (
             True  # by the ranks; a schedule of learning rates warns where nobody has stepped
@@ -165,7 +165,7 @@ class DataParallel:
     _device: str
     _pending: _Pending | None
     _state: AlgorithmState
-    _last: dict[str, Any]  # what the ranks have
+    _on_ranks: dict[str, Any]  # what the ranks have
 
     @property
     def num_learners(self) -> int:
@@ -228,17 +228,17 @@ class DataParallel:
             ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
             update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
         shards = cut_batch(batch, self.num_learners, ahead)
-        if not self._state.is_at(self._last):  # somebody changed weights or optimizers
+        if not self._state.is_at(self._on_ranks):  # somebody changed weights or optimizers
             self._group.load_state_dict(self._state.capture())
-            self._last = copy.deepcopy(self._state.capture())
+            self._on_ranks = copy.deepcopy(self._state.capture())
         told = ray.put(update)
         return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Takes over what an update changed."""
         first = replies[0]
-        self._last = self._group.state_dict()
-        self._state.restore(self._last)
+        self._on_ranks = self._group.state_dict()
+        self._state.restore(self._on_ranks)
         self._state.set_numbers(first.changed)
         np.random.set_state(first.generators.numpy)
         if not isinstance(self, OnPolicyAlgorithm):
