@@ -7,9 +7,8 @@ critic as it is at each step of the optimizer. Losses are means over steps, wher
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.errors import CheckpointError, LearnerError, message
-from rayvec.learners.base import FlatParameters, torch_device
-from rayvec.learners.moments import ReturnScale
-from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
-from rayvec.parallel.ranks import ALONE, Ranks, gather_counts
+from rayvec.learners.actor_critic import ActorCriticLearner
+from rayvec.nets import ActorCritic
+from rayvec.parallel.ranks import gather_counts
 from rayvec.returns import vtrace
 from rayvec.types import Batch, Chunk, Tree, as_slice, tree_map
 
@@ -80,7 +77,7 @@ class Trajectories:
         )
 
 
-class IMPALALearner:
+class IMPALALearner(ActorCriticLearner):
     """Improves an actor-critic by V-trace, one pass over each chunk.
 
     Args:
@@ -99,6 +96,8 @@ class IMPALALearner:
         ConfigError: There is no net for these spaces, or no such device.
     """
 
+    config: IMPALAConfig
+
     def __init__(
         self,
         observation_space: spaces.Space[Any],
@@ -108,22 +107,14 @@ class IMPALALearner:
         module: ActorCritic | None = None,
         device: str | None = None,
     ) -> None:
-        self.config = config
-        self.ranks: Ranks = ALONE
-        self.module = module or make_actor_critic(
+        super().__init__(
             observation_space,
             action_space,
-            config.hidden_sizes,
-            shared_trunk=config.shared_trunk,
-            seed=config.seed,
+            config,
+            lambda parameter: _make_optimizer(parameter, config),
+            module=module,
+            device=device,
         )
-        self._device = torch_device(device or config.learner_device)
-        self.module.to(self._device)
-        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
-        self._flat = FlatParameters(self.module)
-        self._optimizer = _make_optimizer(self._flat.param, config)
-        self._num_updates = 0
-        self._num_steps = 0
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from each chunk once; no trace goes from one chunk into the next.
@@ -155,15 +146,7 @@ class IMPALALearner:
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
         encode = self.module.encode
-        if "logp" not in chunk.extras:
-            raise LearnerError(
-                message(
-                    "IMPALA weighs actions by the probability with which they were chosen.",
-                    expected='extras["logp"] in every chunk',
-                    got=sorted(chunk.extras),
-                    remedy="Collect with rayvec.Policy(learner.module)",
-                )
-            )
+        self._check_recorded(chunk)
         return Trajectories(
             encode(chunk.obs),
             encode(chunk.last_obs),
@@ -171,18 +154,11 @@ class IMPALALearner:
             encode(chunk.final_obs),
             torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
             chunk.extras["logp"],
-            self._reward(chunk),
+            self._reward(chunk.rew, chunk.done, chunk.valid),
             chunk.terminated,
             chunk.truncated,
             chunk.valid,
         )
-
-    def _reward(self, chunk: Chunk) -> NDArray[np.float64]:
-        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
-        rew, clip = chunk.rew, self.config.clip_reward
-        if self._return_scale is not None:
-            rew = self._return_scale(rew, chunk.done, chunk.valid, self.ranks)
-        return rew if clip is None else rew.clip(-clip, clip)
 
     def _minibatches(
         self, trajectories: Trajectories, generator: np.random.Generator
@@ -279,14 +255,7 @@ class IMPALALearner:
         norm = self._flat.clip_grad_norm(self.config.max_grad_norm)
         sums = torch.cat([sums, norm.double().reshape(1)])
         if not math.isfinite(norm):
-            raise LearnerError(
-                message(
-                    f"A loss and its gradient are finite numbers (update {self._num_updates}).",
-                    expected="finite numbers",
-                    got=self._metrics([sums]),
-                    remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
-                )
-            )
+            raise self._not_finite(self._metrics([sums]))
         self._optimizer.step()
         return sums
 
@@ -305,61 +274,6 @@ class IMPALALearner:
             "grad_norm": float(norms.mean()),
             "explained_variance": 1 - error_variance / variance if variance > 0 else 0.0,
         }
-
-    def _anneal(self) -> float:
-        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
-        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
-        learning_rate = self.config.learning_rate * max(left, 0.0)
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        return learning_rate
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of all parameters, flat, as ``Policy.load_weights`` takes them."""
-        return flat_weights(self.module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of what the next update depends on: tensors and plain values only.
-
-        There is no random state: permutations are drawn from (seed, number of the update).
-        """
-        return copy.deepcopy(
-            {
-                "parameters": self._flat.data,
-                "optimizer": self._optimizer.state_dict(),
-                "num_updates": self._num_updates,
-                "num_steps": self._num_steps,
-                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
-            }
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the learner was that `state` was taken from.
-
-        Raises:
-            CheckpointError: `state` is not that of an IMPALA learner, or of another net.
-        """
-        expected, got = (_shape(each) for each in (self.state_dict(), state))
-        if got != expected:
-            raise CheckpointError(
-                message(
-                    "A learner continues from the state of one with the same net and the same statistics.",
-                    expected=expected,
-                    got=got,
-                    remedy="Use the configuration that the checkpoint was written with",
-                )
-            )
-        self._flat.data.copy_(state["parameters"])
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._num_updates = state["num_updates"]
-        self._num_steps = state["num_steps"]
-        if self._return_scale:
-            self._return_scale.load_state_dict(state["return_scale"])
-
-
-def _shape(state: Mapping[str, Any]) -> str:
-    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
-    scaled = ["scaled rewards"] if state.get("return_scale") else []
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *scaled])
 
 
 def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer:

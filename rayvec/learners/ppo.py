@@ -7,9 +7,8 @@ observation, and the minibatches of an epoch differ in size by at most one row, 
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.errors import CheckpointError, LearnerError, message
-from rayvec.learners.base import FlatParameters, torch_device
-from rayvec.learners.moments import ReturnScale, RunningMoments
+from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.ppo_graph import CompiledGradient
-from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
-from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts, global_moments
+from rayvec.nets import ActorCritic
+from rayvec.parallel.ranks import check_minibatch, gather_counts, global_moments
 from rayvec.returns import gae
 from rayvec.types import Batch, Chunk, Tree, tree_leaves, tree_map
 
@@ -73,7 +70,7 @@ class Rows:
         return Rows(*tree_map(lambda leaf: leaf[index], self.columns))
 
 
-class PPOLearner:
+class PPOLearner(ActorCriticLearner):
     """Improves an actor-critic by proximal policy optimisation.
 
     Args:
@@ -92,6 +89,8 @@ class PPOLearner:
         ConfigError: There is no net for these spaces, or no such device.
     """
 
+    config: PPOConfig
+
     def __init__(
         self,
         observation_space: spaces.Space[Any],
@@ -101,25 +100,16 @@ class PPOLearner:
         module: ActorCritic | None = None,
         device: str | None = None,
     ) -> None:
-        self.config = config
-        self.ranks: Ranks = ALONE
-        self.module = module or make_actor_critic(
+        super().__init__(
             observation_space,
             action_space,
-            config.hidden_sizes,
-            shared_trunk=config.shared_trunk,
+            config,
+            lambda parameter: torch.optim.Adam([parameter], lr=config.learning_rate, eps=1e-5, fused=True),
+            module=module,
+            device=device,
             normalize_obs=config.normalize_obs,
-            seed=config.seed,
         )
-        self._device = torch_device(device or config.learner_device)
-        self.module.to(self._device)
-        self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
-        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
-        self._flat = FlatParameters(self.module)
-        self._optimizer = torch.optim.Adam([self._flat.param], lr=config.learning_rate, eps=1e-5, fused=True)
         self._compiled = CompiledGradient(self.module, self._loss, config.minibatch_size) if config.compile else None
-        self._num_updates = 0
-        self._num_steps = 0
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch: values and advantages once, then several epochs of minibatches.
@@ -184,15 +174,7 @@ class PPOLearner:
         observation is evaluated once.
         """
         distribution, (t, n) = self.module.distribution, chunk.final_index.T
-        if "logp" not in chunk.extras:
-            raise LearnerError(
-                message(
-                    "PPO weighs actions by the probability with which they were chosen.",
-                    expected='extras["logp"] in every chunk',
-                    got=sorted(chunk.extras),
-                    remedy="Collect with rayvec.Policy(learner.module)",
-                )
-            )
+        self._check_recorded(chunk)
         obs = self.module.encode(chunk.obs)
         value = self._values(obs, chunk.num_envs)
         next_value = np.concatenate([value[1:], self._values(self.module.encode(chunk.last_obs))[None]])
@@ -213,37 +195,12 @@ class PPOLearner:
         values: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
         return values
 
-    def _reward(
-        self, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
-        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
-        if self._return_scale is not None:
-            rew = self._return_scale(rew, done, valid, self.ranks)
-        if self.config.clip_reward is not None:
-            rew = rew.clip(-self.config.clip_reward, self.config.clip_reward)
-        return rew
-
     def _measure(self, batch: Batch) -> None:
         """Lets the observations of a batch, all used by now, count in how later ones are normalised."""
         if self._obs_moments is not None:
             rows = [self.module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
             self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)
             self._normalize()
-
-    def _normalize(self) -> None:
-        """Sets what the net and its actors normalise observations with."""
-        moments, module = self._obs_moments, self.module
-        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
-            measured = torch.from_numpy(module.encoder.measured)
-            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
-            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
-
-    def _anneal(self) -> float:
-        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
-        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
-        learning_rate = self.config.learning_rate * max(left, 0.0)
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        return learning_rate
 
     def _minibatches(
         self, rows: Rows, first: int, total: int, generator: np.random.Generator
@@ -324,14 +281,7 @@ class PPOLearner:
         """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""
         stats = torch.cat([stats, self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)])
         if not math.isfinite(stats.sum()):
-            raise LearnerError(
-                message(
-                    f"A loss and its gradient are finite numbers (update {self._num_updates}).",
-                    expected="finite numbers",
-                    got=_mean([stats]),
-                    remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
-                )
-            )
+            raise self._not_finite(_mean([stats]))
         self._optimizer.step()
         return stats
 
@@ -347,51 +297,6 @@ class PPOLearner:
         variance, left = variances.tolist()
         return 1 - left / variance if variance > 0 else 0.0
 
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
-        return flat_weights(self.module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of what the next update depends on: tensors and plain values only.
-
-        There is no random state: permutations are drawn from (seed, number of the update).
-        """
-        return copy.deepcopy(
-            {
-                "parameters": self._flat.data,
-                "optimizer": self._optimizer.state_dict(),
-                "num_updates": self._num_updates,
-                "num_steps": self._num_steps,
-                "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
-                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
-            }
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the learner was that `state` was taken from.
-
-        Raises:
-            CheckpointError: `state` is not that of a PPO learner, or of another net.
-        """
-        if _shape(state) != _shape(self.state_dict()):
-            raise CheckpointError(
-                message(
-                    "A learner continues from the state of one with the same net and the same statistics.",
-                    expected=_shape(self.state_dict()),
-                    got=_shape(state),
-                    remedy="Use the configuration that the checkpoint was written with",
-                )
-            )
-        self._flat.data.copy_(state["parameters"])
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._num_updates = state["num_updates"]
-        self._num_steps = state["num_steps"]
-        if self._obs_moments:
-            self._obs_moments.load_state_dict(state["obs_moments"])
-            self._normalize()
-        if self._return_scale:
-            self._return_scale.load_state_dict(state["return_scale"])
-
 
 def _cuts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns where joined chunks end an episode of which no chunk says so: ``(t, n)`` of its last step.
@@ -406,12 +311,6 @@ def _cuts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]
     ]
     t, n = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
     return t, n
-
-
-def _shape(state: Mapping[str, Any]) -> str:
-    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
-    statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics])
 
 
 def _mean(stats: list[Tensor]) -> dict[str, float]:

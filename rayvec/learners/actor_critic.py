@@ -1,0 +1,177 @@
+"""What learners of an actor-critic have in common: the net in flat buffers, its optimizer, and the state of both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rayvec.errors import CheckpointError, LearnerError, message
+from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.learners.moments import ReturnScale, RunningMoments
+from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
+from rayvec.parallel.ranks import ALONE, Ranks
+from rayvec.types import Chunk
+
+if TYPE_CHECKING:
+    from rayvec.config import IMPALAConfig, PPOConfig
+
+__all__ = ["ActorCriticLearner"]
+
+
+class ActorCriticLearner:
+    """Holds an actor-critic and everything that its updates depend on; a subclass says what an update is.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        config: The algorithm's own settings, ``total_steps`` and ``seed``.
+        make_optimizer: From the flat parameters to what steps them.
+        module: What to train, in place of a net after the settings; it then belongs to the learner.
+        device: Where to, in place of ``config.learner_device``.
+        normalize_obs: Whether a net after the settings normalises its observations.
+
+    Attributes:
+        config: The settings.
+        module: The actor-critic in training.
+        ranks: Who computes each update together.
+
+    Raises:
+        ConfigError: There is no net for these spaces, or no such device.
+    """
+
+    config: PPOConfig | IMPALAConfig
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        config: PPOConfig | IMPALAConfig,
+        make_optimizer: Callable[[torch.nn.Parameter], torch.optim.Optimizer],
+        *,
+        module: ActorCritic | None,
+        device: str | None,
+        normalize_obs: bool = False,
+    ) -> None:
+        self.config = config
+        self.ranks: Ranks = ALONE
+        self.module = module or make_actor_critic(
+            observation_space,
+            action_space,
+            config.hidden_sizes,
+            shared_trunk=config.shared_trunk,
+            normalize_obs=normalize_obs,
+            seed=config.seed,
+        )
+        self._device = torch_device(device or config.learner_device)
+        self.module.to(self._device)
+        self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
+        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
+        self._flat = FlatParameters(self.module)
+        self._optimizer = make_optimizer(self._flat.param)
+        self._num_updates = 0
+        self._num_steps = 0
+
+    def _check_recorded(self, chunk: Chunk) -> None:
+        """Raises a LearnerError where a chunk lacks the probabilities of its actions."""
+        if "logp" not in chunk.extras:
+            raise LearnerError(
+                message(
+                    f"{self.config.algorithm.upper()} weighs actions by the probability with which they were chosen.",
+                    expected='extras["logp"] in every chunk',
+                    got=sorted(chunk.extras),
+                    remedy="Collect with rayvec.Policy(learner.module)",
+                )
+            )
+
+    def _not_finite(self, metrics: Mapping[str, float]) -> LearnerError:
+        """Returns what to raise where a loss or its gradient is not finite."""
+        return LearnerError(
+            message(
+                f"A loss and its gradient are finite numbers (update {self._num_updates}).",
+                expected="finite numbers",
+                got=metrics,
+                remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
+            )
+        )
+
+    def _reward(
+        self, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
+        clip = self.config.clip_reward
+        if self._return_scale is not None:
+            rew = self._return_scale(rew, done, valid, self.ranks)
+        return rew if clip is None else rew.clip(-clip, clip)
+
+    def _anneal(self) -> float:
+        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
+        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
+        learning_rate = self.config.learning_rate * max(left, 0.0)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        return learning_rate
+
+    def _normalize(self) -> None:
+        """Sets what the net and its actors normalise observations with."""
+        moments, module = self._obs_moments, self.module
+        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
+            measured = torch.from_numpy(module.encoder.measured)
+            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
+            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
+        return flat_weights(self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what the next update depends on: tensors and plain values only.
+
+        There is no random state: permutations are drawn from (seed, number of the update).
+        """
+        return copy.deepcopy(
+            {
+                "parameters": self._flat.data,
+                "optimizer": self._optimizer.state_dict(),
+                "num_updates": self._num_updates,
+                "num_steps": self._num_steps,
+                "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
+                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on exactly where the learner was that `state` was taken from.
+
+        Raises:
+            CheckpointError: `state` is of another kind of learner, or of another net.
+        """
+        expected, got = (_shape(each) for each in (self.state_dict(), state))
+        if got != expected:
+            raise CheckpointError(
+                message(
+                    "A learner continues from the state of one with the same net and the same statistics.",
+                    expected=expected,
+                    got=got,
+                    remedy="Use the configuration that the checkpoint was written with",
+                )
+            )
+        self._flat.data.copy_(state["parameters"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._num_updates = state["num_updates"]
+        self._num_steps = state["num_steps"]
+        if self._obs_moments:
+            self._obs_moments.load_state_dict(state["obs_moments"])
+            self._normalize()
+        if self._return_scale:
+            self._return_scale.load_state_dict(state["return_scale"])
+
+
+def _shape(state: Mapping[str, Any]) -> str:
+    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
+    statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics])
