@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import BOX, DISCRETE, OBS, SPACES, N, T, impala_config, make_batch, perturb, ppo_config
+from actor_critic_kit import BOX, DISCRETE, OBS, SPACES, STATS, N, T, impala_config, make_batch, perturb, ppo_config
 from gymnasium import spaces
 
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
@@ -19,6 +20,7 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.nets import make_actor_critic
 from rayvec.policies import Policy
+from rayvec.types import Batch
 
 MakeLearner = Callable[..., PPOLearner | IMPALALearner]
 
@@ -137,6 +139,30 @@ def test_the_learning_rate_falls_to_0_with_the_steps_seen(make: MakeLearner) -> 
     np.testing.assert_array_equal(learner.weights(), before)
     constant = make(total_steps=1, anneal_lr=False, learning_rate=0.3)
     assert [constant.update(batch)["learning_rate"] for _ in range(2)] == [0.3, 0.3]
+
+
+@LEARNERS
+def test_a_return_does_not_run_on_into_the_episode_of_an_environment_made_anew(make: MakeLearner) -> None:
+    """It is lost with its environment between two batches, or within one."""
+    learner = make(normalize_reward=True, gamma=0.9)
+    policy, running = Policy(learner.module), np.zeros(N)
+    none = np.zeros((T, N), bool)
+    for seed, lost in ((0, []), (1, [[-1, 2], [5, 0]]), (2, [[-1, 0], [-1, 3]])):
+        [chunk] = make_batch(policy, seed).chunks
+        valid = np.ones((T, N), bool)
+        for t, n in lost:
+            if t >= 0:
+                valid[t, n] = False
+        ends = {"terminated": none, "truncated": none, "final_index": chunk.final_index[:0]}
+        chunk = replace(
+            chunk, **ends, final_obs=chunk.final_obs[:0], valid=valid, restarts=np.array(lost, np.int64).reshape(-1, 2)
+        )
+        learner.update(Batch((chunk,), STATS))
+        running[[n for t, n in lost if t < 0]] = 0
+        for t in range(T):
+            running = np.where(valid[t], 0.9 * running + chunk.rew[t], 0)
+        returns = learner.state_dict()["return_scale"]["returns"]
+        np.testing.assert_allclose(returns, running)
 
 
 @LEARNERS
