@@ -206,7 +206,7 @@ def main(args: Sequence[str] | None = None) -> int:
         command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
         command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
-        print(f"rayvec: {interrupt or 'interrupted'}", file=sys.stderr)
+        print(f"rayvec: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     except Exception as error:
         text = _explanation(error)
@@ -231,7 +231,7 @@ def _explanation(error: Exception) -> str | None:
         return message(
             "An environment is made and stepped without raising.",
             expected="no exception",
-            got=str(error.__cause__).split("\n\n", 1)[0],
+            got=" ".join(str(error.__cause__).split("\n\n", 1)[0].split()),
             remedy="Correct the environment or what is passed to it.",
         )
     if isinstance(error, OSError) and hasattr(error, "__notes__"):  # the disk of a run

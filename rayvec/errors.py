@@ -44,7 +44,13 @@ __all__ = [
 
 
 class RayvecError(Exception):
-    """The root of everything that rayvec raises on its own account."""
+    """The root of everything that rayvec raises on its own account.
+
+    Attributes:
+        raised_in: Who raised it, if that was another process: node, worker, environment index, seed.
+    """
+
+    raised_in: str | None = None
 
 
 class ConfigError(RayvecError, ValueError):
@@ -142,7 +148,11 @@ class RemoteFailure:
 
     @classmethod
     def capture(cls, error: BaseException, where: str) -> RemoteFailure:
-        """Describes `error`, which is being handled, so that it survives the way to another process."""
+        """Describes `error`, which is being handled, so that it survives the way to another process.
+
+        Where it has come from another process itself, it still says where it was raised first.
+        """
+        first = getattr(error if error.__cause__ is None else error.__cause__, "raised_in", None)
         try:
             pickled: bytes | None = cloudpickle.dumps(error)
             rebuilt = pickle.loads(pickled)  # type: ignore[arg-type]
@@ -155,7 +165,7 @@ class RemoteFailure:
             text=str(error),
             pickled=pickled,
             remote_traceback="".join(traceback.format_exception(error)),
-            where=where,
+            where=first or where,
         )
 
     def rebuild(self, cause_type: type[RayvecError] = EnvError) -> BaseException:
@@ -174,4 +184,6 @@ class RemoteFailure:
 
     def cause(self, cause_type: type[RayvecError] = EnvError) -> RayvecError:
         """Returns an error of `cause_type` that says where, with the remote traceback."""
-        return cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
+        cause = cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
+        cause.raised_in = self.where
+        return cause

@@ -92,7 +92,11 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    ("name", "words"), [("breaks", ["RuntimeError", "wears out"]), ("goes_blind", ["finite numbers", "nan"])]
+    ("name", "words"),
+    [
+        ("breaks", ["RuntimeError: the", "wears out", "worker 0", ", environment "]),
+        ("goes_blind", ["finite numbers", "nan"]),
+    ],
 )
 def test_a_run_that_fails_on_its_way_says_how_to_go_on(
     name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -106,6 +110,15 @@ def test_a_run_that_fails_on_its_way_says_how_to_go_on(
     assert "Traceback" not in error
     _, state = load_run(run_dir)
     assert 0 < state["progress"]["steps"] < 100_000 and bool(state["weights"].isfinite().all())
+
+
+def test_ctrl_c_before_a_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pressed_here.py").write_text("import signal\n\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "ppo", "--wrappers", "pressed_here:f"]) == 130
+    assert capsys.readouterr().err == "rayvec: interrupted\n"
 
 
 @pytest.mark.usefixtures("ray_cluster")
