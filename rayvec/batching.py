@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError, message
@@ -17,9 +18,8 @@ from rayvec.types import RawInfo, Topology, Tree
 
 __all__ = [
     "InfoMerger",
+    "batched_observations",
     "check_number",
-    "check_shapes",
-    "check_spaces",
     "checked_actions",
     "checked_mask",
     "parse_autoreset_mode",
@@ -69,8 +69,36 @@ def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ..
     return tuple(np.array(ids, np.int64) for ids in parts if ids)
 
 
-def check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
-    """Refuses environments whose spaces are not what `observation_mode` says."""
+def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
+    """Returns the space of observations batched as `observation_mode` says, and that of a single one.
+
+    Raises:
+        ConfigError: There is no such mode.
+        RuntimeError: The environments' spaces are not what it says.
+    """
+    single = spaces.observation
+    if mode == "same":
+        batched: Space[Any] = batch_space(single, num_envs)
+    elif mode == "different":
+        _check_shapes(spaces, single)
+        batched = batch_differing_spaces(list(spaces.observations or (single,) * num_envs))
+    elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
+        batched, single = mode
+        _check_shapes(spaces, single)
+    else:
+        raise ConfigError(
+            message(
+                "observation_mode says how single spaces are batched.",
+                expected="'same', 'different', or a tuple (batched space, single space)",
+                got=repr(mode),
+                remedy="Leave it out where all environments have the same space.",
+            )
+        )
+    _check_spaces(spaces, mode, single)
+    return batched, single
+
+
+def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     if spaces.actions_differ is not None:
         _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
     if mode == "same" and spaces.observations:
@@ -82,7 +110,7 @@ def check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
         )
 
 
-def check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
+def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
     """Refuses environments whose observations don't fit into arrays of `single`."""
     misfit = spaces.misfit(single)
     if misfit is not None:

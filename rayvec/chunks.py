@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bad_obs import find_bad_obs, join_bad_obs
-from rayvec.chunk_infos import ChunkInfos
 from rayvec.types import Chunk, ChunkEdges, Tree, tree_map
+from rayvec.types.infos import ChunkInfos
 
 __all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
 

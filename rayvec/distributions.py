@@ -193,11 +193,8 @@ class Categorical:
 
 
 @dataclass(frozen=True)
-class Gaussian:
-    """C independent normal numbers, cut off at the bounds of a Box only on their way to the environment.
-
-    The parameters are C means, then C logarithms of standard deviations. Log-probabilities are those
-    of the numbers as drawn: what was cut off tells the gradient nothing, so chunks record both.
+class _Normal:
+    """C independent normal numbers for a Box, from a mean and a number that tells the standard deviation of each.
 
     Attributes:
         low: Lower bounds, ``[*act_shape]``.
@@ -216,8 +213,17 @@ class Gaussian:
 
     @property
     def num_params(self) -> int:
-        """A mean and a logarithm of a standard deviation for each component."""
+        """A mean and a number for the standard deviation for each component."""
         return 2 * self.low.size
+
+
+@dataclass(frozen=True)
+class Gaussian(_Normal):
+    """C independent normal numbers, cut off at the bounds of a Box only on their way to the environment.
+
+    The parameters are C means, then C logarithms of standard deviations. Log-probabilities are those
+    of the numbers as drawn: what was cut off tells the gradient nothing, so chunks record both.
+    """
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[Float, Float]:
         """Shifts and scales the noise."""
@@ -269,33 +275,14 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
-class TanhGaussian:
+class TanhGaussian(_Normal):
     """C independent normal numbers, squashed by tanh and then stretched to the bounds of a Box.
 
     The parameters are C means, then C numbers that tanh squashes into logarithms of standard deviations between
-    `LOG_STD_MIN` and `LOG_STD_MAX`. A sample lies in [-1, 1]; its log-probability is that of the sample, with the
-    correction for tanh (Haarnoja et al., 2018, arXiv:1812.05905, appendix C), whatever the bounds: the entropy that
-    soft actor-critic aims at then does not depend on the units of actions.
-
-    Attributes:
-        low: Lower bounds, finite, ``[*act_shape]``.
-        high: Upper bounds, likewise.
-        dtype: Of actions.
+    `LOG_STD_MIN` and `LOG_STD_MAX`. Bounds are finite. A sample lies in [-1, 1]; its log-probability is that of the
+    sample, with the correction for tanh (Haarnoja et al., 2018, arXiv:1812.05905, appendix C), whatever the bounds: the
+    entropy that soft actor-critic aims at then does not depend on the units of actions.
     """
-
-    low: NDArray[Any]
-    high: NDArray[Any]
-    dtype: np.dtype[Any]
-
-    @property
-    def noise(self) -> NoiseSpec:
-        """One normal number for each component."""
-        return NoiseSpec("normal", self.low.size)
-
-    @property
-    def num_params(self) -> int:
-        """A mean and a squashed logarithm of a standard deviation for each component."""
-        return 2 * self.low.size
 
     @cached_property
     def _centre(self) -> NDArray[Any]:

@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
@@ -23,6 +22,7 @@ from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
 from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
 from rayvec.types import Chunk, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.types.infos import ChunkInfo, ChunkInfos
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 

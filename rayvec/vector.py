@@ -18,26 +18,24 @@ from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
 from rayvec.batching import (
     InfoMerger,
+    batched_observations,
     check_number,
-    check_shapes,
-    check_spaces,
     checked_actions,
     checked_mask,
     parse_autoreset_mode,
-    split_groups,
 )
-from rayvec.chunks import edges_of
+from rayvec.driver import DriverActing
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
-from rayvec.rollout import Stopwatch, as_policy, rollout, two_groups_pay
+from rayvec.rollout import as_policy
 from rayvec.types import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
 
@@ -144,8 +142,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise
         self._action_layout = ArrayLayout.of(self.single_action_space)
         self._everyone = np.arange(self.num_envs)
-        self._groups_undecided = groups == "auto"
-        self.groups: tuple[NDArray[np.int64], ...] = split_groups(self._pool.topology, 2 if groups == 2 else 1)
+        self._driver = DriverActing(self._pool, groups)
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
@@ -155,8 +152,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
-        self._begun = np.ones(self.num_envs, bool)
-        self._acted: Any = None
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
         self._local_policy: tuple[Any, WeightStore] | None = None
@@ -166,27 +161,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.render_mode = spaces.render_mode
         self.single_action_space = spaces.action
         self.action_space = batch_space(spaces.action, self.num_envs)
-        self.single_observation_space = spaces.observation
-        if mode == "same":
-            self.observation_space = batch_space(spaces.observation, self.num_envs)
-        elif mode == "different":
-            check_shapes(spaces, spaces.observation)
-            self.observation_space = batch_differing_spaces(
-                list(spaces.observations or (spaces.observation,) * self.num_envs)
-            )
-        elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
-            self.observation_space, self.single_observation_space = mode
-            check_shapes(spaces, self.single_observation_space)
-        else:
-            raise ConfigError(
-                message(
-                    "observation_mode says how single spaces are batched.",
-                    expected="'same', 'different', or a tuple (batched space, single space)",
-                    got=repr(mode),
-                    remedy="Leave it out where all environments have the same space.",
-                )
-            )
-        check_spaces(spaces, mode, self.single_observation_space)
+        self.observation_space, self.single_observation_space = batched_observations(spaces, mode, self.num_envs)
+
+    @property
+    def groups(self) -> tuple[NDArray[np.int64], ...]:
+        """The ids of each group."""
+        return self._driver.groups
 
     @property
     def topology(self) -> Topology:
@@ -241,7 +221,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if isinstance(seed, int):
             self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
-        self._begun[ids] = True
+        self._driver.note_reset(ids)
         self._reset_ids = ids
         self._reset_batch: StepBatch | None = None
         self._pending = "reset"
@@ -428,7 +408,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._rollouts -= 1
         if not self._rollouts:
             self._pending = None
-        self._acted = None  # a policy in the driver that remembers has missed this
+        self._driver.note_absence()
         return result
 
     def rollout_driver(
@@ -436,29 +416,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
-        begun = self._everyone if policy is not self._acted else np.flatnonzero(self._begun)
-        self._acted = policy
-        self._begun[:] = False
-        stopwatch = Stopwatch()
-        chunk = self._guarded(
-            lambda: rollout(
-                self._pool,
-                as_policy(policy),
-                num_steps,
-                noise_seed=noise_seed,
-                first_step=first_step,
-                groups=self.groups,
-                weights_version=weights_version,
-                begun=begun,
-                stopwatch=stopwatch,
-            )
-        )
-        times = stopwatch.read()
-        if self._groups_undecided:
-            self._groups_undecided = False
-            if two_groups_pay(times.inference_s, times.whole_s - times.inference_s):
-                self.groups = split_groups(self._pool.topology, 2)
-        return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
+        return self._guarded(lambda: self._driver.rollout(policy, num_steps, first_step, noise_seed, weights_version))
 
     def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
@@ -572,7 +530,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise
 
     def _note_done(self, batch: StepBatch) -> None:
-        self._begun[batch.env_ids] |= batch.terminated | batch.truncated
+        self._driver.note_ended(batch)
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated
 

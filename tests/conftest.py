@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,3 +74,29 @@ def _making() -> Iterator[MakeVec]:
     for env in made:
         with suppress(Exception):  # some tests break their environment for good
             env.close()
+
+
+AssertRefused = Callable[..., None]
+
+
+@pytest.fixture
+def assert_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AssertRefused:
+    """Runs ``rayvec`` on arguments that can't work: exit code 2, one line with all the words, and no new file."""
+    from rayvec.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def check(arguments: list[str], *words: str) -> None:
+        files = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert main(arguments) == 2
+        output = capsys.readouterr()
+        assert output.out == "" or arguments[0] == "bench"  # which says what it is about to measure
+        assert output.err.startswith("rayvec: ") and output.err.count("\n") == 1
+        for word in ("Expected: ", "Got: ", "Remedy: ", *words):
+            assert word in output.err
+        assert sorted(tmp_path.rglob("*")) == files
+
+    return check

@@ -27,6 +27,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rayvec.chunks import counted_ends
 from rayvec.types import Chunk
 from rayvec.vector import RayVecEnv
 
@@ -101,6 +102,9 @@ class Auditor:
         """Checks every column of a chunk and where it joins what went before."""
         following = chunk.next_obs()
         restarts = {(t, n) for t, n in chunk.restarts.tolist()}
+        cut = [(t - 1, n) for t, n in sorted(restarts) if t > 0 and chunk.valid[t - 1, n]]
+        assert chunk.cuts.tolist() == [[t, n] for t, n in cut if not chunk.terminated[t, n]], (chunk.cuts, restarts)
+        assert (counted_ends(chunk) == (chunk.terminated & chunk.valid)).all()
         for n in range(NUM_ENVS):
             if self.done[n] or (-1, n) in restarts:
                 self._begins(n, chunk.obs[0, n])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.testing import assert_identical
+from rayvec.types.infos import ChunkInfo, ChunkInfos
 
 SCALARS = [
     st.booleans(),

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import AssertRefused
 from processes import assert_nothing_left, running
 
 from rayvec.cli import main
@@ -16,15 +17,6 @@ from rayvec.fields import field_names
 from rayvec.runs import load_run
 
 TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --workers-per-node 1 --total-steps 64".split()
-
-
-def assert_refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> None:
-    assert main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("rayvec: ") and output.err.count("\n") == 1
-    for word in ("Expected: ", "Got: ", "Remedy: ", *words):
-        assert word in output.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["train", "ppo"], ["eval"], ["doctor"]])
@@ -68,32 +60,24 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--wrappers gymnasium", ["module:function"]),
     ],
 )
-def test_what_cannot_work(
-    arguments: str,
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert_refused(["train", "ppo", *arguments.split()], capsys, *words)
-    assert not list(tmp_path.iterdir())
+def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
+    assert_refused(["train", "ppo", *arguments.split()], *words)
 
 
-def test_a_run_directory_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], capsys, f"{tmp_path}, which exists", "--resume")
+def test_a_run_directory_that_exists(tmp_path: Path, assert_refused: AssertRefused) -> None:
+    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], f"{tmp_path}, which exists", "--resume")
 
 
-def test_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -> None:
     (tmp_path / "config.yaml").write_text(PPOConfig().to_yaml())
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04")
-    assert_refused(["train", "ppo", "--resume", str(tmp_path)], capsys, "truncated")
-    assert_refused(["eval", str(tmp_path)], capsys, "truncated")
+    assert_refused(["train", "ppo", "--resume", str(tmp_path)], "truncated")
+    assert_refused(["eval", str(tmp_path)], "truncated")
 
 
-def test_evaluating_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(["eval", str(tmp_path / "nowhere")], capsys, "config.yaml")
-    assert_refused(["eval", str(tmp_path), "--episodes", "0"], capsys, "episodes", "Got: 0")
+def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
+    assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
+    assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "Got: 0")
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -125,7 +109,7 @@ def test_a_run_that_fails_on_its_way_says_how_to_go_on(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused) -> None:
     run_dir = tmp_path / "a"
     assert main(["train", "ppo", *TINY, "--eval-episodes", "6", "--run-dir", str(run_dir)]) == 0
     assert str(run_dir) in capsys.readouterr().out
@@ -139,9 +123,8 @@ def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     elsewhere = ["--resume", str(run_dir), "--num-nodes", "1", "--inference", "driver", "--num-steps=16"]
     assert main(["train", "ppo", *elsewhere]) == 0
     assert main(["eval", str(run_dir), "--episodes", "2", "--workers-per-node", "2"]) == 0
-    capsys.readouterr()
     another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
-    assert_refused(another, capsys, "Got: seed=3 after 1, anneal_lr=False after True.")
+    assert_refused(another, "Got: seed=3 after 1, anneal_lr=False after True.")
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import ray
+from waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.chunks import counted_ends
 from rayvec.collector import Collector
@@ -25,7 +26,6 @@ from rayvec.vector import RayVecEnv
 
 GO, RAISE, HANG, DIE = range(4)
 SEED, EPISODE, STEP, TOTAL = range(4)
-DEADLINE_S = 60.0
 
 
 class ObedientEnv(CountingEnv):
@@ -121,13 +121,6 @@ def told(num_envs: int, **orders: int) -> Any:
     for name, action in orders.items():
         actions[int(name[1:])] = action
     return actions
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
@@ -235,7 +228,7 @@ def test_without_restarts_the_fault_is_raised_and_everything_closed(make_vec: An
         assert str(caught.value) == "told to raise"
         assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 2" in str(caught.value.__cause__)
     assert env.closed
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def test_a_reset_that_raises_is_made_good(make_vec: Any) -> None:
@@ -383,6 +376,23 @@ def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
     assert stats.lens.sum() < expected.lens.sum(), "the steps of the cut episode belong to none"
 
 
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+def test_an_episode_that_was_cut_fills_no_quota(make_vec: Any, fault: int, inference: Any) -> None:
+    def policy(obs: Any) -> Any:
+        return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), fault, GO)
+
+    env = make_vec([ObedientEnv] * 2, workers=2, on_env_error="restart")
+    batch = Collector(env, policy, inference, seed=1).collect(n_episode=6)
+    assert batch.stats.n_restarts == 1 and batch.stats.n_collected_episodes == 6
+    lens = []
+    for chunk in batch.chunks:
+        for t, n in np.argwhere(counted_ends(chunk) & chunk.valid).tolist():
+            lens.append((n, int(chunk.next_obs()[t, n, STEP])))
+    assert [len([1 for n, _ in lens if n == column]) for column in (0, 1)] == [3, 3]
+    assert sorted(length for _, length in lens) == sorted(batch.stats.lens.tolist())
+
+
 def kill(env: RayVecEnv, node: int) -> None:
     os.kill(env.worker_pids()[env.topology.nodes[node].name][0], signal.SIGKILL)
 
@@ -425,6 +435,29 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
 
 
+def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:
+    """It has replaced a worker in the chunk: the driver, to which that is lent, finds the actor gone."""
+    env = make_vec([EndlessEnv] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    actor = next(iter(env.worker_pids().values()))[0]
+    weights = env.publish(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 1), DIE, GO))
+    env.rollout_async(weights, 10, 0, 0)
+    wait_for_parts(env)
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not alive(actor), "the actor has ended")
+    first, second = env.rollout_wait().chunk, env.rollout_workers(weights, 10, 10, 0).chunk
+    for chunk, totals in ((first, [0, 0, 0, 0]), (second, [0, 0, 10, 10])):
+        assert chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and chunk.valid.all()
+        assert chunk.obs[0][:, TOTAL].tolist() == totals
+    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, 2) for n in range(2)]
+
+
+def wait_for_parts(env: RayVecEnv) -> None:
+    """Waits until every node has done its part of the chunk under way, and leaves that where it is."""
+    refs = [ref for _, of_node in env._pool.acting._flights[0].asked for ref in of_node]
+    ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S, fetch_local=False)
+
+
 def test_on_node_loss_raise(make_vec: Any) -> None:
     env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
     env.reset(seed=1)
@@ -451,6 +484,24 @@ def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:
     assert np.flatnonzero(info["env_restarted"]).tolist() == lost
     assert extra.node_id not in [node.node_id for node in env.topology.nodes]
     assert len({int(obs[n][TOTAL]) for n in range(6) if n not in lost}) == 1
+
+
+def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any) -> None:
+    """The part was done, and is lost with the store that it lay in: it is taken again elsewhere."""
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 6, nodes=3, workers=1)
+    env.reset(seed=1)
+    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
+    lost = [2 * number, 2 * number + 1]
+    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    env.rollout_async(weights, 4000, 0, 0)  # too many steps to come along with the answer
+    wait_for_parts(env)
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    first, second = env.rollout_wait().chunk, env.rollout_workers(weights, 10, 4000, 0).chunk
+    assert first.restarts.tolist() == [[-1, n] for n in lost] and not len(second.restarts)
+    for chunk, total in ((first, 0), (second, 4000)):
+        assert chunk.valid.all() and (chunk.obs[0][:, TOTAL] == total).all()
+    assert extra.node_id not in [node.node_id for node in env.topology.nodes]
 
 
 def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any) -> None:

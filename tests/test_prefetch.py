@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from test_faults import wait_for_parts
 from test_rollout import assert_same_chunk
+from waiting import alive, wait_until
 
 from rayvec.collector import Collector
 from rayvec.errors import ConfigError
@@ -245,6 +247,29 @@ def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path
     for version, chunk in enumerate((first, second, last)):
         assert chunk.weights_version == version
         assert_acted_with(chunk, policies[version])
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec, node: int) -> None:
+    """What it had done stays; whoever takes its place acts with the newest weights, like the others."""
+    env = make_vec([CountingEnv] * 4, nodes=2, on_env_error="restart")
+    collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
+    worker = env.worker_pids()[env.topology.nodes[node].name][1]
+    policies = [TablePolicy(seed=seed) for seed in range(2)]
+    batches = [collector.collect(n_step=4 * 12)]
+    wait_for_parts(env)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    collector.set_weights(policies[1].weights())
+    batches += [collector.collect(n_step=4 * 12) for _ in range(2)]
+    [first], [done], [following] = (batch.chunks for batch in batches)
+    assert counting_errors([first, done]) == counting_errors([following]) == []
+    assert [batch.stats.weights_versions for batch in batches] == [(0, 0), (0, 0), (1, 1)]
+    assert [chunk.restarts.tolist() for chunk in (done, following)] == [[], [[-1, 2 * node], [-1, 2 * node + 1]]]
+    assert done.valid.all() and following.valid.all()
+    assert following.obs[0][:, TOTAL].tolist() == [0 if n // 2 == node else 24 for n in range(4)]
+    assert_acted_with(done, policies[0])
+    assert_acted_with(following, policies[1])
 
 
 def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) -> None:

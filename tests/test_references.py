@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ import ray
 from conftest import MakeVec
 from ray.experimental import get_object_locations
 from test_rollout import assert_same_chunk
+from waiting import wait_until
 
 from rayvec.chunks import edges_of, join_chunks
 from rayvec.collector import Collector
@@ -77,9 +76,9 @@ def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeyp
 
     nodes = [node.node_id for node in wide.topology.nodes]
     assert nodes[0] == ray.get_runtime_context().get_node_id() != nodes[1]
-    wait_for(lambda: places(there) == [nodes[1]])
+    wait_until(lambda: places(there) == [nodes[1]])
     assert size_of(ray.get(there.ref)) > 40 * 3 * WIDE * 8
-    wait_for(lambda: sorted(places(there)) == sorted(nodes))
+    wait_until(lambda: sorted(places(there)) == sorted(nodes))
     by_value = Collector(wide, by_total, seed=1)
     asked.clear()
     by_value.collect(n_step=6 * 40)
@@ -93,13 +92,6 @@ def size_of(value: Any) -> int:
 def places(part: ChunkRef) -> list[str]:
     nodes: list[str] = get_object_locations([part.ref])[part.ref]["node_ids"]
     return nodes
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

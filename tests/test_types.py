@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.chunks import join_chunks
 from rayvec.testing import assert_identical
 from rayvec.types import Chunk, NodeSlice, Topology, tree_leaves, tree_map
+from rayvec.types.infos import ChunkInfo, ChunkInfos
 
 trees = st.recursive(
     st.integers(),

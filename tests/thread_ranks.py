@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rayvec.types import Batch
+
 T = TypeVar("T")
+L = TypeVar("L", bound=Any)
 
 
 class ThreadRanks:
@@ -52,3 +55,23 @@ def on_ranks(size: int, work: Callable[[ThreadRanks], T], kind: type[ThreadRanks
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(guarded, range(size)))
+
+
+def shard(batch: Batch, start: int, stop: int) -> Batch:
+    """Returns what a rank with these columns gets of a batch."""
+    return Batch(tuple(chunk.columns(start, stop) for chunk in batch.chunks), batch.stats)
+
+
+def learn_on_ranks(
+    make: Callable[[], L], batches: Sequence[Batch], bounds: Sequence[int], kind: type[ThreadRanks] = ThreadRanks
+) -> tuple[list[L], list[list[dict[str, float]]]]:
+    """Learns from batches on ranks that have the columns between `bounds`; returns each rank's learner and metrics."""
+
+    def work(ranks: ThreadRanks) -> tuple[L, list[dict[str, float]]]:
+        learner = make()
+        learner.ranks = ranks
+        start, stop = bounds[ranks.rank : ranks.rank + 2]
+        return learner, [learner.update(shard(batch, start, stop)) for batch in batches]
+
+    learners, metrics = zip(*on_ranks(len(bounds) - 1, work, kind), strict=True)
+    return list(learners), list(metrics)

@@ -101,12 +101,21 @@ class ActorCriticLearner:
         )
 
     def _reward(
-        self, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
+        self, first: Chunk, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Returns the rewards to learn from; what is logged and evaluated are the environment's own."""
+        """Returns the rewards to learn from; what is logged and evaluated are the environment's own.
+
+        Args:
+            first: The chunk that they begin with.
+            rew: ``[T, N]``.
+            done: Where an episode ended, ``bool [T, N]``.
+            valid: Where a step happened, ``bool [T, N]``.
+        """
         clip = self.config.clip_reward
         if self._return_scale is not None:
-            rew = self._return_scale(rew, done, valid, self.ranks)
+            lost = np.zeros(first.num_envs, bool)
+            lost[first.restarts[first.restarts[:, 0] == -1, 1]] = True
+            rew = self._return_scale(rew, done, valid, lost, self.ranks)
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _anneal(self) -> float:

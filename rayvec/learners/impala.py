@@ -154,7 +154,7 @@ class IMPALALearner(ActorCriticLearner):
             encode(chunk.final_obs),
             torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
             chunk.extras["logp"],
-            self._reward(chunk.rew, chunk.done, chunk.valid),
+            self._reward(chunk, chunk.rew, chunk.done, chunk.valid),
             chunk.terminated,
             chunk.truncated,
             chunk.valid,

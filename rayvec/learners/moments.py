@@ -69,7 +69,8 @@ class RunningMoments:
 class ReturnScale:
     """Scales rewards so that discounted returns have a standard deviation of about 1.
 
-    The return of an environment goes on from batch to batch; it begins at 0 with every episode. (After a resume,
+    The return of an environment goes on from batch to batch; it begins at 0 with every episode, also with one that
+    takes the place of an episode that a fault has cut between two batches. (After a resume,
     where episodes begin anew, what was under way fades as gamma^t.)
 
     Args:
@@ -82,7 +83,12 @@ class ReturnScale:
         self._returns = torch.zeros(0, dtype=torch.float64)
 
     def __call__(
-        self, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_], ranks: Ranks
+        self,
+        rew: NDArray[np.float64],
+        done: NDArray[np.bool_],
+        valid: NDArray[np.bool_],
+        lost: NDArray[np.bool_],
+        ranks: Ranks,
     ) -> NDArray[np.float64]:
         """Takes note of a batch and returns its rewards scaled.
 
@@ -90,6 +96,7 @@ class ReturnScale:
             rew: Rewards of this rank's environments, ``[T, N]``.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
+            lost: Whose episode under way was lost before the batch, ``bool [N]``.
             ranks: Who has the other environments, in the order of ranks.
         """
         counts = gather_counts(ranks, rew.shape[1])
@@ -97,7 +104,7 @@ class ReturnScale:
         if len(self._returns) != total:
             self._returns = self._returns.new_zeros(total)
         own = slice(first, first + rew.shape[1])
-        running, returns = self._returns[own].numpy(), np.zeros(rew.shape)
+        running, returns = np.where(lost, 0.0, self._returns[own].numpy()), np.zeros(rew.shape)
         for t in range(len(rew)):
             running = returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
             running = np.where(done[t], 0.0, running)

@@ -155,7 +155,7 @@ class PPOLearner(ActorCriticLearner):
         obs, *columns = zip(*map(self._columns, batch.chunks), strict=True)
         sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
         truncated[_cuts(batch.chunks)] = True
-        rew = self._reward(rew, terminated | truncated, valid)
+        rew = self._reward(batch.chunks[0], rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
         kept = torch.from_numpy(valid.T)

@@ -21,7 +21,6 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
 from tianshou.env import BaseVectorEnv
 
-from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.tianshou.absent import without_absent_rows
@@ -31,6 +30,7 @@ from rayvec.tianshou.pool_env import APART
 from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.vector_env import RayVectorEnv
 from rayvec.types import Chunk, tree_map
+from rayvec.types.infos import ChunkInfo, ChunkInfos
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]

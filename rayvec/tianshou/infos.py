@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch
 
-from rayvec.chunk_infos import ChunkInfo, ChunkInfos, InfoColumn
 from rayvec.types import Chunk
+from rayvec.types.infos import ChunkInfo, ChunkInfos, InfoColumn
 
 __all__ = ["info_columns", "info_rows"]
 

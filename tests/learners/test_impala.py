@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from actor_critic_kit import (
+    BOX,
+    DISCRETE,
+    OBS,
+    SPACES,
+    STATS,
+    N,
+    T,
+    distribution_of,
+    flat_gradient,
+    impala_config,
+    make_batch,
+    perturb,
+)
 from gymnasium import spaces
 from numpy.typing import NDArray
-from test_ppo import BOX, DISCRETE, OBS, SPACES, STATS, N, T, distribution_of, flat_gradient, make_batch, perturb
 from test_returns import vtrace_by_definition
 from torch import Tensor, nn
 
 from rayvec.collector import EpisodeTracker
 from rayvec.config import IMPALAConfig
 from rayvec.envs import EnvFactory
-from rayvec.errors import CheckpointError, ConfigError, LearnerError
-from rayvec.learners.base import Learner
+from rayvec.errors import ConfigError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.nets import ActorCritic, make_actor_critic
 from rayvec.policies import Policy
@@ -27,12 +38,6 @@ from rayvec.pools.serial import SerialPool
 from rayvec.rollout import rollout
 from rayvec.train import torch_threads
 from rayvec.types import Batch, Chunk
-
-
-def make_config(**settings: Any) -> IMPALAConfig:
-    usual = {"total_steps": 10 * T * N, "num_envs": N, "num_steps": T, "num_minibatches": 2, "learning_rate": 0.01}
-    usual["normalize_reward"] = False
-    return IMPALAConfig(**{"hidden_sizes": (8,), "entropy_coef": 0.1, **usual, **settings})
 
 
 def double(module: ActorCritic) -> ActorCritic:
@@ -104,7 +109,7 @@ class Reference:
 def test_gradient_equals_the_reference(
     action_space: spaces.Space[Any], invalid: bool, settings: dict[str, float]
 ) -> None:
-    config = make_config(num_minibatches=1, **settings)
+    config = impala_config(num_minibatches=1, **settings)
     module = make_actor_critic(OBS, action_space, (8,), seed=3)
     batch = make_batch(Policy(module), invalid=invalid)
     perturb(module, 0.2)  # so that importance weights leave 1
@@ -122,7 +127,7 @@ def test_gradient_equals_the_reference(
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
 def test_updates_equal_the_reference(action_space: spaces.Space[Any], invalid: bool, optimizer: Any) -> None:
     """Three updates, each from steps of the weights before the last two."""
-    config = make_config(optimizer=optimizer)
+    config = impala_config(optimizer=optimizer)
     module = make_actor_critic(OBS, action_space, (8,), seed=3)
     policy = Policy(module)
     learner = IMPALALearner(OBS, action_space, config, module=double(module))
@@ -145,7 +150,7 @@ def test_updates_equal_the_reference(action_space: spaces.Space[Any], invalid: b
 
 def test_older_weights_are_corrected_for() -> None:
     """Steps of other weights with their own logp, and with the learner's, make different gradients."""
-    learner = IMPALALearner(OBS, DISCRETE, make_config(num_minibatches=1))
+    learner = IMPALALearner(OBS, DISCRETE, impala_config(num_minibatches=1))
     batch = make_batch(Policy(learner.module))
     [chunk] = batch.chunks
     on_policy = learner.update(batch)
@@ -161,92 +166,21 @@ def test_older_weights_are_corrected_for() -> None:
 
 
 def test_each_chunk_is_an_update() -> None:
-    once, twice = (IMPALALearner(OBS, BOX, make_config()) for _ in range(2))
+    once, twice = (IMPALALearner(OBS, BOX, impala_config()) for _ in range(2))
     policy = Policy(once.module)
     first, second = (make_batch(policy, seed).chunks[0] for seed in range(2))
     once.update(Batch((first,), STATS))
     once.update(Batch((second,), STATS))
     once._anneal()
-    learner_rate = make_config().learning_rate
+    learner_rate = impala_config().learning_rate
     twice.update(Batch((first, second), STATS))
     assert once._num_updates == twice._num_updates == 2
     assert learner_rate > once._optimizer.param_groups[0]["lr"]
     assert once._num_steps == twice._num_steps == 2 * T * N
 
 
-@SPACES
-def test_a_loaded_learner_goes_on_bit_for_bit(action_space: spaces.Space[Any]) -> None:
-    config = make_config(seed=3, normalize_reward=True)
-    learner: Learner = IMPALALearner(OBS, action_space, config)
-    policy = Policy(learner.module)
-    for seed in range(2):
-        learner.update(make_batch(policy, seed))
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-
-    other = IMPALALearner(OBS, action_space, config)
-    perturb(other.module, 1.0)
-    other.load_state_dict(state)
-    for seed in range(2, 5):
-        batch = make_batch(policy, seed)
-        assert learner.update(batch) == other.update(batch)
-        np.testing.assert_array_equal(learner.weights(), other.weights())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"parameters": torch.zeros(3)}, {"unknown": 1}, {"return_scale": {"count": 1}}],
-    ids=["another net", "another kind of learner", "other statistics"],
-)
-def test_a_foreign_state_is_refused(change: dict[str, Any]) -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config())
-    before = learner.weights()
-    with pytest.raises(CheckpointError, match=r"Expected: .*parameters.* Got: .* Remedy"):
-        learner.load_state_dict(learner.state_dict() | change)
-    np.testing.assert_array_equal(learner.weights(), before)
-
-
-@pytest.mark.parametrize("name", ["rew", "logp"])
-def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_weights(name: str) -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config(num_minibatches=1))
-    batch = make_batch(Policy(learner.module))
-    [chunk] = batch.chunks
-    (chunk.rew if name == "rew" else chunk.extras["logp"])[3, 1] = np.nan
-    before = learner.weights()
-    with pytest.raises(LearnerError, match=r"Got: .*value_loss.: nan"):
-        learner.update(batch)
-    np.testing.assert_array_equal(learner.weights(), before)
-
-
-def test_a_chunk_without_logp_is_refused() -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config())
-    batch = make_batch(Policy(learner.module))
-    del batch.chunks[0].extras["logp"]
-    with pytest.raises(LearnerError, match=r"Collect with rayvec\.Policy"):
-        learner.update(batch)
-
-
-def test_a_batch_without_a_valid_step_changes_nothing() -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config())
-    batch = make_batch(Policy(learner.module))
-    batch.chunks[0].valid[:] = False
-    before = learner.weights()
-    assert all(np.isfinite(value) for value in learner.update(batch).values())
-    np.testing.assert_array_equal(learner.weights(), before)
-
-
-def test_the_learning_rate_falls_to_0_with_the_steps_seen() -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config(total_steps=3 * T * N, learning_rate=0.3))
-    batch = make_batch(Policy(learner.module))
-    assert [learner.update(batch)["learning_rate"] for _ in range(4)] == pytest.approx([0.3, 0.2, 0.1, 0.0])
-    constant = IMPALALearner(OBS, DISCRETE, make_config(total_steps=1, anneal_lr=False, learning_rate=0.3))
-    assert [constant.update(batch)["learning_rate"] for _ in range(2)] == [0.3, 0.3]
-
-
 def test_metrics_say_what_they_are() -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config(num_minibatches=1))
+    learner = IMPALALearner(OBS, DISCRETE, impala_config(num_minibatches=1))
     module = copy.deepcopy(learner.module)
     policy = Policy(module)
     perturb(learner.module, 0.3)
@@ -272,10 +206,10 @@ def test_metrics_say_what_they_are() -> None:
 
 
 def test_rewards_are_scaled_and_cut_off() -> None:
-    learner = IMPALALearner(OBS, DISCRETE, make_config(normalize_reward=True, clip_reward=0.05))
+    learner = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True, clip_reward=0.05))
     [chunk] = make_batch(Policy(learner.module)).chunks
     before = chunk.rew.copy()
-    scaled = IMPALALearner(OBS, DISCRETE, make_config(normalize_reward=True))._trajectories(chunk).rew
+    scaled = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True))._trajectories(chunk).rew
     ratio = (scaled / before).flat[0]
     assert ratio != 1
     np.testing.assert_allclose(scaled, ratio * before)
@@ -285,7 +219,7 @@ def test_rewards_are_scaled_and_cut_off() -> None:
 
 def test_more_minibatches_than_environments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_minibatches at most num_envs = 4"):
-        make_config(num_minibatches=5)
+        impala_config(num_minibatches=5)
 
 
 def test_it_learns_from_steps_of_older_weights() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from actor_critic_kit import DISCRETE, distance
 from hypothesis import given
 from hypothesis import strategies as st
-from ppo_kit import DISCRETE, STATS, N, distance, make_batches, make_falling_learner, make_learner, make_lonely
+from ranks_kit import STATS, N, make_batches, make_falling_learner, make_learner, make_lonely
 
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError, LearnerError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_kit import distance
+from actor_critic_kit import distance
 from sac_kit import make_batch, make_falling_learner, make_learner
 
 import rayvec

@@ -45,6 +45,7 @@ from odd_envs import (
     Unpicklable,
     WritesWhenClosed,
 )
+from waiting import alive, wait_until
 
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.pools.base import Autoreset, Supervision
@@ -68,21 +69,6 @@ DEADLINE_S = 20.0
 
 def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
     return ProcessPool.start(factory(fns), workers)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (7, 3), (4, 4), (10, 4)])

@@ -7,8 +7,7 @@ import logging
 import pickle
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from rayvec.pools import stream
 from rayvec.pools.stream import LENGTH_BYTES, FrameSocket, Listener, connect
@@ -88,13 +88,6 @@ def stranger(listener: Listener) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S)
     sock.settimeout(DEADLINE_S)
     return sock
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)
 
 
 def read_to_end(sock: socket.socket) -> bytes:

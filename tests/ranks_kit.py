@@ -1,4 +1,4 @@
-"""PPO learners and batches for tests on several ranks: importable by the ranks' own processes."""
+"""Learners of an actor-critic and batches for tests on several ranks: importable by the ranks' own processes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from actor_critic_kit import DISCRETE, OBS, make_chunk
 from gymnasium import spaces
 from rank_objects import fall
 from torch import Tensor
 
-from rayvec.config import PPOConfig
+from rayvec.config import IMPALAConfig, PPOConfig
+from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.nets import ActorCritic, make_actor_critic
-from rayvec.noise import keyed_noise
 from rayvec.policies import Policy
-from rayvec.types import Batch, Chunk, CollectStats
+from rayvec.types import Batch, CollectStats
 
-OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-DISCRETE, BOX = spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float32)
 T, N = 8, 7
 STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 
@@ -31,6 +30,15 @@ class DoubleActorCritic(ActorCritic):
         return torch.from_numpy(self.encoder(obs))
 
 
+def make_module(action_space: spaces.Space[Any], dtype: torch.dtype) -> ActorCritic:
+    module = make_actor_critic(OBS, action_space, (16, 16), seed=1)
+    if dtype == torch.float64:
+        encoder = module.encoder
+        module.double().__class__ = DoubleActorCritic
+        module.encoder = lambda obs: encoder(obs).astype(np.float64)  # type: ignore[assignment]
+    return module
+
+
 def make_learner(
     action_space: spaces.Space[Any],
     dtype: torch.dtype = torch.float32,
@@ -39,12 +47,13 @@ def make_learner(
 ) -> PPOLearner:
     usual = {"num_envs": N, "num_steps": T, "minibatch_size": 16, "num_epochs": 2, "learning_rate": 1e-3}
     config = PPOConfig(**{"total_steps": 40 * T * N, "entropy_coef": 0.01, "seed": 5, **usual, **settings})
-    module = make_actor_critic(OBS, action_space, (16, 16), seed=1)
-    if dtype == torch.float64:
-        encoder = module.encoder
-        module.double().__class__ = DoubleActorCritic
-        module.encoder = lambda obs: encoder(obs).astype(np.float64)  # type: ignore[assignment]
-    return kind(OBS, action_space, config, module=module)
+    return kind(OBS, action_space, config, module=make_module(action_space, dtype))
+
+
+def make_impala(action_space: spaces.Space[Any], dtype: torch.dtype = torch.float32, **settings: Any) -> IMPALALearner:
+    usual = {"num_envs": N, "num_steps": T, "num_minibatches": 3, "learning_rate": 1e-3, "seed": 5}
+    config = IMPALAConfig(**{"total_steps": 80 * T * N, **usual, **settings})
+    return IMPALALearner(OBS, action_space, config, module=make_module(action_space, dtype))
 
 
 class FallingLearner(PPOLearner):
@@ -88,33 +97,5 @@ def make_lonely() -> Any:
 def make_batches(action_space: spaces.Space[Any], count: int, num_envs: int = N) -> list[Batch]:
     """Batches of two chunks each, with episodes that end in both ways and steps that did not happen."""
     policy = Policy(make_actor_critic(OBS, action_space, (16, 16), seed=1))
-    chunks = [make_chunk(policy, seed, num_envs) for seed in range(2 * count)]
+    chunks = [make_chunk(policy, seed, num_steps=T, num_envs=num_envs, invalid=True) for seed in range(2 * count)]
     return [Batch(tuple(chunks[first : first + 2]), STATS) for first in range(0, 2 * count, 2)]
-
-
-def make_chunk(policy: Policy, seed: int, num_envs: int) -> Chunk:
-    rng = np.random.default_rng(seed)
-    obs = rng.normal(size=(T + 1, num_envs, 3)).astype(np.float32)
-    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(num_envs), first_step=0, num_steps=T)
-    steps = [policy.act(obs[t], noise[t]) for t in range(T)]
-    valid = rng.random((T, num_envs)) > 0.1
-    terminated, truncated = (rng.random((2, T, num_envs)) < 0.15) & valid
-    final_index = np.argwhere(terminated | truncated)
-    return Chunk(
-        env_ids=np.arange(num_envs),
-        obs=obs[:-1],
-        act=np.stack([act for act, _ in steps]),
-        rew=rng.normal(size=(T, num_envs)),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-        last_obs=obs[-1],
-        final_index=final_index,
-        final_obs=rng.normal(size=(len(final_index), 3)).astype(np.float32),
-        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
-    )
-
-
-def distance(ours: Any, theirs: Any) -> float:
-    """Returns the Euclidean distance between two vectors over the length of the second."""
-    return float(np.linalg.norm(np.asarray(ours) - np.asarray(theirs)) / np.linalg.norm(theirs))

@@ -1,0 +1,100 @@
+"""The settings of PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig, check_ranks
+from rayvec.errors import ConfigError, message
+
+__all__ = ["PPOConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(TrainConfig):
+    """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
+
+    Raises:
+        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+    """
+
+    algorithm: ClassVar[str] = "ppo"
+
+    num_steps: Count = 64
+    """Steps that each environment takes in an iteration."""
+
+    learning_rate: Positive = 2.5e-3
+    """Step size of Adam at the start."""
+
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+
+    gamma: Fraction = 0.98
+    """Discount for each step."""
+
+    gae_lambda: Fraction = 0.9
+    """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
+
+    num_epochs: Count = 8
+    """Passes over an iteration's steps."""
+
+    minibatch_size: Count = 256
+    """Steps in a minibatch, about: those of an epoch differ by at most one step."""
+
+    clip_coef: Positive = 0.2
+    """How far the ratio of action probabilities may move from 1 before its gradient is cut."""
+
+    clip_value_loss: bool = False
+    """Clip the value's change by clip_coef too."""
+
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+
+    max_grad_norm: Positive = 0.5
+    """Global norm that gradients are clipped to."""
+
+    normalize_advantage: bool = True
+    """Give the advantages of each minibatch mean 0 and standard deviation 1."""
+
+    target_kl: Positive | None = None
+    """End an iteration's epochs once the approximate KL divergence passes this; unset: never."""
+
+    normalize_obs: bool = False
+    """Shift and scale observed numbers by their running mean and standard deviation, and clip them to ±10."""
+
+    normalize_reward: bool = False
+    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+
+    clip_reward: Positive | None = None
+    """Learn from rewards cut off at this size, after normalisation; unset: never."""
+
+    hidden_sizes: tuple[Count, ...] = (64, 64)
+    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+
+    shared_trunk: bool = False
+    """Let policy and value share the hidden layers; those that see images are always shared."""
+
+    compile: bool = False
+    """Compile loss and gradient into one graph, kept on disk between runs; pays for long runs of small nets."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minibatch_size > self.steps_per_iteration:
+            raise ConfigError(
+                message(
+                    "A minibatch is part of one iteration.",
+                    expected=f"minibatch_size at most num_envs * num_steps = {self.steps_per_iteration}",
+                    got=self.minibatch_size,
+                    remedy="Lower minibatch_size, or raise num_envs or num_steps.",
+                )
+            )
+        check_ranks(self, "minibatch_size")
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two updates of the weights."""
+        return self.num_envs * self.num_steps

@@ -1,0 +1,56 @@
+"""Which node holds which environments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["NodeSlice", "Topology"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlice:
+    """The environments that one node holds.
+
+    Attributes:
+        node_id: Ray's id of the node, in hexadecimal.
+        address: The node's own IP address.
+        worker_bounds: ``workers + 1`` ascending global indices; worker k holds
+            ``range(worker_bounds[k], worker_bounds[k + 1])``.
+        num_cpus: Cores that are claimed for them.
+    """
+
+    node_id: str
+    address: str
+    worker_bounds: tuple[int, ...]
+    num_cpus: int
+
+    @property
+    def name(self) -> str:
+        """The node for a person: its address and the beginning of its id, since addresses may be shared."""
+        return f"{self.address}/{self.node_id[:8]}"
+
+    @property
+    def num_workers(self) -> int:
+        """How many worker processes the node runs."""
+        return len(self.worker_bounds) - 1
+
+    @property
+    def env_range(self) -> range:
+        """The global indices of the node's environments."""
+        return range(self.worker_bounds[0], self.worker_bounds[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which node holds which slice of the environments, and how many workers step it."""
+
+    nodes: tuple[NodeSlice, ...]
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are in all."""
+        return sum(len(node.env_range) for node in self.nodes)
+
+    def without_claims(self) -> Topology:
+        """Returns the same without a claim to any core."""
+        return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))

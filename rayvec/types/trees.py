@@ -1,0 +1,52 @@
+"""Arrays, and dicts and tuples of them, in the form that Gymnasium gives a batch of a space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Tree", "as_slice", "tree_leaves", "tree_map"]
+
+Tree = Any
+"""An array, or a dict or tuple of trees."""
+
+
+def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Applies `function` to every array of `tree` and the arrays at the same places of `others`.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
+    {'x': 11, 'y': (22, 33)}
+    """
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value, *(other[key] for other in others)) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(tree_map(function, *values) for values in zip(tree, *others, strict=True))
+    return function(tree, *others)
+
+
+def tree_leaves(tree: Tree) -> Iterator[Any]:
+    """Yields the arrays of `tree` in the order of its keys and places."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from tree_leaves(value)
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from tree_leaves(value)
+    else:
+        yield tree
+
+
+def as_slice(env_ids: NDArray[np.int64]) -> Any:
+    """Returns ids as a slice where they are consecutive, so that indexing gives views; else as they are.
+
+    >>> as_slice(np.array([3, 4, 5])), as_slice(np.array([3, 5]))
+    (slice(3, 6, None), array([3, 5]))
+    """
+    if len(env_ids) == 0:
+        return env_ids
+    first = int(env_ids[0])
+    consecutive = np.array_equal(env_ids, np.arange(first, first + len(env_ids)))
+    return slice(first, first + len(env_ids)) if consecutive else env_ids

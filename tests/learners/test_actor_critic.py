@@ -1,0 +1,183 @@
+"""What every learner of an actor-critic promises, whatever its update is."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from actor_critic_kit import BOX, DISCRETE, OBS, SPACES, STATS, N, T, impala_config, make_batch, perturb, ppo_config
+from gymnasium import spaces
+
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.learners.base import Learner
+from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.ppo import PPOLearner
+from rayvec.nets import make_actor_critic
+from rayvec.policies import Policy
+from rayvec.types import Batch
+
+MakeLearner = Callable[..., PPOLearner | IMPALALearner]
+
+
+def make_ppo(action_space: spaces.Space[Any] = DISCRETE, module: Any = None, **settings: Any) -> PPOLearner:
+    return PPOLearner(OBS, action_space, ppo_config(**settings), module=module)
+
+
+def make_impala(action_space: spaces.Space[Any] = DISCRETE, module: Any = None, **settings: Any) -> IMPALALearner:
+    return IMPALALearner(OBS, action_space, impala_config(**settings), module=module)
+
+
+LEARNERS = pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
+IN_ONE_STEP = pytest.mark.parametrize(
+    ("make", "one_step"),
+    [(make_ppo, {"minibatch_size": T * N, "num_epochs": 1}), (make_impala, {"num_minibatches": 1})],
+    ids=["ppo", "impala"],
+)
+
+
+@LEARNERS
+@SPACES
+@pytest.mark.parametrize("normalize_reward", [False, True], ids=["raw", "scaled"])
+def test_a_loaded_learner_goes_on_bit_for_bit(
+    make: MakeLearner, action_space: spaces.Space[Any], normalize_reward: bool
+) -> None:
+    learner: Learner = make(action_space, seed=3, normalize_reward=normalize_reward)
+    policy = Policy(learner.module)
+    for seed in range(2):
+        learner.update(make_batch(policy, seed))
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+
+    other = make(action_space, seed=3, normalize_reward=normalize_reward)
+    perturb(other.module, 1.0)
+    other.load_state_dict(state)
+    for seed in range(2, 5):
+        batch = make_batch(policy, seed)
+        assert learner.update(batch) == other.update(batch)
+        np.testing.assert_array_equal(learner.weights(), other.weights())
+
+
+@LEARNERS
+def test_state_and_weights_are_copies(make: MakeLearner) -> None:
+    learner = make()
+    batch = make_batch(Policy(learner.module))
+    learner.update(batch)
+    state, weights = learner.state_dict(), learner.weights()
+    before = copy.deepcopy(state)
+    learner.update(batch)
+    assert (weights != learner.weights()).any()
+    assert torch.equal(state["parameters"], before["parameters"])
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], before["optimizer"]["state"][0]["exp_avg"])
+    learner.load_state_dict(state)
+    learner.update(batch)
+    assert torch.equal(state["parameters"], before["parameters"])
+
+
+@LEARNERS
+@pytest.mark.parametrize(
+    "change",
+    [{"parameters": torch.zeros(3)}, {"unknown": 1}, {"return_scale": {"count": 1}}],
+    ids=["another net", "another kind of learner", "other statistics"],
+)
+def test_a_foreign_state_is_refused(make: MakeLearner, change: dict[str, Any]) -> None:
+    learner = make()
+    before = learner.weights()
+    with pytest.raises(CheckpointError, match=r"Expected: .*parameters.* Got: .* Remedy"):
+        learner.load_state_dict(learner.state_dict() | change)
+    np.testing.assert_array_equal(learner.weights(), before)
+
+
+@IN_ONE_STEP
+@pytest.mark.parametrize("name", ["rew", "logp"])
+def test_what_is_not_finite_is_an_error_and_leaves_the_weights(
+    make: MakeLearner, one_step: dict[str, int], name: str
+) -> None:
+    learner = make(**one_step)
+    batch = make_batch(Policy(learner.module))
+    [chunk] = batch.chunks
+    (chunk.rew if name == "rew" else chunk.extras["logp"])[3, 1] = np.nan
+    before = learner.weights()
+    with pytest.raises(LearnerError, match=r"Got: .*policy_loss.: nan"):
+        learner.update(batch)
+    np.testing.assert_array_equal(learner.weights(), before)
+
+
+@LEARNERS
+def test_a_chunk_without_logp_is_refused(make: MakeLearner) -> None:
+    learner = make()
+    batch = make_batch(Policy(learner.module))
+    del batch.chunks[0].extras["logp"]
+    with pytest.raises(LearnerError, match=r"Collect with rayvec\.Policy"):
+        learner.update(batch)
+
+
+@LEARNERS
+def test_a_batch_without_a_valid_step_changes_nothing(make: MakeLearner) -> None:
+    learner = make()
+    batch = make_batch(Policy(learner.module))
+    batch.chunks[0].valid[:] = False
+    before = learner.weights()
+    assert all(np.isfinite(value) for value in learner.update(batch).values())
+    np.testing.assert_array_equal(learner.weights(), before)
+
+
+@LEARNERS
+def test_the_learning_rate_falls_to_0_with_the_steps_seen(make: MakeLearner) -> None:
+    learner = make(total_steps=3 * T * N, learning_rate=0.3)
+    batch = make_batch(Policy(learner.module))
+    assert [learner.update(batch)["learning_rate"] for _ in range(4)] == pytest.approx([0.3, 0.2, 0.1, 0.0])
+    before = learner.weights()
+    learner.update(batch)
+    np.testing.assert_array_equal(learner.weights(), before)
+    constant = make(total_steps=1, anneal_lr=False, learning_rate=0.3)
+    assert [constant.update(batch)["learning_rate"] for _ in range(2)] == [0.3, 0.3]
+
+
+@LEARNERS
+def test_a_return_does_not_run_on_into_the_episode_of_an_environment_made_anew(make: MakeLearner) -> None:
+    """It is lost with its environment between two batches, or within one."""
+    learner = make(normalize_reward=True, gamma=0.9)
+    policy, running = Policy(learner.module), np.zeros(N)
+    none = np.zeros((T, N), bool)
+    for seed, lost in ((0, []), (1, [[-1, 2], [5, 0]]), (2, [[-1, 0], [-1, 3]])):
+        [chunk] = make_batch(policy, seed).chunks
+        valid = np.ones((T, N), bool)
+        for t, n in lost:
+            if t >= 0:
+                valid[t, n] = False
+        ends = {"terminated": none, "truncated": none, "final_index": chunk.final_index[:0]}
+        chunk = replace(
+            chunk, **ends, final_obs=chunk.final_obs[:0], valid=valid, restarts=np.array(lost, np.int64).reshape(-1, 2)
+        )
+        learner.update(Batch((chunk,), STATS))
+        running[[n for t, n in lost if t < 0]] = 0
+        for t in range(T):
+            running = np.where(valid[t], 0.9 * running + chunk.rew[t], 0)
+        returns = learner.state_dict()["return_scale"]["returns"]
+        np.testing.assert_allclose(returns, running)
+
+
+@LEARNERS
+def test_a_module_of_ones_own_is_trained_in_place(make: MakeLearner) -> None:
+    module = make_actor_critic(OBS, DISCRETE, (5, 4), seed=9)
+    learner = make(module=module)
+    assert learner.module is module
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    learner.update(make_batch(Policy(module)))
+    assert all((old != new).any() for old, new in zip(before, module.parameters(), strict=True))
+
+
+@LEARNERS
+def test_a_gpu_that_is_not_there(make: MakeLearner) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
+        make(BOX, learner_device="cuda")

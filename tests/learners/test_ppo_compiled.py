@@ -1,0 +1,94 @@
+"""PPO's compiled gradient beside the eager one, and what becomes of it where there is no compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from actor_critic_kit import DISCRETE, OBS, SPACES, make_batch, ppo_config
+from gymnasium import spaces
+from torch import Tensor
+
+from rayvec.learners.compiling import Compiled
+from rayvec.learners.ppo import PPOLearner
+from rayvec.policies import Policy
+
+
+def learn_both_ways(action_space: spaces.Space[Any]) -> tuple[Any, Any]:
+    """Two updates of batches with gaps, so that minibatches differ in size; eager, then compiled."""
+    results = []
+    for compiled in (False, True):
+        learner = PPOLearner(OBS, action_space, ppo_config(compile=compiled))
+        policy = Policy(learner.module)
+        metrics = [learner.update(make_batch(policy, seed, invalid=True)) for seed in range(2)]
+        results.append((learner.weights(), metrics))
+    return results[0], results[1]
+
+
+@SPACES
+def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any]) -> None:
+    (weights, metrics), (others, other_metrics) = learn_both_ways(action_space)
+    np.testing.assert_allclose(others, weights, atol=2e-5)
+    for ours, theirs in zip(other_metrics, metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        def call(*args: object) -> None:
+            raise RuntimeError("no compiler")
+
+        return call
+
+    monkeypatch.setattr("torch.compile", refuse)
+    with pytest.warns(RuntimeWarning, match="run uncompiled.*no compiler") as warned:
+        (weights, _), (others, _) = learn_both_ways(DISCRETE)
+    assert len(warned) == 1
+    np.testing.assert_allclose(others, weights, atol=2e-5)
+
+
+def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
+    learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True))
+    rows = learner._rows(make_batch(Policy(learner.module)))
+    shares = learner._gradients(rows[torch.zeros(0, dtype=torch.int64)], 16)
+    assert not shares.any() and not learner._flat.grad.any()
+    learner._gradients(rows, 16)
+    assert learner._flat.grad.any()
+
+
+def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
+    compile_, graphs = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
+    for seed in range(10):
+        learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True, num_epochs=1, seed=seed))
+        learner.update(make_batch(Policy(learner.module)))
+    assert len(graphs) == 10 and not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
+
+
+def test_a_graph_too_many_is_computed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after calls that were compiled; the warning does not blame a C++ compiler."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda function, *, options, **rest: compile_(function, backend="eager", **rest)
+    )
+
+    def add(into: Tensor, what: Tensor) -> Tensor:
+        into.add_(what)
+        return 2 * into
+
+    function = Compiled(add)
+    with pytest.warns(RuntimeWarning, match="run uncompiled.*pass compile=False") as warned:
+        for size in range(1, 13):
+            total = torch.zeros(size)
+            assert function(total, torch.ones(size)).tolist() == [2.0] * size
+            assert total.tolist() == [1.0] * size
+    assert len(warned) == 1 and "compiler" not in str(warned[0].message)

@@ -1,0 +1,25 @@
+"""Waiting for a condition, with a deadline only for the case that it never comes true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DEADLINE_S = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Waits until `condition` is true; fails, with `what` it was, if it does not become so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
