@@ -454,7 +454,7 @@ def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> Non
 
 def wait_for_parts(env: RayVecEnv) -> None:
     """Waits until every node has done its part of the chunk under way, and leaves that where it is."""
-    refs = [ref for _, of_node in env._pool.acting._flight.asked for ref in of_node]
+    refs = [ref for _, of_node in env._pool.acting._flights[0].asked for ref in of_node]
     ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S, fetch_local=False)
 
 

@@ -414,17 +414,14 @@ class RayPool:
         return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, edges: ChunkEdges) -> None:
-        """Takes note of a chunk, and only then tells the nodes: one that is lost now goes on from its end."""
+        """Takes note of a chunk: whatever is lost from now on goes on from its end."""
         assert self._answers is not None
         self._answers.started(slice(None), True)
         self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
         np.add.at(self._restarts, edges.restarts[:, 1], 1)
-        for number, node in enumerate(self._nodes):
+        for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
-            try:
-                node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
-            except NodeLostError as error:
-                self._replace(number, error)
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
 
     def _follow(self) -> None:
         """Lets the driver reach workers that nodes have started anew on their own."""

@@ -9,8 +9,9 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from rayvec.types.batch import Batch, CollectStats, EpisodeStats
-from rayvec.types.chunk import Chunk, ChunkInfo, ChunkRef
+from rayvec.types.chunk import Chunk, ChunkRef
 from rayvec.types.edges import BadObs, ChunkEdges, Rollout, RolloutTimes
+from rayvec.types.infos import ChunkInfo, ChunkInfos
 from rayvec.types.steps import RawInfo, StepBatch
 from rayvec.types.topology import NodeSlice, Topology
 from rayvec.types.trees import Tree, as_slice, tree_leaves, tree_map
@@ -21,6 +22,7 @@ __all__ = [
     "Chunk",
     "ChunkEdges",
     "ChunkInfo",
+    "ChunkInfos",
     "ChunkRef",
     "CollectStats",
     "EpisodeStats",
