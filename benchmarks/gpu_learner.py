@@ -1,6 +1,10 @@
-"""What a GPU makes of SAC's update: eager, compiled and captured, fp32 and bf16, beside the roofline. Needs no Ray.
+"""What a GPU makes of updates: eager, compiled and captured, fp32 and bf16, beside the roofline. Needs no Ray.
 
-python benchmarks/gpu_learner.py
+    python benchmarks/gpu_learner.py
+
+SAC's whole update, in updates/s, and PPO's minibatch with a Nature-CNN, in frames/s: loss and gradient, the norm that
+is clipped and read, and the optimizer's step. PPO's learner captures no CUDA graph, so there is no figure for one.
+``--device cpu`` runs the same on a CPU, to see that it works.
 """
 
 from __future__ import annotations
@@ -9,20 +13,27 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from measure import heading, markdown
 from sac_peers import A, B, D
 from torch import Tensor
 
+from rayvec.config import PPOConfig
+from rayvec.learners import sac_math
 from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath
+from rayvec.learners.ppo import PPOLearner, Rows
+from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
+
+FRAMES = (4, 84, 84)
 
 
-def sac(width: int) -> tuple[SACMath, Callable[..., Tensor], Callable[[], tuple[Any, ...]]]:
-    """Returns the mathematics, a whole update, and what makes its arguments on the GPU."""
+def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callable[[], tuple[Any, ...]]]:
+    """Returns the mathematics, a whole update, and what makes its arguments on the device."""
     math = SACMath(
         critic=MLPLayout(2, (D + A, width, width, 1)),
         actor=MLPLayout(1, (D, width, width, 2 * A)),
@@ -36,50 +47,64 @@ def sac(width: int) -> tuple[SACMath, Callable[..., Tensor], Callable[[], tuple[
         alpha_lr=1e-3,
     )
 
-    def update(nets: Nets, rows: Rows, noise: Tensor, correction: Tensor) -> Tensor:
+    def update(nets: Nets, rows: sac_math.Rows, noise: Tensor, correction: Tensor) -> Tensor:
         grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
         critic_norm = math.critic_step(nets, grad, correction)
         grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
         return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, correction)])
 
     def arguments() -> tuple[Any, ...]:
-        generator = torch.Generator("cuda").manual_seed(0)
-        draw = lambda *shape: torch.randn(shape, device="cuda", generator=generator)  # noqa: E731
+        generator = torch.Generator(device).manual_seed(0)
+        draw = lambda *shape: torch.randn(shape, device=device, generator=generator)  # noqa: E731
         critic, actor = 0.05 * draw(math.critic.num_params), 0.05 * draw(math.actor.num_params + 1)
         adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
-        nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device="cuda"))
-        rows = Rows(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
-        return nets, rows, draw(2, B, A), torch.ones(2, device="cuda")
+        nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
+        rows = sac_math.Rows(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
+        return nets, rows, draw(2, B, A), torch.ones(2, device=device)
 
     return math, update, arguments
 
 
-def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> float:
+def ppo(minibatch: int, device: str, *, compile: bool) -> tuple[PPOLearner, Callable[[], Tensor]]:
+    """Returns a learner with a Nature-CNN, and a whole update from a minibatch that lies on the device already."""
+    config = PPOConfig(num_envs=1, num_steps=minibatch, minibatch_size=minibatch, learning_rate=1e-6, compile=compile)
+    learner = PPOLearner(spaces.Box(0, 255, FRAMES, np.uint8), spaces.Discrete(4), config, device=device)
+    rng = np.random.default_rng(0)
+    obs = torch.from_numpy(rng.integers(0, 256, (minibatch, *FRAMES), np.uint8))
+    sample = torch.from_numpy(learner.module.distribution.recorded(rng.integers(0, 4, minibatch), {}))
+    numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
+    logp = torch.full((minibatch,), -float(np.log(4)))
+    rows = Rows(*(column.to(device) for column in (obs, sample, logp, *numbers)))
+    return learner, lambda: learner._step(learner._gradients(rows, minibatch))
+
+
+def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> float:
     """Returns the median over `repeats` of updates per second, by the clock of the host around a synchronised run."""
-    for _ in range(20):
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for _ in range(min(20, count)):
         function(*arguments)
     rates = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
-        for _ in range(200):
+        for _ in range(count):
             function(*arguments)
-        torch.cuda.synchronize()
-        rates.append(200 / (time.perf_counter() - begin))
+        synchronize()
+        rates.append(count / (time.perf_counter() - begin))
     return statistics.median(rates)
 
 
-def in_bf16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def in_bf16(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     """Computes matrix products in bfloat16; parameters and the optimizer stay in float32."""
 
     def cast(*args: Any) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             return function(*args)
 
     return cast
 
 
-def roofline(math: SACMath) -> tuple[float, float]:
+def sac_roofline(math: SACMath) -> tuple[float, float]:
     """Returns the bytes and the floating-point operations that an update can't do without.
 
     Bytes: Adam reads and writes parameters and two moments and reads gradients, targets are read and written.
@@ -90,28 +115,76 @@ def roofline(math: SACMath) -> tuple[float, float]:
     return moved, 2.0 * B * (critic * (1 + 3 + 2) + actor * (1 + 3))
 
 
+def ppo_roofline(learner: PPOLearner, minibatch: int) -> tuple[float, float]:
+    """Returns the bytes and the floating-point operations that a minibatch can't do without.
+
+    Bytes: frames are read once, besides what Adam moves. Operations: two for each weight and place that it is applied
+    to, in a forward pass and in each of the two backward products, of which the first layer needs one.
+    """
+    places = {8: 20 * 20, 4: 9 * 9, 3: 7 * 7}  # of 84 x 84 pixels, by the size of the kernel
+    weights = [each for each in learner.module.parameters() if each.ndim > 1]
+    costs = [2.0 * each.numel() * (places[each.shape[-1]] if each.ndim == 4 else 1) for each in weights]
+    first = next(cost for cost, each in zip(costs, weights, strict=True) if each.ndim == 4)
+    num_params = sum(each.numel() for each in learner.module.parameters())
+    return minibatch * float(np.prod(FRAMES)) + 4.0 * 7 * num_params, minibatch * (3 * sum(costs) - first)
+
+
+def sac_rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yields a line of the table for each width and precision."""
+    on_gpu = options.device == "cuda"
+    for width in options.widths:
+        math, update, arguments = sac(width, options.device)
+        for dtype, cast in precisions(options.device):
+            kinds: list[Callable[..., Any]] = [cast(update), Compiled(cast(update))]
+            kinds += [CUDAGraph(Compiled(cast(update)))] if on_gpu else []
+            rates = [updates_per_s(kind, arguments(), options.repeats, options.updates) for kind in kinds]
+            moved, operations = sac_roofline(math)
+            yield line(f"{width}x{width} {dtype}", rates, moved, operations)
+
+
+def ppo_rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yields a line of the table for each size of a minibatch and precision."""
+    for minibatch in options.minibatches:
+        for dtype, cast in precisions(options.device):
+            rates = []
+            for compile in (False, True):
+                learner, update = ppo(minibatch, options.device, compile=compile)
+                rates.append(minibatch * updates_per_s(cast(update), (), options.repeats, options.updates))
+            moved, operations = ppo_roofline(learner, minibatch)
+            yield line(f"Nature-CNN, {minibatch} frames, {dtype}", rates, moved, operations)
+
+
+def precisions(device: str) -> list[tuple[str, Callable[..., Callable[..., Tensor]]]]:
+    """Returns what turns a function into one of each precision."""
+    return [("fp32", lambda function: function), ("bf16", lambda function: in_bf16(function, device))]
+
+
+def line(name: str, rates: list[float], moved: float, operations: float) -> list[str]:
+    """Returns the cells of a line: eager, compiled and captured rates, and the roofline."""
+    figures = [f"{rate:,.0f}" for rate in rates] + ["none"] * (3 - len(rates))
+    return [name, *figures, f"{moved / 1e6:.1f}", f"{operations / 1e9:.2f}"]
+
+
 def main() -> int:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--algorithms", nargs="+", choices=["sac", "ppo"], default=["sac", "ppo"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024], help="of SAC's hidden layers")
+    parser.add_argument("--minibatches", type=int, nargs="+", default=[256, 2048], help="of PPO, in frames")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--updates", type=int, default=200, help="in each repeat")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
-    rows = []
-    for width in options.widths:
-        math, update, arguments = sac(width)
-        for dtype, cast in (("fp32", lambda function: function), ("bf16", in_bf16)):
-            eager, compiled = cast(update), Compiled(cast(update))
-            kinds = {"eager": eager, "compiled": compiled, "captured": CUDAGraph(Compiled(cast(update)))}
-            rates = [f"{updates_per_s(kind, arguments(), options.repeats):,.0f}" for kind in kinds.values()]
-            moved, operations = roofline(math)
-            rows.append([f"{width}x{width} {dtype}", *rates, f"{moved / 1e6:.1f}", f"{operations / 1e9:.2f}"])
     print(heading(("torch", "numpy")))
-    print(torch.cuda.get_device_name())
-    header = ["nets", "eager, updates/s", "compiled", "captured", "MB to move", "GFLOP to compute"]
-    print(markdown(header, rows))
+    print(torch.cuda.get_device_name() if options.device == "cuda" else "CPU: these are not the figures looked for")
+    roof = ["MB to move", "GFLOP to compute"]
+    if "sac" in options.algorithms:
+        print(markdown(["SAC, updates/s", "eager", "compiled", "captured", *roof], list(sac_rows(options))))
+    if "ppo" in options.algorithms:
+        print(markdown(["PPO, frames/s", "eager", "compiled", "captured", *roof], list(ppo_rows(options))))
     return 0
 
 

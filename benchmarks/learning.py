@@ -4,9 +4,16 @@
     python benchmarks/learning.py --algorithm sac --env-id Pendulum-v1 --plot pendulum.png -- --total-steps 20000
 
 What follows ``--`` goes to ``rayvec train ALGORITHM``. Wall time is that of the whole process: the start of the
-interpreter and of Ray, training, and the greedy evaluation. With ``--runs DIR`` the run directories are kept, and seeds
-that have finished there are not trained again. ``--random 100`` plays as many episodes with random actions, for
-comparison, in the environments of the first seed.
+interpreter and of Ray, training, and the greedy evaluation. ``--random 100`` plays as many episodes with random
+actions, for comparison, in the environments of the first seed. Returns are always the environment's own: what the
+learner clips or scales does not show in them.
+
+With ``--runs DIR`` the run directories are kept and runs can be gathered over several sittings: what each seed came to
+stands in ``DIR/seedN/outcome.json``, seeds that have one are not trained again, and a seed that was interrupted goes on
+from its last checkpoint. ``--report`` trains nothing and shows what has finished.
+
+``--minutes 30`` ends each training after so much wall time, as Ctrl-C would; what it has learned by then is judged.
+The learning rate falls over the steps asked for: ask for as many as the time allows.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +37,7 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
+INTERRUPTED = 130
 BLUE = "#4477aa"
 
 
@@ -44,19 +53,70 @@ class Outcome:
 
 
 def run(args: argparse.Namespace, seed: int, options: list[str], directory: Path) -> Outcome:
-    """Trains once in a process of its own, unless that was done before."""
+    """Trains once in a process of its own, unless that was done before, and keeps what it came to."""
     run_dir = directory / f"seed{seed}"
-    clock = run_dir / "process_s.txt"
-    if not clock.exists():
+    if not (run_dir / "outcome.json").exists():
+        wall_s = train(args, seed, options, run_dir)
+        steps, returns = judged(run_dir, args.episodes)
+        keep(Outcome(seed, run_dir, wall_s, steps, returns))
+    return read(run_dir)
+
+
+def keep(outcome: Outcome) -> None:
+    """Writes ``outcome.json`` into the directory of the run."""
+    values = {"seed": outcome.seed, "wall_s": round(outcome.wall_s, 2), "steps": outcome.steps}
+    partial = outcome.run_dir / "outcome.json.tmp"
+    partial.write_text(json.dumps({**values, "returns": outcome.returns.tolist()}) + "\n")
+    partial.replace(outcome.run_dir / "outcome.json")
+
+
+def read(run_dir: Path) -> Outcome:
+    """Returns what was kept of a run."""
+    kept = json.loads((run_dir / "outcome.json").read_text())
+    return Outcome(kept["seed"], run_dir, kept["wall_s"], kept["steps"], np.array(kept["returns"], np.float64))
+
+
+def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path) -> float:
+    """Trains in a process of its own, from the beginning or from the last checkpoint; returns the wall time in seconds.
+
+    Whatever ends us ends the process too, with a checkpoint.
+    """
+    before_s = 0.0
+    if (run_dir / "checkpoint.pt").exists():
+        from rayvec.runs import load_run
+
+        before_s = load_run(run_dir)[1]["progress"]["wall_s"]
+        command = ["train", args.algorithm, "--resume", str(run_dir)]
+    else:
         fixed = {"--env-id": args.env_id, "--seed": seed, "--eval-episodes": args.episodes, "--run-dir": run_dir}
-        arguments = [str(part) for item in fixed.items() for part in item]
-        began_s = time.monotonic()
-        subprocess.run([*RAYVEC, "train", args.algorithm, *arguments, *options], check=True, stdout=sys.stderr)
-        clock.write_text(f"{time.monotonic() - began_s:.2f}\n")
-    result = json.loads((run_dir / "result.json").read_text())
-    return Outcome(
-        seed, run_dir, float(clock.read_text()), result["total_steps"], np.array(result["eval_returns"], np.float64)
-    )
+        command = ["train", args.algorithm, *(str(part) for item in fixed.items() for part in item), *options]
+    limit_s = None if args.minutes is None else max(1.0, 60 * args.minutes - before_s)
+    began_s = time.monotonic()
+    with subprocess.Popen([*RAYVEC, *command], stdout=sys.stderr, start_new_session=True) as process:
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    if code not in (0, INTERRUPTED):
+        raise subprocess.CalledProcessError(code, command)
+    return before_s + time.monotonic() - began_s
+
+
+def judged(run_dir: Path, episodes: int) -> tuple[int, NDArray[np.float64]]:
+    """Returns the steps that a run has taken and its greedy returns, played now if it was ended before it did so."""
+    if (run_dir / "result.json").exists():
+        result = json.loads((run_dir / "result.json").read_text())
+        return result["total_steps"], np.array(result["eval_returns"], np.float64)
+    from rayvec.evaluate import evaluate_run
+    from rayvec.runs import load_run
+
+    steps = load_run(run_dir)[1]["progress"]["steps"]
+    return steps, evaluate_run(run_dir, num_episodes=episodes).returns
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -97,7 +157,7 @@ def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def plot(outcomes: list[Outcome], path: Path, title: str) -> None:
     """Draws the curve of every seed and their mean."""
-    grid = np.linspace(0, outcomes[0].steps, 101)
+    grid = np.linspace(0, max(item.steps for item in outcomes), 101)
     curves = np.array([curve(item.run_dir, grid) for item in outcomes])
     known = ~np.isnan(curves).any(0)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -146,24 +206,31 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plot", type=Path, help="PNG to draw the learning curves into")
     parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
     parser.add_argument("--random", type=int, default=0, help="episodes to play with random actions")
+    parser.add_argument("--minutes", type=float, help="wall time after which each training ends")
+    parser.add_argument("--report", action="store_true", help="train nothing, show what has finished in --runs")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
 
 def main() -> None:
     """Runs all seeds one after another, prints the table and draws the curves."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     args, options = parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as directory:
         runs = args.runs or Path(directory)
         runs.mkdir(parents=True, exist_ok=True)
-        outcomes = [run(args, seed, options, runs) for seed in args.seeds]
+        seeds = [seed for seed in args.seeds if not args.report or (runs / f"seed{seed}" / "outcome.json").exists()]
+        outcomes = [run(args, seed, options, runs) for seed in seeds]
+        if not outcomes:
+            sys.exit(f"none of the seeds {args.seeds} has finished in {runs}")
         print(f"`python {' '.join(sys.argv)}` on {os.cpu_count()} cores of {processor()}\n")
         print(table(outcomes))
         if args.plot:
             plot(outcomes, args.plot, f"{args.env_id} · {args.algorithm.upper()} · {len(outcomes)} seeds")
         if args.random:
-            print(
-                f"\nRandom actions: {random_return(outcomes[0].run_dir, args.random):.1f} over {args.random} episodes."
-            )
+            chance = random_return(outcomes[0].run_dir, args.random)
+            mean = np.mean([item.returns.mean() for item in outcomes])
+            print(f"\nRandom actions: {chance:.2f} over {args.random} episodes; ", end="")
+            print(f"the mean over seeds is {mean / chance:.1f} times that.")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,7 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path) -> None:
             for k in range(1, 41)
         ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        (run_dir / "result.json").write_text(json.dumps({"total_steps": 400, "eval_returns": [seed, seed + 2]}))
-        (run_dir / "process_s.txt").write_text("3.5\n")
+        learning.keep(learning.Outcome(seed, run_dir, 3.5, 400, np.array([seed, seed + 2.0])))
         args, options = learning.parse(["--algorithm", "sac", "--seeds", "1", "2", "--", "--gamma", "0.5"])
         assert options == ["--gamma", "0.5"] and args.seeds == [1, 2]
         outcomes.append(learning.run(args, seed, options, tmp_path))  # finished: it is not trained again

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rayvec.errors import CheckpointError, LearnerError, message
+from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters, torch_device
 from rayvec.learners.moments import ReturnScale, RunningMoments
 from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
@@ -52,7 +53,7 @@ class ActorCriticLearner:
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         config: PPOConfig | IMPALAConfig,
-        make_optimizer: Callable[[torch.nn.Parameter], torch.optim.Optimizer],
+        make_optimizer: Callable[[torch.nn.Parameter], torch.optim.Optimizer | Adam],
         *,
         module: ActorCritic | None,
         device: str | None,

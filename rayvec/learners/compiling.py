@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 __all__ = ["CUDAGraph", "Compiled"]
 
@@ -47,8 +46,10 @@ class Compiled:
             return self._call(*args)
         try:
             return self._call(*args)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything was computed
-            return self._fall_back(error, *args)
+        except Exception as error:
+            if not _is_of_compiler(error):
+                raise
+            return self._fall_back(error, *args)  # nothing was computed yet
 
     def _first(self, *args: Any) -> Tensor:
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
@@ -74,6 +75,13 @@ class Compiled:
             stacklevel=3,
         )
         return self._function(*args)
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Says whether compiling failed, not the function. torch's compiler takes seconds to import: not for all runs."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
 
 
 def _with_own_code(function: Any) -> Update:

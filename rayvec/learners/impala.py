@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.learners.actor_critic import ActorCriticLearner
+from rayvec.learners.adam import Adam
 from rayvec.nets import ActorCritic
 from rayvec.parallel.ranks import gather_counts
 from rayvec.returns import vtrace
@@ -276,8 +277,8 @@ class IMPALALearner(ActorCriticLearner):
         }
 
 
-def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer:
+def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer | Adam:
     """Returns what steps the flat parameters; constants of RMSProp as in the paper's appendix."""
     if config.optimizer == "rmsprop":
         return torch.optim.RMSprop([parameter], lr=config.learning_rate, alpha=0.99, eps=config.optimizer_eps)
-    return torch.optim.Adam([parameter], lr=config.learning_rate, eps=config.optimizer_eps, fused=True)
+    return Adam(parameter, lr=config.learning_rate, eps=config.optimizer_eps)

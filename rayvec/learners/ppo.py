@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.learners.actor_critic import ActorCriticLearner
+from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.nets import ActorCritic
 from rayvec.parallel.ranks import check_minibatch, gather_counts, global_moments
@@ -104,7 +105,7 @@ class PPOLearner(ActorCriticLearner):
             observation_space,
             action_space,
             config,
-            lambda parameter: torch.optim.Adam([parameter], lr=config.learning_rate, eps=1e-5, fused=True),
+            lambda parameter: Adam(parameter, lr=config.learning_rate, eps=1e-5),
             module=module,
             device=device,
             normalize_obs=config.normalize_obs,

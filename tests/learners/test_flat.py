@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from rayvec.errors import ConfigError
+from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters
 
 
@@ -61,9 +64,13 @@ def test_one_fused_adam_equals_adam_for_each_tensor() -> None:
     net = make_net().double()
     reference = copy.deepcopy(net)
     flat = FlatParameters(net)
-    optimizer = torch.optim.Adam([flat.param], lr=0.01, fused=True)
+    optimizer = Adam(flat.param, lr=0.01, eps=1e-8)
     reference_optimizer = torch.optim.Adam(reference.parameters(), lr=0.01, foreach=False)
-    for _ in range(20):
+    for k in range(20):
+        if k == 10:  # another one goes on from its state
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = Adam(flat.param, lr=1.0, eps=1e-8)
+            optimizer.load_state_dict(state)
         flat.zero_grad()
         torch.autograd.backward(loss_of(net))
         optimizer.step()
@@ -80,3 +87,15 @@ def test_mixed_dtypes_are_refused() -> None:
         FlatParameters(net)
     with pytest.raises(ConfigError, match=r"Got: \[\]"):
         FlatParameters(nn.Tanh())
+
+
+def test_a_learner_that_compiles_nothing_does_without_torchs_compiler() -> None:
+    code = (
+        "import sys, gymnasium, rayvec.train\n"
+        "from rayvec.config import PPOConfig\n"
+        "from rayvec.runs import LEARNERS\n"
+        "env = gymnasium.make('CartPole-v1')\n"
+        "LEARNERS[PPOConfig](env.observation_space, env.action_space, PPOConfig())._optimizer.step()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

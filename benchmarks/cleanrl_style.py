@@ -1,0 +1,236 @@
+"""PPO and SAC as single functions, in the way of CleanRL and with its published settings.
+
+    python benchmarks/cleanrl_style.py HalfCheetah-v5 100000 SEED DIRECTORY
+
+trains SAC and writes into the directory what a run of ours has there: ``metrics.jsonl`` and ``outcome.json``.
+
+They need torch and Gymnasium alone. Nothing is logged or saved while training, which the scripts of CleanRL do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from judge import Act, greedy_returns
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+OnStep = Callable[[int, Act], None]
+"""Called with the steps taken so far and the greedy policy."""
+
+
+def make_envs(env_id: str, num_envs: int, seed: int) -> SyncVectorEnv:
+    """Returns seeded environments, which begin a new episode in the step that ends one."""
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    envs = SyncVectorEnv([lambda: gymnasium.make(env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.action_space.seed(seed)
+    return envs
+
+
+def orthogonal(ins: int, outs: int, gain: float = 2**0.5) -> nn.Linear:
+    """Returns a linear layer with orthogonal weights and without biases at the start."""
+    layer = nn.Linear(ins, outs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def ppo(env_id: str, seed: int, on_step: OnStep, total_steps: int = 500_000) -> None:
+    """Proximal policy optimisation for Discrete actions."""
+    num_envs, num_steps, num_minibatches, num_epochs = 4, 128, 4, 4
+    gamma, lam, clip, learning_rate = 0.99, 0.95, 0.2, 2.5e-4
+    envs = make_envs(env_id, num_envs, seed)
+    ins, outs = int(np.prod(envs.single_observation_space.shape or ())), int(envs.single_action_space.n)  # type: ignore
+
+    def mlp(last: int, gain: float) -> nn.Sequential:
+        return nn.Sequential(orthogonal(ins, 64), nn.Tanh(), orthogonal(64, 64), nn.Tanh(), orthogonal(64, last, gain))
+
+    actor, critic = mlp(outs, 0.01), mlp(1, 1.0)
+    parameters = [*critic.parameters(), *actor.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate, eps=1e-5)
+    obs = torch.zeros(num_steps, num_envs, ins)
+    act, logp, rew, done, value = (torch.zeros(num_steps, num_envs) for _ in range(5))
+
+    @torch.no_grad()
+    def greedy(rows: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(actor(torch.as_tensor(rows)).argmax(1).numpy())
+
+    next_obs, next_done = torch.as_tensor(envs.reset(seed=seed)[0]), torch.zeros(num_envs)
+    batch = num_envs * num_steps
+    num_updates = total_steps // batch
+    for update in range(num_updates):
+        optimizer.param_groups[0]["lr"] = learning_rate * (1 - update / num_updates)
+        for t in range(num_steps):
+            obs[t], done[t] = next_obs, next_done
+            with torch.no_grad():
+                policy = torch.distributions.Categorical(logits=actor(next_obs))
+                act[t] = drawn = policy.sample()
+                logp[t], value[t] = policy.log_prob(drawn), critic(next_obs).flatten()
+            observed, reward, terminated, truncated, _ = envs.step(drawn.numpy())
+            next_obs, next_done = torch.as_tensor(observed), torch.as_tensor(terminated | truncated).float()
+            rew[t] = torch.as_tensor(reward)
+
+        with torch.no_grad():
+            advantage, last, value_t, done_t = torch.zeros_like(rew), torch.zeros(num_envs), critic(next_obs), next_done
+            value_t = value_t.flatten()
+            for t in reversed(range(num_steps)):
+                delta = rew[t] + gamma * value_t * (1 - done_t) - value[t]
+                advantage[t] = last = delta + gamma * lam * (1 - done_t) * last
+                value_t, done_t = value[t], done[t]
+        columns = [each.flatten(0, 1) for each in (obs, act, logp, value, advantage, advantage + value)]
+        for _ in range(num_epochs):
+            for index in torch.as_tensor(np.random.permutation(batch)).chunk(num_minibatches):
+                o, a, old_logp, old_value, adv, target = (column[index] for column in columns)
+                policy = torch.distributions.Categorical(logits=actor(o))
+                ratio = (policy.log_prob(a) - old_logp).exp()
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                policy_loss = torch.max(-adv * ratio, -adv * ratio.clamp(1 - clip, 1 + clip)).mean()
+                new_value = critic(o).flatten()
+                near = old_value + (new_value - old_value).clamp(-clip, clip)
+                value_loss = 0.5 * torch.max((new_value - target) ** 2, (near - target) ** 2).mean()
+                loss = policy_loss - 0.01 * policy.entropy().mean() + 0.5 * value_loss
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+        on_step((update + 1) * batch, greedy)
+    envs.close()
+
+
+class SquashedActor(nn.Module):
+    """Two hidden layers, mean and standard deviation, squashed into the bounds of the action space."""
+
+    def __init__(self, ins: int, space: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(ins, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+        self.mean, self.log_std = nn.Linear(256, space.shape[0]), nn.Linear(256, space.shape[0])
+        self.scale = torch.as_tensor((space.high - space.low) / 2)
+        self.middle = torch.as_tensor((space.high + space.low) / 2)
+
+    def draw(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns actions ``[B, C]``, their log-probabilities ``[B, 1]`` and the greedy actions ``[B, C]``."""
+        hidden = self.body(obs)
+        mean, log_std = self.mean(hidden), -5 + 3.5 * (torch.tanh(self.log_std(hidden)) + 1)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        x = normal.rsample()
+        y = torch.tanh(x)
+        logp = normal.log_prob(x) - torch.log(self.scale * (1 - y.pow(2)) + 1e-6)
+        return y * self.scale + self.middle, logp.sum(1, keepdim=True), torch.tanh(mean) * self.scale + self.middle
+
+
+def sac(
+    env_id: str,
+    seed: int,
+    on_step: OnStep,
+    total_steps: int = 1_000_000,
+    on_episode: Callable[[int, float], None] = lambda steps, sum_of_rewards: None,
+) -> None:
+    """Soft actor-critic for a bounded Box."""
+    learning_starts, batch, gamma, tau, policy_lr, q_lr, delay = 5_000, 256, 0.99, 0.005, 3e-4, 1e-3, 2
+    envs = make_envs(env_id, 1, seed)
+    space = envs.single_action_space
+    assert isinstance(space, gymnasium.spaces.Box)
+    ins, outs = int(np.prod(envs.single_observation_space.shape or ())), space.shape[0]
+
+    def critic() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(ins + outs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    actor, critics, targets = SquashedActor(ins, space), [critic(), critic()], [critic(), critic()]
+    for fast, slow in zip(critics, targets, strict=True):
+        slow.load_state_dict(fast.state_dict())
+    q_optimizer = torch.optim.Adam([each for net in critics for each in net.parameters()], lr=q_lr)
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=policy_lr)
+    log_alpha = torch.zeros(1, requires_grad=True)
+    alpha, alpha_optimizer = 1.0, torch.optim.Adam([log_alpha], lr=q_lr)
+    size = min(total_steps, 1_000_000)
+    replay = [np.zeros((size, width), np.float32) for width in (ins, outs, 1, ins, 1)]
+
+    def q(nets: list[nn.Sequential], obs: Tensor, act: Tensor) -> list[Tensor]:
+        joined = torch.cat([obs, act], 1)
+        return [net(joined) for net in nets]
+
+    @torch.no_grad()
+    def greedy(rows: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(actor.draw(torch.as_tensor(rows, dtype=torch.float32))[2].numpy())
+
+    obs, sum_of_rewards = envs.reset(seed=seed)[0].astype(np.float32), 0.0
+    for step in range(total_steps):
+        if step < learning_starts:
+            act = np.stack([space.sample()])
+        else:
+            act = actor.draw(torch.as_tensor(obs))[0].detach().numpy()
+        observed, reward, terminated, truncated, infos = envs.step(act)
+        next_obs = observed.astype(np.float32)
+        real = np.stack(infos["final_obs"]).astype(np.float32) if terminated[0] or truncated[0] else next_obs
+        row = step % size
+        for column, cells in zip(replay, (obs, act, reward[:, None], real, terminated[:, None]), strict=True):
+            column[row] = cells[0]
+        obs, sum_of_rewards = next_obs, sum_of_rewards + float(reward[0])
+        if terminated[0] or truncated[0]:
+            on_episode(step + 1, sum_of_rewards)
+            sum_of_rewards = 0.0
+
+        if step > learning_starts:
+            index = np.random.randint(0, min(step + 1, size), batch)
+            o, a, r, o_next, ended = (torch.as_tensor(column[index]) for column in replay)
+            with torch.no_grad():
+                next_act, next_logp, _ = actor.draw(o_next)
+                y = r + (1 - ended) * gamma * (torch.min(*q(targets, o_next, next_act)) - alpha * next_logp)
+            one, two = q(critics, o, a)
+            q_optimizer.zero_grad()
+            (F.mse_loss(one, y) + F.mse_loss(two, y)).backward()
+            q_optimizer.step()
+            for _ in range(delay if step % delay == 0 else 0):
+                pi, logp, _ = actor.draw(o)
+                actor_optimizer.zero_grad()
+                (alpha * logp - torch.min(*q(critics, o, pi))).mean().backward()
+                actor_optimizer.step()
+                with torch.no_grad():
+                    logp = actor.draw(o)[1]
+                alpha_optimizer.zero_grad()
+                (-log_alpha.exp() * (logp - outs)).mean().backward()
+                alpha_optimizer.step()
+                alpha = log_alpha.exp().item()
+            for net, target in zip(critics, targets, strict=True):
+                for fresh, old in zip(net.parameters(), target.parameters(), strict=True):
+                    old.data.copy_(tau * fresh.data + (1 - tau) * old.data)
+        on_step(step + 1, greedy)
+    envs.close()
+
+
+def main() -> None:
+    """Trains SAC once and keeps what it came to."""
+    began_s = time.monotonic()
+    env_id, total_steps, seed, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    directory.mkdir(parents=True, exist_ok=True)
+    policy: list[Act] = []
+    with (directory / "metrics.jsonl").open("w") as metrics:
+
+        def on_episode(steps: int, sum_of_rewards: float) -> None:
+            metrics.write(json.dumps({"steps": steps, "episodes": 1, "return_mean": sum_of_rewards}) + "\n")
+            metrics.flush()
+            print(f"{steps:,}/{total_steps:,} steps, {time.monotonic() - began_s:.0f} s, return {sum_of_rewards:.0f}")
+
+        def on_step(steps: int, act: Act) -> None:
+            policy[:] = [act]
+
+        sac(env_id, seed, on_step, total_steps, on_episode)
+    returns = greedy_returns(env_id, 10, 10_000_000 + 1_000 * seed, policy[0])
+    wall_s = time.monotonic() - began_s
+    outcome = {"seed": seed, "wall_s": round(wall_s, 2), "steps": total_steps, "returns": returns.tolist()}
+    (directory / "outcome.json").write_text(json.dumps(outcome) + "\n")
+
+
+if __name__ == "__main__":
+    main()

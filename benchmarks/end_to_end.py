@@ -1,0 +1,193 @@
+"""From the start of the interpreter to an agent that is good enough: ours and other libraries, on the same cores.
+
+    python benchmarks/end_to_end.py --venvs /tmp/venvs --json end_to_end.json
+    python benchmarks/end_to_end.py --tasks pendulum --libraries rayvec CleanRL-style --seeds 1 2 3
+
+The rule is the same for all (benchmarks/judge.py). A library trains in a process of its own with the settings that it
+publishes for the environment (benchmarks/end_to_end_peers.py), on at most two cores, in turns with the others. The
+clock starts just before the process does: importing, starting Ray and compiling count. After every 2,000 environment
+steps on CartPole-v1 and 1,000 on Pendulum-v1, or at the end of the first iteration beyond, the clock stands still while
+the greedy policy plays 20 episodes, which are the same for all libraries of a seed. The first evaluation with a mean
+return of at least 475, or -200, ends the run, and what the clock says then is the result. A run that needs longer than
+``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
+
+Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which is faster
+for small nets.
+
+Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
+stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
+keeps each run as soon as it is over; runs that are in the file already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from judge import MARK, TASKS
+from measure import heading, markdown, tree
+
+LIBRARIES = {
+    "rayvec": "",
+    "CleanRL-style": "",
+    "Stable-Baselines3": "stable-baselines3",
+    "Tianshou": "",
+    "RLlib": "rllib",
+}
+"""Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
+OURS = "rayvec"
+GRACE_S = 60
+"""How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
+
+Record = dict[str, Any]
+
+
+def python_of(library: str, venvs: Path) -> Path | None:
+    """Returns the interpreter that has a library; None where it is not installed."""
+    python = venvs / LIBRARIES[library] / "bin" / "python" if LIBRARIES[library] else Path(sys.executable)
+    return python if python.exists() else None
+
+
+def learn(library: str, threads: int, python: Path, task: str, seed: int, options: argparse.Namespace) -> Record:
+    """Lets a library learn once, with so many threads or, if that is 0, as many as it chooses.
+
+    Returns:
+        Its name, threads, task and seed; ``reached_s`` and ``steps`` at which it reached the threshold, or None; what
+        failed, if anything did; and all evaluations.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not LIBRARIES[library]}
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
+    began_s = time.monotonic()
+    command = [python, Path(__file__).with_name("end_to_end_peers.py"), library, task, seed, began_s, options.limit_s]
+    with subprocess.Popen(
+        list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, options.cores),
+    ) as process:  # fmt: skip
+        error = ""
+        try:
+            output, errors = process.communicate(timeout=2 * options.limit_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            kill(process)
+            output, errors = process.communicate()
+            error = "killed"
+        except BaseException:
+            kill(process)
+            raise
+    if process.returncode and not error:
+        error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
+    evaluations = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    last = evaluations[-1] if evaluations else None
+    reached = last is not None and last["return_mean"] >= TASKS[task].threshold and last["clock_s"] <= options.limit_s
+    return {
+        "library": library,
+        "threads": threads,
+        "task": task,
+        "seed": seed,
+        "reached_s": last["clock_s"] if reached and last else None,
+        "steps": last["steps"] if reached and last else None,
+        "error": error,
+        "evaluations": evaluations,
+    }
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and everything that it has started."""
+    for pid in tree(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+TITLES = {"cartpole": "PPO, CartPole-v1 to 475", "pendulum": "SAC, Pendulum-v1 to -200"}
+
+
+def variants(libraries: list[str], threads: list[int]) -> list[tuple[str, int]]:
+    """Returns what runs for each seed: our own settings say how many threads to learn with, of others all are tried."""
+    return [(name, count) for name in libraries for count in (threads if name != OURS else [0])]
+
+
+def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
+    """Returns the Markdown table of a task: one line for each variant, those that are not installed included."""
+    mine = {(r["library"], r["threads"], r["seed"]): r for r in records if r["task"] == task}
+    rows = []
+    for name, threads in variants(options.libraries, options.threads):
+        title = f"{name}, one thread" if threads == 1 else f"{name}, {threads} threads" if threads else name
+        runs = [mine[name, threads, seed] for seed in options.seeds if (name, threads, seed) in mine]
+        done = [record for record in runs if record["reached_s"] is not None]
+        if not runs:
+            rows.append([title, "not installed", "", "", ""])
+            continue
+        ours = [mine.get((OURS, 0, record["seed"]), {}).get("reached_s") for record in done]
+        ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
+        failed = next((record["error"] for record in runs if record["error"]), "")
+        rows.append(
+            [
+                title,
+                f"{len(done)} of {len(runs)}" + f" ({failed})" * bool(failed),
+                spread([record["reached_s"] for record in done], ".1f"),
+                spread([record["steps"] for record in done], ",.0f"),
+                spread(ratios, ".2f"),
+            ]
+        )
+    return markdown([TITLES[task], "reached", "wall time, s", "steps", f"time / {OURS}, seed by seed"], rows)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Returns the median with the smallest and the largest value; nothing where there are none."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def parse() -> argparse.Namespace:
+    """Returns the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--threads", type=int, nargs="+", default=[0, 1], help="of the others; 0: their own choice")
+    parser.add_argument("--limit-s", type=float, default=240, help="of the clock, for each run")
+    parser.add_argument("--venvs", type=Path, default=Path("/tmp/venvs"), help="where make_peer_venvs.sh made them")
+    parser.add_argument("--json", type=Path, help="file to keep the runs in, and to go on with")
+    options = parser.parse_args()
+    options.cores = sorted(os.sched_getaffinity(0))[:2]
+    return options
+
+
+def main() -> None:
+    """Runs what is missing, in turns, and prints a table for each task."""
+    options = parse()
+    records: list[Record] = []
+    if options.json and options.json.exists():
+        records = json.loads(options.json.read_text())
+    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in records}
+    for task, seed in itertools.product(options.tasks, options.seeds):
+        for library, threads in variants(options.libraries, options.threads):
+            python = python_of(library, options.venvs)
+            if python is None or (library, threads, task, seed) in known:
+                continue
+            record = learn(library, threads, python, task, seed, options)
+            records.append(record)
+            result = f"{record['reached_s']} s {record['error']}"
+            print(f"{library}, {threads} threads, {task}, seed {seed}: {result}", file=sys.stderr)
+            if options.json:
+                partial = options.json.with_name(options.json.name + ".tmp")
+                partial.write_text(json.dumps(records, indent=1))
+                partial.replace(options.json)
+    print(heading(("gymnasium", "ray", "tianshou", "torch", "numpy")))
+    for task in options.tasks:
+        print(table(records, task, options), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

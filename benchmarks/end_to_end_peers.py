@@ -1,0 +1,270 @@
+"""One library learning one task in a process of its own, until the judge is satisfied.
+
+    python benchmarks/end_to_end_peers.py LIBRARY TASK SEED BEGAN_S LIMIT_S
+
+BEGAN_S is what ``time.monotonic()`` said when the process was started. Each function imports what it needs, so that
+each library can live in an environment of its own. Settings are those that the projects publish for these very
+environments: Stable-Baselines3's in rl-baselines3-zoo (``hyperparams/ppo.yml`` and ``sac.yml``), CleanRL's defaults,
+Tianshou's in its ``test/discrete/test_ppo_discrete.py`` and ``test/continuous/test_sac_with_il.py``, RLlib's in
+``examples/algorithms/ppo/cartpole_ppo.py`` and ``tuned_examples/sac/pendulum_sac.py``, and our own defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from judge import TASKS, Judge
+from numpy.typing import NDArray
+
+
+def rayvec(task: str, seed: int, judge: Judge) -> None:
+    """``rayvec.train`` as it is, logs and checkpoints included; the learner shows its weights after each update."""
+    import rayvec
+    from rayvec.config import PPOConfig, SACConfig
+    from rayvec.evaluate import greedy_policy
+    from rayvec.learners.ppo import PPOLearner
+    from rayvec.learners.sac import SACLearner
+    from rayvec.runs import register
+
+    config_class: Any = {"cartpole": PPOConfig, "pendulum": SACConfig}[task]
+    learner_class: Any = {"cartpole": PPOLearner, "pendulum": SACLearner}[task]
+
+    class Judged(learner_class):  # type: ignore[misc]
+        steps = 0
+
+        def update(self, batch: Any) -> dict[str, float]:
+            metrics: dict[str, float] = super().update(batch)
+            self.steps += batch.stats.n_collected_steps
+            if metrics:
+                judge(self.steps, self.greedy)
+            return metrics
+
+        def greedy(self, obs: NDArray[Any]) -> NDArray[Any]:
+            if getattr(self, "shown", None) != self.steps:
+                self.shown, self.policy = self.steps, greedy_policy(self.module, self.weights())
+            return np.asarray(self.policy.act(obs, np.zeros((len(obs), 0)))[0])
+
+    register(config_class, Judged)
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        rayvec.train(config_class(env_id=TASKS[task].env_id, seed=seed, run_dir=run_dir, eval_episodes=0))
+
+
+def cleanrl_style(task: str, seed: int, judge: Judge) -> None:
+    """Single functions after CleanRL."""
+    import cleanrl_style as scripts
+
+    learn = scripts.ppo if task == "cartpole" else scripts.sac
+    learn(TASKS[task].env_id, seed, judge)
+
+
+def stable_baselines3(task: str, seed: int, judge: Judge) -> None:
+    """Stable-Baselines3 with the settings of rl-baselines3-zoo."""
+    from stable_baselines3 import PPO, SAC
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    class Show(BaseCallback):  # type: ignore[misc]
+        def _on_rollout_start(self) -> None:
+            judge(self.num_timesteps, lambda obs: np.asarray(model.predict(obs, deterministic=True)[0]))
+
+        def _on_step(self) -> bool:
+            return True
+
+    model: Any
+    if task == "cartpole":
+        model = PPO(
+            "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), n_steps=32, batch_size=256, gae_lambda=0.8,
+            gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: left * 0.001,
+            clip_range=lambda left: left * 0.2, seed=seed, device="cpu",
+        )  # fmt: skip
+        model.learn(100_000, callback=Show())
+    else:
+        env = make_vec_env("Pendulum-v1", 1, seed=seed)
+        model = SAC("MlpPolicy", env, learning_rate=1e-3, seed=seed, device="cpu")
+        model.learn(20_000, callback=Show())
+
+
+def tianshou(task: str, seed: int, judge: Judge) -> None:
+    """Tianshou's trainers over its own environments and collectors."""
+    import gymnasium
+    import torch
+    from tianshou.algorithm.algorithm_base import policy_within_training_step
+    from tianshou.data import Batch, Collector, VectorReplayBuffer
+    from tianshou.env import DummyVectorEnv
+    from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
+
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    env_id, num_envs = TASKS[task].env_id, 20 if task == "cartpole" else 10
+    envs = DummyVectorEnv([lambda: gymnasium.make(env_id)] * num_envs)
+    envs.seed(seed)
+    algorithm = tianshou_ppo(envs) if task == "cartpole" else tianshou_sac(envs)
+
+    def greedy(obs: NDArray[Any]) -> NDArray[Any]:
+        policy = algorithm.policy
+        with torch.no_grad(), policy_within_training_step(policy, enabled=False):
+            batch = policy(Batch(obs=obs, info=Batch()))
+        return np.asarray(policy.map_action(batch.act.cpu().numpy()))
+
+    collector = Collector(algorithm, envs, VectorReplayBuffer(20_000, num_envs), exploration_noise=task == "pendulum")
+    common: dict[str, Any] = {
+        "training_collector": collector,
+        "max_epochs": 10,
+        "training_fn": lambda epoch, steps: judge(steps, greedy),
+        "show_progress": False,
+    }
+    if task == "cartpole":
+        algorithm.run_training(
+            OnPolicyTrainerParams(
+                **common,
+                epoch_num_steps=50_000,
+                collection_step_num_env_steps=2_000,
+                batch_size=64,
+                update_step_num_repetitions=10,
+            )
+        )
+    else:
+        algorithm.run_training(
+            OffPolicyTrainerParams(
+                **common,
+                epoch_num_steps=24_000,
+                collection_step_num_env_steps=10,
+                batch_size=128,
+                update_step_num_gradient_steps_per_sample=0.1,
+            )
+        )
+
+
+def tianshou_ppo(envs: Any) -> Any:
+    """Returns Tianshou's PPO for CartPole-v1."""
+    import torch
+    from tianshou.algorithm import PPO
+    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.utils.net.common import ActorCritic, Net
+    from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+
+    net = Net(state_shape=(4,), hidden_sizes=[64, 64])
+    actor, critic = DiscreteActor(preprocess_net=net, action_shape=2), DiscreteCritic(preprocess_net=net)
+    for module in ActorCritic(actor, critic).modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.orthogonal_(module.weight)
+            torch.nn.init.zeros_(module.bias)
+    policy = DiscreteActorPolicy(
+        actor=actor, dist_fn=torch.distributions.Categorical, action_space=envs.action_space[0], deterministic_eval=True
+    )
+    return PPO(
+        policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=3e-4), gamma=0.99, gae_lambda=0.95, eps_clip=0.2,
+        vf_coef=0.5, ent_coef=0.0, max_grad_norm=0.5, advantage_normalization=False, value_clip=False,
+    )  # fmt: skip
+
+
+def tianshou_sac(envs: Any) -> Any:
+    """Returns Tianshou's SAC for Pendulum-v1."""
+    from tianshou.algorithm import SAC
+    from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
+
+    def critic() -> Any:
+        return ContinuousCritic(
+            preprocess_net=Net(state_shape=(3,), action_shape=(1,), hidden_sizes=[128, 128], concat=True)
+        )
+
+    net = Net(state_shape=(3,), hidden_sizes=[128, 128])
+    actor = ContinuousActorProbabilistic(preprocess_net=net, action_shape=(1,), unbounded=True)
+    return SAC(
+        policy=SACPolicy(actor=actor, action_space=envs.action_space[0], deterministic_eval=True),
+        policy_optim=AdamOptimizerFactory(lr=1e-3), critic=critic(), critic_optim=AdamOptimizerFactory(lr=1e-3),
+        critic2=critic(), critic2_optim=AdamOptimizerFactory(lr=1e-3), tau=0.005, gamma=0.99,
+        alpha=AutoAlpha(-1.0, 0.0, AdamOptimizerFactory(lr=3e-4)), n_step_return_horizon=3,
+    )  # fmt: skip
+
+
+def rllib(task: str, seed: int, judge: Judge) -> None:
+    """RLlib's new stack, as its examples set it up."""
+    import gymnasium
+    import torch
+
+    config: Any = rllib_ppo() if task == "cartpole" else rllib_sac()
+    space = gymnasium.make(TASKS[task].env_id).action_space
+    algorithm = config.environment(TASKS[task].env_id).debugging(seed=seed, log_level="ERROR").build_algo()
+
+    def greedy(obs: NDArray[Any]) -> NDArray[Any]:
+        module = algorithm.get_module()
+        with torch.no_grad():
+            inputs = module.forward_inference({"obs": torch.as_tensor(obs)})["action_dist_inputs"]
+        if task == "cartpole":
+            return np.asarray(inputs.argmax(1).numpy())
+        mean = inputs[:, : space.shape[0]].tanh().numpy()
+        return np.asarray(space.low + (mean + 1) * (space.high - space.low) / 2)
+
+    while True:
+        judge(int(algorithm.train()["num_env_steps_sampled_lifetime"]), greedy)
+
+
+def rllib_ppo() -> Any:
+    """Returns RLlib's PPO for CartPole-v1."""
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+
+    model = DefaultModelConfig(fcnet_hiddens=[32], fcnet_activation="linear", vf_share_layers=True)
+    return PPOConfig().training(lr=0.0003, num_epochs=6, vf_loss_coeff=0.01).rl_module(model_config=model)
+
+
+def rllib_sac() -> Any:
+    """Returns RLlib's SAC for Pendulum-v1."""
+    from ray.rllib.algorithms.sac import SACConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+    from torch import nn
+
+    model = DefaultModelConfig(
+        fcnet_hiddens=[256, 256], fcnet_activation="relu", fcnet_kernel_initializer=nn.init.xavier_uniform_,
+        head_fcnet_hiddens=[], head_fcnet_activation=None, head_fcnet_kernel_initializer="orthogonal_",
+        head_fcnet_kernel_initializer_kwargs={"gain": 0.01},
+    )  # fmt: skip
+    replay = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": 100_000, "alpha": 1.0, "beta": 0.0}
+    return (
+        SACConfig()
+        .training(
+            initial_alpha=1.001,
+            actor_lr=2e-4,
+            critic_lr=8e-4,
+            alpha_lr=9e-4,
+            lr=None,
+            target_entropy="auto",
+            n_step=(2, 5),
+            tau=0.005,
+            train_batch_size_per_learner=256,
+            target_network_update_freq=1,
+            replay_buffer_config=replay,
+            num_steps_sampled_before_learning_starts=256,
+        )
+        .rl_module(model_config=model)
+    )
+
+
+LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
+    "rayvec": rayvec,
+    "CleanRL-style": cleanrl_style,
+    "Stable-Baselines3": stable_baselines3,
+    "Tianshou": tianshou,
+    "RLlib": rllib,
+}
+
+
+def main() -> None:
+    """Learns."""
+    name, task, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    LIBRARIES[name](task, seed, Judge(TASKS[task], seed, float(sys.argv[4]), float(sys.argv[5])))
+
+
+if __name__ == "__main__":
+    main()
