@@ -305,13 +305,10 @@ def read_fit(path: Path) -> tuple[Fit, list[Observation]]:
     Raises:
         ConfigError: It is no result file of ``rayvec bench model``.
     """
-    import json
-
     from rayvec.bench.model import Observation, Setting, fit
     from rayvec.bench.results import Results
 
-    Results.read(path, "model")
-    content = json.loads(path.read_text())
+    content = Results.read(path, "model").extra
     try:
         observations = [
             Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content["observations"]

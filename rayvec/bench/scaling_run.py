@@ -32,6 +32,7 @@ def run(given: Scaling, mentioned: frozenset[str]) -> None:
     try:
         if todo:
             with nodes(settings.address) as found:
+                found.check(max(settings.nodes), settings.cores_per_node)
                 where = f"Measured on {found.describe(settings.cores_per_node)}."
                 results.notes = list(dict.fromkeys([*results.notes, where]))
                 results.write()
@@ -77,7 +78,17 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
     values = {**results.settings, "out": given.resume.parent}
     for name, value in values.items():
         values[name] = tuple(value) if isinstance(value, list) else value
-    return Scaling(**values), results
+    try:
+        return Scaling(**values), results
+    except TypeError as error:
+        raise ConfigError(
+            message(
+                "A benchmark is resumed by the version that began it.",
+                expected="the settings of rayvec bench scaling",
+                got=f"{given.resume} ({error})",
+                remedy="Measure anew, without --resume.",
+            )
+        ) from error
 
 
 def _check_memory(settings: Scaling) -> None:

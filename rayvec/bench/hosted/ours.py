@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,19 @@ _CLOCK_LOOKS = 7
 
 
 class TimedPolicy:
-    """Chooses the same actions always, and records in every chunk how long that took.
+    """Takes batches of actions in turns, as every peer does, and records in every chunk how long that took.
 
     Args:
-        actions: Of one environment each.
+        actions: Batches of at least as many as are asked for.
         weights: Matrices of a net of tanh units that is evaluated meanwhile, so that it costs what such a net costs.
     """
 
-    def __init__(self, actions: NDArray[Any], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
+    def __init__(self, actions: Sequence[NDArray[Any]], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
         from rayvec.noise import NO_NOISE
 
         self.noise = NO_NOISE
         self._actions = actions
+        self._count = 0
         self._weights = weights
 
     def act(self, obs: Any, noise: NDArray[np.float64]) -> tuple[Any, dict[str, NDArray[Any]]]:
@@ -42,7 +44,8 @@ class TimedPolicy:
         hidden = obs
         for matrix in self._weights:
             hidden = np.tanh(hidden @ matrix)
-        actions = np.resize(self._actions, (count, *self._actions.shape[1:]))
+        self._count = (self._count + 1) % len(self._actions)
+        actions = self._actions[self._count][:count]
         return actions, {"inference_s": np.full(count, (time.monotonic() - begin) / count)}
 
 
@@ -65,7 +68,7 @@ class Ours(Adapter):
         self.env.reset(seed=0)
         self.actions = task.actions(self.env.action_space)
         weights = task.net(self.env.single_observation_space) if task.hidden_size else ()
-        self.policy = TimedPolicy(self.actions[0], weights)
+        self.policy = TimedPolicy(self.actions, weights)
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
         if task.inference == "worker":
