@@ -113,6 +113,7 @@ class Observation:
         driver_s: CPU time of the driver.
         node_s: CPU time of a node's actor.
         worker_s: CPU time of a worker.
+        spread_s: Standard deviation of what an environment's step takes.
     """
 
     setting: Setting
@@ -121,6 +122,7 @@ class Observation:
     driver_s: float
     node_s: float
     worker_s: float
+    spread_s: float
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,18 @@ from rayvec.bench.peers import SCALING_PEERS
 from rayvec.bench.results import Results
 from rayvec.bench.scaling import ENOUGH, Scaling, Stepper, stored
 from rayvec.bench.simulate import check_memory, nodes
-from rayvec.bench.terminal import console, show_table, ticking
+from rayvec.bench.terminal import console, number, show_table, ticking
 from rayvec.errors import ConfigError, message
 
 __all__ = ["run"]
+
+_HYPHENATED = {
+    "environment": "environ-\nment",
+    "inference": "infer-\nence",
+    "serialisation": "seriali-\nsation",
+    "transport": "trans-\nport",
+    "unattributed": "unattri-\nbuted",
+}
 
 
 def run(given: Scaling, mentioned: frozenset[str]) -> None:
@@ -108,19 +116,21 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
     show_table(
         terminal,
         f"Environments that {work}, one for each core{', jitter ' + settings.jitter if settings.jitter else ''}; "
-        "efficiency = steps/s over (cores / step duration)",
-        ("nodes", "cores", "step, s", "way", "transport", "steps/s", "per core", "ideal", "efficiency", "of floor"),
+        "efficiency = steps/s over\n(cores / step duration), floor = independent processes, T = steps of a chunk",
+        ("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency", "of\nfloor"),
         [_cells(row) for row in rows],
+        sections=True,
     )
     show_table(
         terminal,
         "Where the time of the emulated cores goes, percent",
-        ("nodes", "step, s", "way", *STATES),
+        ("nodes", "step, s", "", *(_HYPHENATED.get(state, state) for state in STATES)),
         [
             (row["nodes"], f"{row['step_duration_s']:g}", row["way"], *_percent(row["split"]))
             for row in rows
             if row["way"] != "floor"
         ],
+        sections=True,
     )
     if any(row["marked"] for row in rows):
         terminal.print(
@@ -139,13 +149,12 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     of_floor = "" if row["way"] == "floor" else f"{row['of_floor']:.3f}"
     return (
-        str(row["nodes"]),
-        str(row["cores"]),
+        f"{row['nodes']} x {row['cores'] // row['nodes']}",
         f"{row['step_duration_s']:g}",
-        row["way"] + (f", T={row['chunk_steps']}" if row["chunk_steps"] else ""),
+        row["way"] + (f" T={row['chunk_steps']}" if row["chunk_steps"] else ""),
         row["transport"],
-        f"{row['steps_per_s']:,.1f}",
-        f"{row['steps_per_s_per_core']:,.2f}",
+        number(row["steps_per_s"]),
+        number(row["steps_per_s_per_core"]),
         f"{row['ideal_steps_per_s']:,.0f}",
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
         of_floor,

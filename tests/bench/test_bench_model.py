@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayvec.bench.calibrate import check_settings, fit_settings
+from rayvec.bench.calibrate import check_settings, fit_settings, read_measured
 from rayvec.bench.model import (
     Cluster,
     Costs,
@@ -25,7 +25,7 @@ from rayvec.bench.model import (
     settings_for,
     steps_per_s,
 )
-from rayvec.bench.plan import compare_overheads, read_fit
+from rayvec.bench.plan import compare_overheads
 from rayvec.bench.results import Results
 from rayvec.cli import main
 from rayvec.errors import ConfigError
@@ -48,6 +48,7 @@ def observe(setting: Setting) -> Observation:
         driver_s=calls * (costs.call_s + setting.nodes * costs.frame_s),
         node_s=calls * (costs.node_call_s + setting.workers * costs.node_worker_s),
         worker_s=calls * costs.worker_call_s + setting.envs * costs.env_s,
+        spread_s=costs.spread_s,
     )
 
 
@@ -152,9 +153,9 @@ def test_a_fit_is_read_back_and_predicts(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "model.json"
     extra = {"observations": observations, "shared_cores": 2, "policy_s": [1e-5, 1e-7]}
     Results("model", {}, path, extra=extra).write()
-    found, again = read_fit(path)
-    assert [asdict(each) for each in again] == observations
-    assert found.driver.frame_s == pytest.approx(TRUTH.driver.frame_s, rel=1e-3)
+    measured = read_measured(path)
+    assert [asdict(each) for each in measured.observations] == observations
+    assert measured.fit().driver.frame_s == pytest.approx(TRUTH.driver.frame_s, rel=1e-3)
     out = tmp_path / "out"
     assert main(["bench", "model", "--fit", str(path), "--nodes", "2", "32", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -171,4 +172,4 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     Results("model", {}, path).write()
     with pytest.raises(ConfigError, match="observations"):
-        read_fit(path)
+        read_measured(path)

@@ -14,10 +14,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.bench.hosted.adapters import ADAPTERS, Adapter, ClusterFloor, Floor, Task
 from rayvec.bench.hosted.split import split
@@ -99,13 +100,13 @@ class Host:
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
         cpu, own = cpu_s(self._pids), time.process_time()
-        kinds = [0.0, 0.0]
+        kinds, spread_s = [0.0, 0.0], 0.0
         if isinstance(self._adapter, Floor | ClusterFloor):
             steps, elapsed, rate, inside = self._adapter.measure(seconds)
             shares: dict[str, float] | None = {"environment": inside, "driver": 1.0 - inside}
         else:
             before = self._adapter.kinds_cpu_s()
-            steps, elapsed, shares = self._advance(self._adapter, seconds, with_split)
+            steps, elapsed, shares, spread_s = self._advance(self._adapter, seconds, with_split)
             kinds = [after - earlier for after, earlier in zip(self._adapter.kinds_cpu_s(), before, strict=True)]
             rate = steps / elapsed
         return {
@@ -117,10 +118,14 @@ class Host:
             "node_cpu_s": kinds[0],
             "worker_cpu_s": kinds[1],
             "split": shares,
+            "step_spread_s": spread_s,
         }
 
     @staticmethod
-    def _advance(adapter: Adapter, seconds: float, with_split: bool) -> tuple[int, float, dict[str, float] | None]:
+    def _advance(
+        adapter: Adapter, seconds: float, with_split: bool
+    ) -> tuple[int, float, dict[str, float] | None, float]:
+        """Returns steps, seconds, the share of each state, and how far the durations of steps are spread."""
         calls, inference, steps = [], [], 0
         own, begin = time.process_time(), time.monotonic()
         now = begin
@@ -132,7 +137,7 @@ class Host:
             if with_split and (inference_s := adapter.call_inference_s()) is not None:
                 inference.append(inference_s)
         if not with_split:
-            return steps, now - begin, None
+            return steps, now - begin, None, 0.0
         driver_s = (time.process_time() - own) / len(calls)
         clocks, packing_s = adapter.clocks(), adapter.packing_s()
         since = max(clock[0, 0] for clock in clocks)  # only the last steps are remembered
@@ -140,13 +145,20 @@ class Host:
         times = np.array([*calls[first:], (now, now)])
         within = np.array(inference[first:]) if inference else None
         shares = split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))
-        return steps, now - begin, shares
+        return steps, now - begin, shares, _spread_s(clocks, begin)
 
     def close(self) -> dict[str, Any]:
         """Ends what was started."""
         if self._adapter is not None:
             self._adapter.close()
         return {}
+
+
+def _spread_s(clocks: Sequence[NDArray[np.float64]], begin: float) -> float:
+    """Returns half of what the middle 68 % of step durations span: a standard deviation that outliers don't move."""
+    durations = np.concatenate([times[:, 1] - times[:, 0] for times in (c[c[:, 0] >= begin] for c in clocks)])
+    low, high = np.percentile(durations, (16, 84)) if len(durations) else (0.0, 0.0)
+    return float(high - low) / 2
 
 
 def serve(requests: Any, answers: Any) -> None:

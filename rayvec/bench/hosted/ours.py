@@ -72,7 +72,7 @@ class Ours(Adapter):
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
         if task.inference == "worker":
-            self.transport = f"ray over {self.transport}"
+            self.transport = f"ray, {self.transport}"
         self.inference_s: NDArray[np.float64] | None = None
         self._task = task
         self._steps = task.chunk_steps
