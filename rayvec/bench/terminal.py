@@ -93,4 +93,5 @@ def number(value: float) -> str:
 
 
 def _is_number(cell: Any) -> bool:
-    return str(cell).replace(",", "").replace(".", "").replace("%", "").replace("*", "").strip().isdigit()
+    text = str(cell).translate(str.maketrans("", "", ",.%*()+-")).replace(" ", "")
+    return text.isdigit()

@@ -55,8 +55,14 @@ def observe(setting: Setting) -> Observation:
 @pytest.mark.parametrize(
     ("setting", "cluster", "expected"),
     [
-        # 1e-2 + oversleep; driver 1e-4 + 2 * 3e-5; 2 nodes of (4e-5 + 4e-5) and 8 workers of 2e-5 + 5e-6, on two cores.
-        (Setting(2, 4), SHARED, 0.01007 + 1.6e-4 + 1.5 * (2 * 8e-5 + 8 * 2e-5) / 2 + 8 * 5e-6 / 2 + 8 * 34e-9 + 5e-5),
+        # 1e-2 + oversleep; driver 1e-4; a wave of 2 frames, 2 nodes (4e-5 + 4e-5) and 8 workers (2e-5 + 5e-6), 2 cores.
+        (Setting(2, 4), SHARED, 0.01007 + 1e-4 + 1.5 * (2 * (3e-5 + 8e-5) + 8 * 2.5e-5) / 2 + 8 * 34e-9 + 5e-5),
+        # A tenth of a wave for each step of a chunk; a step's own 3e-5, which 4 workers need of 2 cores each 10.1 ms.
+        (
+            Setting(2, 2, inference="worker", chunk_steps=10),
+            SHARED,
+            0.01007 + 2e-4 + 3e-5 + (2 * (5e-5 + 1e-4) + 4 * 2e-5) / 2 + 4 * 34e-9 + 1e-4 + 2.0 * 3e-5 * 6e-5 / 0.0101,
+        ),
         # On a cluster the nodes' own work counts once, and the network is passed twice.
         (Setting(2, 4), Cluster(None, 1e-3), 0.01007 + 1.6e-4 + 8e-5 + 2.5e-5 + 8 * 34e-9 + 5e-5 + 2e-3),
         # A chunk of ten steps: a tenth of each call.
@@ -76,6 +82,13 @@ def observe(setting: Setting) -> Observation:
 def test_a_step_by_hand(setting: Setting, cluster: Cluster, expected: float) -> None:
     assert predict_step_s(TRUTH, setting, cluster) == pytest.approx(expected, rel=1e-9)
     assert steps_per_s(TRUTH, setting, cluster) == pytest.approx(setting.num_envs / expected, rel=1e-9)
+
+
+def test_nothing_is_quicker_than_its_cpu_time() -> None:
+    uncrowded = replace(TRUTH, driver=replace(TRUTH.driver, crowding=0.0))
+    busy = (1e-4 + 8 * (3e-5 + 4e-5 + 8 * 1e-5) + 64 * 2.5e-5) / 2
+    assert predict_step_s(uncrowded, Setting(8, 8, step_s=1e-5), SHARED) == pytest.approx(busy)
+    assert predict_step_s(uncrowded, Setting(8, 8, step_s=1e-5), Cluster()) < busy
 
 
 def test_bandwidth_is_paid_by_the_byte() -> None:
@@ -99,6 +112,8 @@ def test_two_groups_hide_the_shorter_of_two() -> None:
     slow = replace(TRUTH, policy_call_s=5e-3, policy_row_s=0.0)
     one = Setting(1, 2, 4, policy=True)
     gain = predict_step_s(slow, one, SHARED) - predict_step_s(slow, replace(one, groups=2), SHARED)
+    assert gain == pytest.approx(5e-3 + TRUTH.driver.call_s)
+    gain = predict_step_s(slow, one, Cluster()) - predict_step_s(slow, replace(one, groups=2), Cluster())
     assert gain == pytest.approx(5e-3 + TRUTH.driver.call_s + TRUTH.driver.frame_s)
     slower = replace(slow, policy_call_s=0.1)
     assert predict_step_s(slower, replace(one, groups=2), SHARED) > predict_step_s(slower, one, SHARED)
@@ -113,6 +128,8 @@ def test_the_expected_maximum_is_that_of_samples(count: int) -> None:
 def test_lines_have_no_negative_slope() -> None:
     x = [(1.0, n, n * n) for n in range(1, 8)]
     assert fit_line(x, [3 + 2 * n for _, n, _ in x]) == pytest.approx([3.0, 2.0, 0.0], abs=1e-9)
+    first, second = ([1.0], [1.0]), [1.0, 3.0]
+    assert fit_line(first, second, relative_to=[1e-3, 1.0]) == pytest.approx([1.0], rel=1e-5)
     falling = fit_line([(1.0, n) for n in range(1, 8)], [10.0 - n for n in range(1, 8)])
     assert falling[1] == 0.0 and falling[0] > 0
 
@@ -121,7 +138,7 @@ def test_costs_that_measurements_were_made_with_are_found_and_extrapolate() -> N
     found = fit([observe(setting) for setting in fit_settings()], 2, (1e-5, 1e-7))
     for name, cost in asdict(TRUTH.driver).items():
         if name not in ("crowding", "queueing"):
-            assert getattr(found.driver, name) == pytest.approx(cost, rel=1e-3, abs=1e-8), name
+            assert getattr(found.driver, name) == pytest.approx(cost, rel=5e-3, abs=1e-8), name
     for setting in [*fit_settings(), *check_settings(), Setting(32, 48), Setting(32, 48, inference="worker")]:
         for cluster in (SHARED, Cluster(None, 1e-4, 1e9)):
             expected = predict_step_s(TRUTH, setting, cluster)
