@@ -84,6 +84,11 @@ class Setting:
         return self.nodes * self.workers * self.envs
 
     @property
+    def num_bytes(self) -> int:
+        """That travel in a step of all: observations, and 18 for reward, flags and action of each."""
+        return self.num_envs * (self.obs_bytes + 18)
+
+    @property
     def calls(self) -> float:
         """Calls of the driver for each step."""
         return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
@@ -268,8 +273,7 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
         wave_s, queue_s = _shared_s(costs, setting, cluster.shared_cores)
         beside_s = _alone_s(costs, setting) + costs.crowding * wave_s + costs.queueing * queue_s
         busy_s = (driver_s + setting.nodes * (node_s + setting.workers * worker_s)) / cluster.shared_cores
-    num_bytes = setting.num_envs * (setting.obs_bytes + 18)
-    travel_s = num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
+    travel_s = setting.num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
     travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
     if setting.inference == "worker":
         policy_s = found.policy_s(setting.envs) if setting.policy else 0.0
@@ -323,15 +327,16 @@ def _fit_kind(observations: Sequence[Observation], shared_cores: int) -> Costs:
         oversleep_share=oversleep_share,
         spread_s=float(np.median(spreads)),
     )
-    rest = [each.step_s - _slowest_s(costs, each.setting) - _alone_s(costs, each.setting) for each in plain]
-    features = [(c, s.envs, *_shared_s(costs, s, shared_cores)) for c, s in zip(calls, settings, strict=True)]
-    overheads = [each.step_s - each.setting.envs * each.setting.step_s for each in plain]
-    latency_s, per_env_s, crowding, queueing = fit_line(features, rest, relative_to=overheads)
-    costs = replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing)
-    return replace(costs, byte_s=_fit_bytes(costs, observations, small, shared_cores))
+    rest = [each.step_s - _slowest_s(costs, each.setting) - _alone_s(costs, each.setting) for each in observations]
+    overheads = [each.step_s - each.setting.envs * each.setting.step_s for each in observations]
+    features = [
+        (s.calls, s.envs, *_shared_s(costs, s, shared_cores), s.num_bytes) for s in _of(observations, "setting")
+    ]
+    latency_s, per_env_s, crowding, queueing, byte_s = fit_line(features, rest, relative_to=overheads)
+    return replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing, byte_s=byte_s)
 
 
-def _of(observations: Sequence[Observation], name: str) -> list[float]:
+def _of(observations: Sequence[Observation], name: str) -> list[Any]:
     return [getattr(each, name) for each in observations]
 
 
@@ -351,17 +356,6 @@ def _shared_s(costs: Costs, setting: Setting, shared_cores: int) -> tuple[float,
         return wave_s / shared_cores, 0.0
     taken = workers * own_s / (shared_cores * (setting.envs * (setting.step_s + costs.oversleep_s) + own_s))
     return wave_s / shared_cores, own_s * min(1.0, taken)
-
-
-def _fit_bytes(costs: Costs, observations: Sequence[Observation], small: int, shared_cores: int) -> float:
-    found = Fit(costs, costs)
-    more = [
-        (each.step_s - predict_step_s(found, each.setting, Cluster(shared_cores)))
-        / (each.setting.num_envs * (each.setting.obs_bytes + 18))
-        for each in observations
-        if each.setting.obs_bytes > small
-    ]
-    return max(0.0, float(np.median(more))) if more else 0.0
 
 
 def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Setting]:
