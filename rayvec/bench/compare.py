@@ -191,6 +191,7 @@ def _check_envs(env_ids: tuple[str, ...]) -> None:
 
 def show(results: Results, terminal: Any) -> None:
     """Prints a table for each environment, and writes the CSV."""
+    from rayvec.bench.peers import NOT_INSTALLED
     from rayvec.bench.terminal import show_table
 
     if not results.rows:
@@ -205,12 +206,14 @@ def show(results: Results, terminal: Any) -> None:
         show_table(
             terminal,
             f"{env_id}, random actions; each peer's best row has a *",
-            ("", "environments", "transport", "steps/s", "lowest to highest", "of floor", "steps per CPU-second"),
+            ("", "envs", "transport", "steps/s", "lowest to highest", "of\nfloor", "steps per\nCPU-second"),
             [_cells(row, best[row["way"]]) for row in rows],
         )
     for row in results.rows:
         if "failed" in row:
             terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {row['failed']}")
+        if "missing" in row:
+            terminal.print(f"{row['way']}, {row['env_id']}: {NOT_INSTALLED} ({row['missing']})")
     terminal.print(f"written: {results.path}, {results.write_csv()}")
 
 
@@ -218,9 +221,9 @@ def _cells(row: dict[str, Any], best: float) -> tuple[str, ...]:
     from rayvec.bench.peers import NOT_INSTALLED
 
     if "missing" in row:
-        return row["way"], "", "", f"{NOT_INSTALLED}: {row['missing']}"[:60], "", "", ""
+        return row["way"], "", NOT_INSTALLED, "", "", "", ""
     if "failed" in row:
-        return row["way"], str(row["num_envs"]), "", "failed, see below", "", "", ""
+        return row["way"], str(row["num_envs"]), "failed, see below", "", "", "", ""
     rates = row["steps_per_s_all"]
     return (
         row["way"],

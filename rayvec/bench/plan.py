@@ -200,7 +200,7 @@ class Model:
         show_table(
             terminal,
             f"Overhead per step, ms: fitted to 1 and 2 nodes; at most {100 * _CHECK_LIMIT:.0f}% off is asked",
-            ("setting", "step, ms", "measured", "model", "off", "as on 2 nodes", "off", "beats it and ideal"),
+            ("setting", "step,\nms", "measured", "model", "off", "as on\n2 nodes", "off", "beats that\nand ideal"),
             [
                 (
                     *(each["name"], f"{1e3 * each['step_duration_s']:g}", f"{1e3 * each['measured_s']:.3f}"),

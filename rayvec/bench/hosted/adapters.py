@@ -351,7 +351,7 @@ def _envpool(task: Task) -> Foreign:
     env = envpool.make(name, env_type="gymnasium", num_envs=task.num_envs, num_threads=task.workers)
     env.reset()
     actions = task.single_actions(env.action_space)
-    return Foreign(task.num_envs, "threads, C++ environment of its own", env.step, actions, env.close)
+    return Foreign(task.num_envs, "threads, C++ environment", env.step, actions, env.close)
 
 
 def _pufferlib(task: Task) -> Foreign:
