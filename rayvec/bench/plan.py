@@ -108,7 +108,7 @@ class Model:
             where: Any = stack.enter_context(nodes()) if measured is None or self.check else None
             if measured is None:
                 todo = fit_settings(sigma, 4 * self.obs_size)
-                terminal.print(f"measuring {len(todo)} settings on 1 and 2 simulated nodes, about 2 minutes")
+                terminal.print(f"measuring {len(todo)} settings on 1 and 2 simulated nodes, about 3 minutes")
                 with ticking(len(todo), terminal) as ticker:
                     observations = measure_settings(todo, where, FIT_CORES, self.window, ticker)
                 measured = Measured(observations, len(os.sched_getaffinity(0)), policy)
