@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bad_obs import find_bad_obs, join_bad_obs
-from rayvec.types import Chunk, ChunkEdges, ChunkInfo, Tree, tree_map
+from rayvec.chunk_infos import ChunkInfos
+from rayvec.types import Chunk, ChunkEdges, Tree, tree_map
 
 __all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
 
@@ -22,14 +21,6 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
 
     def join(axis: int, trees: Sequence[Tree]) -> Tree:
         return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
-
-    def place(infos: Callable[[Chunk], tuple[ChunkInfo, ...]]) -> tuple[ChunkInfo, ...]:
-        placed = [
-            info._replace(n=info.n + offset, info=_writable(info.info))
-            for chunk, offset in zip(chunks, offsets, strict=False)
-            for info in infos(chunk)
-        ]
-        return tuple(sorted(placed, key=itemgetter(0, 1)))
 
     first = chunks[0]
     return Chunk(
@@ -44,24 +35,13 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
         final_index=final_index,
         final_obs=tree_map(lambda leaf: leaf[order], join(0, [chunk.final_obs for chunk in chunks])),
         extras={name: join(1, [chunk.extras[name] for chunk in chunks]) for name in first.extras},
-        infos=place(lambda chunk: chunk.infos),
-        reset_infos=place(lambda chunk: chunk.reset_infos),
+        infos=ChunkInfos.join([ChunkInfos.of(chunk.infos) for chunk in chunks], offsets[:-1]),
+        reset_infos=ChunkInfos.join([ChunkInfos.of(chunk.reset_infos) for chunk in chunks], offsets[:-1]),
         restarts=_place(offsets, [chunk.restarts for chunk in chunks])[0],
         cuts=_place(offsets, [chunk.cuts for chunk in chunks])[0],
         weights_version=min(chunk.weights_version for chunk in chunks),
         first_step=first.first_step,
     )
-
-
-def _writable(value: Any) -> Any:
-    """Copies arrays that can't be written, as they come by Ray, wherever they are in an info."""
-    if isinstance(value, np.ndarray):
-        return value if value.flags.writeable else value.copy()
-    if type(value) is dict:
-        return {key: _writable(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_writable(item) for item in value)
-    return value
 
 
 def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -107,7 +107,7 @@ class Collector:
         self._prefetch = prefetch
         self._by_reference = by_reference
         self._on_bad_obs = on_bad_obs
-        self._in_flight = False
+        self._in_flight: deque[int] = deque()  # numbers of steps
         self._first_step = 0
         self._counts: Counter[str] = Counter()
         self._version = 0
@@ -173,14 +173,18 @@ class Collector:
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
         rollouts, episodes = [], []
+        begin_next = self._prefetch and ahead
+        left = num_steps - sum(self._in_flight)
         if self._in_flight:
+            if begin_next and left <= 0 and self._on_bad_obs != "drop":  # which resets environments in between
+                self._take_off(num_steps)  # the workers need not wait until this chunk has been handed over
+                begin_next = False
             rollouts.append(self._land())
             episodes.append(self._tracker.add(rollouts[0].edges)[0])
-        left = num_steps - sum(rollout.edges.num_steps for rollout in rollouts)
         if left > 0:
             rollouts.append(self._rollout(left))
             episodes.append(self._tracker.add(rollouts[-1].edges)[0])
-        if self._prefetch and ahead:
+        if begin_next:
             self._take_off(num_steps)
         return self._batch(rollouts, episodes, begin)
 
@@ -227,15 +231,14 @@ class Collector:
     def _take_off(self, num_steps: int) -> None:
         """Lets the workers begin a chunk."""
         assert self._store is not None
-        self._env.rollout_async(
-            self._store, num_steps, self._first_step, self._noise_seed, by_reference=self._by_reference
-        )
-        self._in_flight = True
+        first_step = self._first_step + sum(self._in_flight)
+        self._env.rollout_async(self._store, num_steps, first_step, self._noise_seed, by_reference=self._by_reference)
+        self._in_flight.append(num_steps)
 
     def _land(self) -> Rollout:
-        """Waits for the chunk in flight."""
+        """Waits for the oldest chunk in flight."""
         rollout = self._env.rollout_wait()
-        self._in_flight = False
+        self._in_flight.popleft()
         return self._landed(rollout)
 
     def _landed(self, rollout: Rollout) -> Rollout:
@@ -259,12 +262,12 @@ class Collector:
         return replace(rollout, chunk=chunk, edges=replace(edges_of(chunk), bad_obs=bad))
 
     def _drop_flight(self) -> None:
-        if self._in_flight:
+        while self._in_flight:
             rollout = self._env.rollout_wait()
+            self._in_flight.popleft()
             self._first_step += rollout.edges.num_steps
             self._counts["dropped steps"] += rollout.edges.valid.size
             self._counts["restarts"] += len(rollout.edges.restarts)
-            self._in_flight = False
 
     def _episodes(self, n_episode: int, begin: float) -> Batch:
         """Collects chunks until every environment has ended its quota of episodes."""
@@ -325,7 +328,8 @@ class Collector:
                 logger.exception("the chunk in flight came to nothing")
             else:
                 self._store.drop()
-        self._store, self._in_flight = None, False
+        self._store = None
+        self._in_flight.clear()
 
     def state_dict(self) -> dict[str, int]:
         """Returns what a later run needs to go on: seeds and counters; episodes under way are not in it.

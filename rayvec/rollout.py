@@ -15,13 +15,14 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
 from rayvec.pools.serial import SerialPool
 from rayvec.pools.supervision import RESTARTED
-from rayvec.types import Chunk, ChunkInfo, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.types import Chunk, RolloutTimes, StepBatch, Tree, as_slice, tree_leaves, tree_map
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 
@@ -322,8 +323,7 @@ class _Recorder:
                 self._finals.append((before, column, deepcopy(obs)))
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
-        by_place = itemgetter(0, 1)
-        self._finals.sort(key=by_place)
+        self._finals.sort(key=itemgetter(0, 1))
         return Chunk(
             env_ids=self._first_id + np.arange(self._lead[1]),
             obs=self._obs,
@@ -336,8 +336,8 @@ class _Recorder:
             final_index=np.array([item[:2] for item in self._finals], np.int64).reshape(-1, 2),
             final_obs=self._stack_finals(),
             extras=self._extras,
-            infos=tuple(sorted(self._infos, key=by_place)),
-            reset_infos=tuple(sorted(self._reset_infos, key=by_place)),
+            infos=ChunkInfos.of(self._infos),
+            reset_infos=ChunkInfos.of(self._reset_infos),
             restarts=np.array(sorted(self._restarts), np.int64).reshape(-1, 2),
             cuts=np.array(sorted(self._cuts), np.int64).reshape(-1, 2),
             weights_version=weights_version,

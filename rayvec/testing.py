@@ -43,7 +43,7 @@ def assert_identical(got: Any, expected: Any, path: str = "value") -> None:
     """Asserts that two values are the same to the last bit: types, data types, shapes and contents.
 
     Args:
-        got: Arrays, dicts, tuples, lists or plain values, nested in any way.
+        got: Arrays, dicts, sequences or plain values, nested in any way.
         expected: What they must be.
         path: Where they stand, for the message.
 
@@ -60,7 +60,7 @@ def assert_identical(got: Any, expected: Any, path: str = "value") -> None:
         _demand(list(got) == list(expected), path, f"keys {list(got)}", list(expected))
         for key in expected:
             assert_identical(got[key], expected[key], f"{path}[{key!r}]")
-    elif isinstance(expected, (tuple, list)):
+    elif isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
         _demand(len(got) == len(expected), path, f"{len(got)} items", len(expected))
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert_identical(a, b, f"{path}[{i}]")

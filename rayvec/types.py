@@ -8,12 +8,14 @@ dict for Dict, a tuple for Tuple.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 
 __all__ = [
     "BadObs",
@@ -129,20 +131,6 @@ class StepBatch:
         )
 
 
-class ChunkInfo(NamedTuple):
-    """An info dict with its place in a chunk.
-
-    Attributes:
-        t: The step, 0 to T-1; -1 for the reset before the chunk's first step.
-        n: The column.
-        info: The info dict as the environment returned it.
-    """
-
-    t: int
-    n: int
-    info: dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """T steps of N environments; an environment whose episode ends is reset within the step.
@@ -162,7 +150,8 @@ class Chunk:
         final_obs: The true last observation of each of these episodes, tree of ``[F, *obs_shape]``.
         extras: What the policy recorded beside its actions, by name, ``[T, N, ...]``:
             ``logp`` (float32, log-probability of the action), and what else it returns.
-        infos: Non-empty infos of steps, sorted by (t, n).
+        infos: Non-empty infos of steps, sorted by (t, n). From a rollout these are
+            :class:`~rayvec.chunk_infos.ChunkInfos`, which make a dict only when somebody reads it.
         reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
         restarts: ``(t, n)`` of each step that failed, after which the environment was made anew, in that order;
             t is -1 where the episode that was under way before the chunk was lost, ``int64 [R, 2]``. The
@@ -184,8 +173,8 @@ class Chunk:
     final_index: NDArray[np.int64]
     final_obs: Tree
     extras: dict[str, NDArray[Any]] = field(default_factory=dict)
-    infos: tuple[ChunkInfo, ...] = ()
-    reset_infos: tuple[ChunkInfo, ...] = ()
+    infos: Sequence[ChunkInfo] = ()
+    reset_infos: Sequence[ChunkInfo] = ()
     restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     weights_version: int = 0
@@ -232,9 +221,6 @@ class Chunk:
         def inside(places: NDArray[np.int64]) -> NDArray[np.bool_]:
             return (places[:, 1] >= start) & (places[:, 1] < stop)
 
-        def moved(infos: tuple[ChunkInfo, ...]) -> tuple[ChunkInfo, ...]:
-            return tuple(info._replace(n=info.n - start) for info in infos if start <= info.n < stop)
-
         ended, origin = inside(self.final_index), np.array([0, start])
         return replace(
             self,
@@ -249,8 +235,8 @@ class Chunk:
             final_index=self.final_index[ended] - origin,
             final_obs=tree_map(lambda leaf: leaf[ended], self.final_obs),
             extras={name: of_step(extra) for name, extra in self.extras.items()},
-            infos=moved(self.infos),
-            reset_infos=moved(self.reset_infos),
+            infos=ChunkInfos.of(self.infos).between(start, stop),
+            reset_infos=ChunkInfos.of(self.reset_infos).between(start, stop),
             restarts=self.restarts[inside(self.restarts)] - origin,
             cuts=self.cuts[inside(self.cuts)] - origin,
         )

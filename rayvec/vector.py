@@ -151,6 +151,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
         self._pending: str | None = None
+        self._rollouts = 0
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
@@ -402,16 +403,21 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     ) -> None:
         """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
 
-        Until then the environments are busy, but weights may be published: the next chunk begins with them.
+        Until then the environments are busy, but weights may be published: the next chunk that is asked for begins
+        with them. That may be while one is under way: the workers then go from one to the other by themselves.
         """
-        self._begin_rollout(num_steps)
+        if self._pending == "rollout" and self._rollouts == 1:
+            check_count("num_steps", num_steps)
+        else:
+            self._begin_rollout(num_steps)
         self._guarded(
             lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
         )
         self._pending = "rollout"
+        self._rollouts += 1
 
     def rollout_wait(self, timeout: float | None = None) -> Rollout:
-        """Waits for :meth:`rollout_async`, for up to `timeout` seconds.
+        """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
 
         Raises:
             NoAsyncCallError: Nothing was started.
@@ -419,7 +425,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         self._assert_pending("rollout")
         result = self._guarded(lambda: self._pool.finish_rollout(timeout))
-        self._pending = None
+        self._rollouts -= 1
+        if not self._rollouts:
+            self._pending = None
         self._acted = None  # a policy in the driver that remembers has missed this
         return result
 

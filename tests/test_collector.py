@@ -252,7 +252,7 @@ class TestTimes:
 
 def ray_is_done(env: RayVecEnv) -> bool:
     """Whether the chunk in flight has been taken; it stays in flight."""
-    flight = env._pool.acting._flight
+    flight = env._pool.acting._flights[0]
     assert flight is not None
     return bool(ray.wait([refs[0] for _, refs in flight.asked], num_returns=len(flight.asked), timeout=0.1)[0])
 

@@ -222,6 +222,31 @@ def test_a_node_lost_in_flight_acts_again_with_the_same_weights(make_vec: MakeVe
     assert_acted_with(batch.chunks[0], policies[1])
 
 
+def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path) -> None:
+    """Its successor takes both, the first from new episodes, each with the weights that it was asked for with."""
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
+    env.reset(seed=0)
+    policies = [TablePolicy(seed=seed) for seed in range(3)]
+    store = env.publish(policies[0])
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    for number, policy in enumerate(policies[1:]):
+        env.rollout_async(store, 3, 3 * number, 1)
+        store.publish(policy.weights())
+    with pytest.raises(AlreadyPendingCallError, match="rollout"):
+        env.rollout_async(store, 3, 6, 1)
+    os.kill(actor, signal.SIGKILL)
+    (tmp_path / "gate").touch()
+    first, second = env.rollout_wait().chunk, env.rollout_wait().chunk
+    assert first is not None and second is not None
+    assert first.restarts.tolist() == [[-1, 2], [-1, 3]] and len(second.restarts) == 0
+    assert second.obs[0][:, TOTAL].tolist() == [3, 3, 3, 3]
+    last = env.rollout_workers(store, 3, 6, 1).chunk
+    assert last is not None and last.obs[0][:, TOTAL].tolist() == [6, 6, 6, 6]
+    for version, chunk in enumerate((first, second, last)):
+        assert chunk.weights_version == version
+        assert_acted_with(chunk, policies[version])
+
+
 def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) -> None:
     for mistake in (
         partial(Collector, counting, TablePolicy(), "driver", prefetch=True),

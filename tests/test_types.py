@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.chunks import join_chunks
 from rayvec.testing import assert_identical
-from rayvec.types import Chunk, ChunkInfo, NodeSlice, Topology, tree_leaves, tree_map
+from rayvec.types import Chunk, NodeSlice, Topology, tree_leaves, tree_map
 
 trees = st.recursive(
     st.integers(),
@@ -66,8 +67,10 @@ def random_chunk(num_steps: int, num_envs: int, seed: int) -> Chunk:
     ended = rng.random(lead) < 0.3
     final_index, restarts = np.argwhere(ended), np.argwhere(rng.random(lead) < 0.2)
 
-    def infos() -> tuple[ChunkInfo, ...]:
-        return tuple(ChunkInfo(t, n, {"at": 10 * t + n}) for t, n in np.argwhere(rng.random(lead) < 0.3).tolist())
+    def infos() -> ChunkInfos:
+        return ChunkInfos.of(
+            ChunkInfo(t, n, {"at": 10 * t + n}) for t, n in np.argwhere(rng.random(lead) < 0.3).tolist()
+        )
 
     return Chunk(
         env_ids=100 + np.arange(num_envs),

@@ -1,7 +1,8 @@
 """Policies on the nodes of a cluster: handed out, given new weights, and let act in the workers, a chunk at a time.
 
 All of it goes through Ray, and an actor does what it is asked one thing after another. So weights that are
-published while a chunk is under way wait behind it, without the driver, and the next chunk begins with them.
+published while a chunk is under way wait behind it, without the driver, and the next chunk begins with them; and a
+chunk that is asked for while one is under way begins on each node as soon as its part of that one has been handed over.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Flight:
         weights: Version of its weights and the reference to them when the chunk began; None for those that the policy
             brought along.
         asked: Of each node, who was asked, and the references to its answer and to its part of the chunk.
-        publishing: Likewise of weights that were published meanwhile.
+        publishing: Likewise of weights that were published after it had been asked for.
         parts: Answers so far, by the number of the node.
         waited_s: How long somebody has waited for them.
     """
@@ -59,9 +60,9 @@ class _Flight:
     parts: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def wait(self, handle: NodeHandle, refs: tuple[Any, Any], deadline: float | None = None) -> NodePart:
+    def wait(self, number: int, deadline: float | None = None) -> NodePart:
         """Waits for the answer of a node, and fetches its part unless that stays where it is."""
-        began_s = time.monotonic()
+        (handle, refs), began_s = self.asked[number], time.monotonic()
         try:
             times, edges = handle.get(refs[0], None if deadline is None else max(0.0, deadline - began_s))
         finally:
@@ -70,7 +71,7 @@ class _Flight:
 
 
 class ActingNodes:
-    """The policies that nodes hold, their weights, and the chunk under way.
+    """The policies that nodes hold, their weights, and the chunks under way, two at most.
 
     Args:
         nodes: Whoever has the handle of each node; handles may be replaced.
@@ -89,7 +90,7 @@ class ActingNodes:
         self._follow = follow
         self._policies: dict[int, tuple[bytes, int]] = {}
         self._weights: dict[int, tuple[int, Any]] = {}
-        self._flight: _Flight | None = None
+        self._flights: list[_Flight] = []
         self._publishing: list[tuple[NodeHandle, Any]] = []
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
@@ -106,32 +107,34 @@ class ActingNodes:
     def publish(self, key: int, version: int, weights: Any) -> None:
         """Gives every node new weights: an object reference, which each node fetches once.
 
-        Chunks that begin from now on are taken with them. Nobody waits for a chunk under way.
+        Chunks that are asked for from now on are taken with them. Nobody waits for a chunk under way.
         """
         self._weights[key] = version, weights
-        if self._flight is None:
-            self._ask_all("publish", key, version, weights)
+        if self._flights:
+            self._flights[-1].publishing += self._call_all("publish", key, version, weights)
         else:
-            self._flight.publishing += self._call_all("publish", key, version, weights)
+            self._ask_all("publish", key, version, weights)
 
     def install(self, handle: NodeHandle) -> None:
         """Gives a node that takes the place of another every policy, with the weights that it is to act with next."""
         for key, policy in self._policies.items():
             handle.call("ask", "load_policy", key, *policy)
-            flying = self._flight is not None and self._flight.key == key
-            weights = self._flight.weights if self._flight is not None and flying else self._weights.get(key)
+            weights = self._due(key)
             if weights is not None:
                 handle.call("publish", key, *weights)
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool) -> None:
-        """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it."""
-        assert self._flight is None, "one chunk at a time"
+        """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it.
+
+        While one chunk is under way another may be asked for.
+        """
+        assert len(self._flights) < 2, "one chunk under way, and one behind it"
         args = (key, num_steps, first_step, noise_seed, with_edges)
         asked = [(node.handle, _ask_rollout(node.handle, args)) for node in self._nodes]
-        self._flight = _Flight(key, args, self._weights.get(key), asked)
+        self._flights.append(_Flight(key, args, self._weights.get(key), asked))
 
     def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
-        """Waits for the chunk under way.
+        """Waits for the older chunk under way.
 
         A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere, from new
         episodes, with the weights that the others acted with.
@@ -142,16 +145,15 @@ class ActingNodes:
         Raises:
             NotReady: It takes longer; the chunk stays under way.
         """
-        flight = self._flight
-        assert flight is not None
+        flight = self._flights[0]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for number, (handle, refs) in enumerate(flight.asked):
+        for number in range(len(self._nodes)):
             if number not in flight.parts:
                 try:
-                    flight.parts[number] = flight.wait(handle, refs, deadline)
+                    flight.parts[number] = flight.wait(number, deadline)
                 except NodeLostError as error:
-                    flight.parts[number] = self._take_again(flight, number, handle, error)
-        self._flight = None
+                    flight.parts[number] = self._take_again(flight, number, error)
+        del self._flights[0]
         self._publishing = flight.publishing
         return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
 
@@ -167,23 +169,36 @@ class ActingNodes:
                     try:
                         handle.get(ref)
                     except NodeLostError as error:
-                        self._replace(number, error)  # which gives it the newest weights
-        self._follow()
+                        self._replace(number, error)  # which gives it the weights that are due
+        if not self._flights:  # else the nodes step, and are followed when they have done so
+            self._follow()
 
-    def _take_again(self, flight: _Flight, number: int, asked: NodeHandle, error: NodeLostError) -> NodePart:
-        node = self._nodes[number]
+    def _take_again(self, flight: _Flight, number: int, error: NodeLostError) -> NodePart:
         while True:
-            if node.handle is asked:  # else somebody else has found out already
+            asked = flight.asked[number][0]
+            if self._nodes[number].handle is asked:  # else somebody else has found out already
                 self._replace(number, error)
-            asked = node.handle
+            self._ask_again(number)
             try:
-                part = flight.wait(asked, _ask_rollout(asked, flight.args))
-                newest = self._weights.get(flight.key)
-                if newest is not None and newest != flight.weights:
-                    asked.call("publish", flight.key, *newest)
-                return part
+                return flight.wait(number)
             except NodeLostError as again:
                 error = again
+
+    def _ask_again(self, number: int) -> None:
+        """Asks the successor of a lost node for all that is under way, in the order and with the weights of before."""
+        handle = self._nodes[number].handle
+        behind = self._flights[0]
+        for flight in self._flights:
+            if flight.weights is not None:
+                behind.publishing.append((handle, handle.actor.publish.remote(flight.key, *flight.weights)))
+            flight.asked[number] = handle, _ask_rollout(handle, flight.args)
+            behind = flight
+        for key, newest in self._weights.items():
+            behind.publishing.append((handle, handle.actor.publish.remote(key, *newest)))
+
+    def _due(self, key: int) -> tuple[int, Any] | None:
+        """Returns the weights that a policy acts with next: those of the oldest chunk under way, or the newest."""
+        return next((flight.weights for flight in self._flights if flight.key == key), self._weights.get(key))
 
     def _call_all(self, method: str, *args: Any) -> list[tuple[NodeHandle, Any]]:
         """Calls a method of every node's actor, all at once; returns who was called, and references."""
@@ -198,7 +213,7 @@ class ActingNodes:
                 if self._nodes[number].handle is handle:
                     self._replace(number, error)
                 self._nodes[number].handle.call(method, *args)
-        if self._flight is None:  # else the nodes step, and are followed when they have done so
+        if not self._flights:
             self._follow()
 
 

@@ -209,11 +209,6 @@ class LentPool(PoolClient):
             if link.replaced:
                 link.reconnect(Connection(self._borrow("lend_pipe", 1, link.index)[0]), repeat=False)
 
-    def stepped_by_another(self, last_obs: Tree) -> None:
-        """See :class:`NodePool`."""
-        self.follow()
-        super().stepped_by_another(last_obs)
-
     def close(self) -> None:
         """Lets go of what was lent."""
         super().close()

@@ -21,6 +21,7 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
 from tianshou.env import BaseVectorEnv
 
+from rayvec.chunk_infos import ChunkInfo, ChunkInfos
 from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.tianshou.absent import without_absent_rows
@@ -29,7 +30,7 @@ from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 from rayvec.tianshou.pool_env import APART
 from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.vector_env import RayVectorEnv
-from rayvec.types import Chunk, ChunkInfo, tree_map
+from rayvec.types import Chunk, tree_map
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
@@ -337,9 +338,10 @@ class Collector(tianshou.data.Collector[Any]):
         if isinstance(obs, dict):
             obs = _objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
         infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
-        for item in (*chunk.infos, *chunk.reset_infos):
-            if item.t == last and (item in chunk.reset_infos) == bool(chunk.done[last, item.n]):
-                infos[item.n] = {**item.info, **infos[item.n]}
+        for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
+            for item in ChunkInfos.of(said).where(lambda block: block.t == last):
+                if chunk.done[last, item.n] == of_reset:
+                    infos[item.n] = {**item.info, **infos[item.n]}
         self._pre_collect_obs_RO, self._pre_collect_info_R = obs, _objects(infos)
         state = None if random else policy_entry(chunk.extras).get("hidden_state")
         if state is not None:
@@ -382,12 +384,15 @@ def _prefetch_error(expected: str, got: str) -> ConfigError:
     )
 
 
-def _plain(infos: Sequence[ChunkInfo]) -> tuple[ChunkInfo, ...]:
+def _plain(infos: Sequence[ChunkInfo]) -> ChunkInfos:
     """Returns infos without what is meant for the face of the environments.
 
     Raises:
         ConfigError: An observation or a reward did not fit into the chunk's arrays.
     """
+    infos = ChunkInfos.of(infos)
+    if not infos.has_key(APART):
+        return infos
     plain = []
     for item in infos:
         if APART in item.info:
@@ -407,7 +412,7 @@ def _plain(infos: Sequence[ChunkInfo]) -> tuple[ChunkInfo, ...]:
             if not info:
                 continue
         plain.append(item)
-    return tuple(plain)
+    return ChunkInfos.of(plain)
 
 
 def _objects(values: Sequence[Any]) -> NDArray[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch
 
-from rayvec.types import Chunk, ChunkInfo
+from rayvec.chunk_infos import ChunkInfo, ChunkInfos, InfoColumn
+from rayvec.types import Chunk
 
 __all__ = ["info_columns", "info_rows"]
 
@@ -38,13 +39,11 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
         Columns, with 0 or None where a step has no such key; None if they depend on the step that they are of.
     """
     lead = chunk.valid.shape
-    places = np.array([t * lead[1] + n for t, n, _ in chunk.infos], np.int64)
-    infos = [info for _, _, info in chunk.infos]
+    infos = ChunkInfos.of(chunk.infos)
     if not chunk.valid.all():
-        rows = np.flatnonzero(chunk.valid.reshape(-1)[places])
-        places, infos = places[rows], [infos[row] for row in rows.tolist()]
+        infos = infos.where(lambda block: chunk.valid[block.t, block.n])
     try:
-        columns = _columns(infos, places, lead[0] * lead[1])
+        columns = _columns([(block.t * lead[1] + block.n, block.columns) for block in infos.blocks], lead[0] * lead[1])
         columns["env_id"] = np.tile(env_ids, lead[0])
         _check_kinds(columns, held)
     except _IrregularError:
@@ -67,47 +66,38 @@ def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: ND
     return rows
 
 
-def _columns(infos: Sequence[dict[str, Any]], places: NDArray[np.int64], size: int) -> dict[str, Any]:
+def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], size: int) -> dict[str, Any]:
+    """Spreads the columns of infos over all places; each part says where it belongs."""
+    gathered: dict[Any, list[tuple[NDArray[np.int64], InfoColumn]]] = {}
+    for places, part in parts:
+        for key, column in part.items():
+            if key != "env_id":
+                gathered.setdefault(key, []).append((places, column))
     columns: dict[str, Any] = {}
-    for key, (values, at) in _by_key(infos, places).items():
+    for key, found in gathered.items():
         if not isinstance(key, str):
             raise _IrregularError
-        types = set(map(type, values))
-        if types == {dict}:
-            if not all(values):
+        at, column = np.concatenate([places for places, _ in found]), _joined([column for _, column in found])
+        if column.kind is None and set(map(type, column.values)) == {dict}:
+            if not all(column.values):
                 raise _IrregularError
-            columns[key] = _columns(values, at, size)
+            inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), column.values, strict=True))
+            columns[key] = _columns([(block.n, block.columns) for block in inner.blocks], size)
             continue
-        array = _array(values, types)
+        array = _array(column.values) if column.kind is None else column.values
         columns[key] = np.full((size, *array.shape[1:]), None if array.dtype == object else 0, array.dtype)
         columns[key][at] = array
     return columns
 
 
-def _by_key(
-    infos: Sequence[dict[str, Any]], places: NDArray[np.int64]
-) -> dict[str, tuple[list[Any], NDArray[np.int64]]]:
-    """Returns, for each key, its values and their places."""
-    all_keys = list(map(tuple, infos))
-    rows_of: dict[tuple[str, ...], list[int]] = {keys: [] for keys in all_keys}
-    if len(rows_of) > 1:
-        for i, keys in enumerate(all_keys):
-            rows_of[keys].append(i)
-    gathered: dict[str, list[tuple[list[Any], NDArray[np.int64]]]] = {}
-    for keys, rows in rows_of.items():
-        same, at = ([infos[i] for i in rows], places[rows]) if rows else (infos, places)
-        for key in keys:
-            if key != "env_id":
-                gathered.setdefault(key, []).append(([info[key] for info in same], at))
-    return {
-        key: parts[0]
-        if len(parts) == 1
-        else ([value for values, _ in parts for value in values], np.concatenate([at for _, at in parts]))
-        for key, parts in gathered.items()
-    }
+def _joined(columns: list[InfoColumn]) -> InfoColumn:
+    if all(column.form == columns[0].form for column in columns):
+        return InfoColumn.join(columns)
+    return InfoColumn(None, [value for column in columns for value in column.read()])
 
 
-def _array(values: list[Any], types: set[type]) -> NDArray[Any]:
+def _array(values: list[Any]) -> NDArray[Any]:
+    types = set(map(type, values))
     if types == {np.ndarray}:
         if len({(value.dtype, value.shape) for value in values}) > 1 or values[0].dtype.kind not in _NUMBERS:
             raise _IrregularError
