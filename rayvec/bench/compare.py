@@ -127,6 +127,7 @@ class Compare:
             "env_id": env_id,
             "inference": inference,
             "chunk_steps": _CHUNK_STEPS,
+            "prefetch": way == "rayvec-worker",
         }
         with ExitStack() as stack:
             python = pythons.get(peer, sys.executable)

@@ -187,7 +187,7 @@ class Scaling:
         if way == "floor":  # its windows are those beside all others
             return 0.0
         call_s = (chunk_length(step_s, self.chunk_steps) if way == "rayvec-worker" else 1) * step_s
-        own_s = max(self.window_s(step_s), 2.0 * call_s) + 0.5 * call_s  # the last call ends after the window
+        own_s = max(self.window_s(step_s), 2.0 * call_s) + 1.5 * call_s  # the last calls end after the window
         return self.repeats * (self.window_s(step_s) + own_s) + 2.0 * call_s
 
     def start_s(self, way: str, num_envs: int) -> float:
@@ -210,6 +210,7 @@ def emulated_task(settings: Scaling, way: str, num_nodes: int, address: str) -> 
             "obs_size": settings.obs_size,
         },
         "inference": way.removeprefix("rayvec-") if way.startswith("rayvec-") else "driver",
+        "prefetch": way == "rayvec-worker",
         "address": address,
     }
 

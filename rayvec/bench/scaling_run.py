@@ -36,7 +36,9 @@ def run(given: Scaling, mentioned: frozenset[str]) -> None:
     todo = [cell for cell in settings.cells() if cell not in done]
     seconds = sum(settings.expected_s(cell) for cell in todo)
     seconds += sum(settings.start_s(way, n * settings.cores_per_node) for n, way in {cell[:2] for cell in todo})
-    terminal.print(f"{len(todo)} of {len(list(settings.cells()))} cells to measure, about {seconds / 60:.0f} minutes")
+    terminal.print(
+        f"{len(todo)} of {len(list(settings.cells()))} cells to measure, about {max(1, round(seconds / 60))} minutes"
+    )
     try:
         if todo:
             with nodes(settings.address) as found:
@@ -116,7 +118,7 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
     show_table(
         terminal,
         f"Environments that {work}, one for each core{', jitter ' + settings.jitter if settings.jitter else ''}; "
-        "efficiency = steps/s over\n(cores / step duration), floor = independent processes, T = steps of a chunk",
+        "efficiency = steps/s over\n(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
         ("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency", "of\nfloor"),
         [_cells(row) for row in rows],
         sections=True,

@@ -43,6 +43,7 @@ class Task:
         inference: Of ours: ``"driver"`` or ``"worker"``.
         chunk_steps: T of a chunk of ours.
         groups: Of ours.
+        prefetch: Whether ours takes chunks as a prefetching collector does: the next one while this one is handed over.
         hidden_size: Units of two hidden layers of a net that ours evaluates; 0 for none.
         address: Of a Ray cluster.
     """
@@ -56,6 +57,7 @@ class Task:
     inference: str = "driver"
     chunk_steps: int = 1
     groups: int = 1
+    prefetch: bool = False
     hidden_size: int = 0
     address: str | None = None
 
@@ -103,9 +105,17 @@ class Adapter(ABC):
     def advance(self) -> int:
         """Takes some steps; returns how many in all."""
 
+    def settle(self) -> None:
+        """Waits for what has been begun ahead, which nobody counts."""
+        return
+
     def set_step(self, step_s: float, chunk_steps: int) -> None:
         """Sets how long emulated environments take."""
         raise NotImplementedError
+
+    def steps_ahead(self) -> list[int] | None:
+        """Steps of each worker in a chunk, where the next chunk is begun while this one is handed over; else None."""
+        return None
 
     def set_inference(self, inference: str) -> None:
         """Sets who chooses actions from now on, where there is a choice."""

@@ -53,6 +53,7 @@ class Ours(Adapter):
     """A :class:`rayvec.RayVecEnv`, stepped by ``step`` or by ``rollout``."""
 
     def __init__(self, task: Task) -> None:
+        from rayvec.collector import Collector
         from rayvec.vector import RayVecEnv
 
         self.num_envs = task.num_envs
@@ -75,6 +76,7 @@ class Ours(Adapter):
             self.transport = f"ray, {self.transport}"
         self.inference_s: NDArray[np.float64] | None = None
         self._task = task
+        self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
         self._steps = task.chunk_steps
         self._chunk: Any = None
         pids = self.env.worker_pids().values()
@@ -83,7 +85,9 @@ class Ours(Adapter):
 
     def advance(self) -> int:
         """Takes one step of every environment, or one chunk."""
-        if self._task.inference == "worker":
+        if self._collector is not None:
+            self._chunk = self._collector.collect(n_step=self.num_envs * self._steps).chunks[-1]
+        elif self._task.inference == "worker":
             self._chunk = self.env.rollout(self.policy, self._steps)
         elif self._task.hidden_size or self._task.groups == 2:
             self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
@@ -93,8 +97,20 @@ class Ours(Adapter):
             return self.num_envs
         return self.num_envs * self._steps
 
+    def settle(self) -> None:
+        """Waits for the chunk in flight, whose steps nobody counts."""
+        if self._collector is not None:
+            self._collector.drain()
+
+    def steps_ahead(self) -> list[int] | None:
+        """Steps of each worker in a chunk, with prefetch."""
+        if self._collector is None:
+            return None
+        return [self._steps * (ids.stop - ids.start) for ids in self._worker_ids()]
+
     def set_step(self, step_s: float, chunk_steps: int) -> None:
         """Sets how long environments take, and T of a chunk."""
+        self.settle()
         self.env.set_attr("step_s", step_s)
         self._steps = chunk_steps
 
