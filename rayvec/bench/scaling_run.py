@@ -118,7 +118,8 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
     show_table(
         terminal,
         f"Environments that {work}, one for each core{', jitter ' + settings.jitter if settings.jitter else ''}; "
-        "efficiency = steps/s over\n(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
+        "efficiency = steps/s over\n"
+        "(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
         ("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency", "of\nfloor"),
         [_cells(row) for row in rows],
         sections=True,
