@@ -1,12 +1,10 @@
-"""A cluster of simulated nodes, reached by the network: efficiency, double buffering, start, cost of a frame.
+"""A cluster of simulated nodes, reached by the network: double buffering, start, cost of a frame.
 
-    python benchmarks/cluster.py efficiency --nodes 2 --workers-per-node 8 --step-duration 1 0.1 0.01 0.001
     python benchmarks/cluster.py groups
     python benchmarks/cluster.py startup --nodes 2 --workers-per-node 48
     python benchmarks/cluster.py frames --nodes 8
 
-Cores are emulated by environments that sleep. The floor of the efficiency is as many independent processes that
-step the same environments without any communication, measured in the same run, in turns.
+Efficiency over nodes and step durations is what ``rayvec bench scaling`` measures.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -37,97 +34,6 @@ def timed(step_s: float, busy: bool = False) -> Callable[[], TimedEnv]:
 def still(obs: Any) -> Any:
     """A policy that costs nothing."""
     return np.zeros(len(obs), np.int64)
-
-
-def alone(step_s: float, pipe: Connection) -> None:
-    """Steps one environment whenever it is told for how long; answers with steps per second."""
-    env = timed(step_s)()
-    env.reset(seed=0)
-    while (seconds := pipe.recv()) is not None:
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            _, _, terminated, truncated, _ = env.step(0)
-            if terminated or truncated:
-                env.reset()
-            count += 1
-        pipe.send(count / (time.perf_counter() - begin))
-
-
-class Floor:
-    """Independent processes, each with one environment."""
-
-    def __init__(self, count: int, step_s: float) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._pipes, self._processes = [], []
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=alone, args=(step_s, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def measure(self, seconds: float) -> float:
-        """Returns steps per second of all."""
-        for pipe in self._pipes:
-            pipe.send(seconds)
-        return float(sum(pipe.recv() for pipe in self._pipes))
-
-    def close(self) -> None:
-        """Ends them."""
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join()
-
-
-def rate(advance: Callable[[], int], seconds: float) -> float:
-    """Returns steps per second of something that advances by so many steps a call."""
-    begin, steps = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        steps += advance()
-    return steps / (time.perf_counter() - begin)
-
-
-def efficiency(args: argparse.Namespace) -> None:
-    """Steps per second over the floor, from the driver and in chunks."""
-    count = args.nodes * args.workers_per_node
-    rows = []
-    with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
-        for step_s in args.step_duration:
-            seconds, repeats = max(2.0, 10 * step_s), 3 if step_s >= 0.1 else args.repeats
-            chunk_steps = min(128, max(1, round(2.0 / step_s)))
-            actions = np.zeros(count, np.int64)
-            floor = Floor(count, step_s)
-            with RayVecEnv([timed(step_s)] * count, workers_per_node=args.workers_per_node) as env:
-                env.reset(seed=0)
-                transport = "+".join(sorted(set(env.transports)))
-
-                def step(env: RayVecEnv = env, actions: Any = actions) -> int:
-                    env.step(actions)
-                    return count
-
-                def chunk(env: RayVecEnv = env, chunk_steps: int = chunk_steps) -> int:
-                    return env.rollout(still, chunk_steps).rew.size
-
-                rates: dict[str, list[float]] = {"floor": [], "driver": [], "chunks": []}
-                step(), chunk()
-                for _ in range(repeats):
-                    rates["floor"].append(floor.measure(seconds))
-                    rates["driver"].append(rate(step, seconds))
-                    rates["chunks"].append(rate(chunk, max(seconds, 2 * chunk_steps * step_s)))
-            floor.close()
-            ideal = count / step_s
-            rows.append(
-                [
-                    f"{step_s:g}",
-                    transport,
-                    f"{statistics.median(rates['floor']) / ideal:.3f}",
-                    ratio(rates["driver"], rates["floor"]),
-                    ratio(rates["chunks"], rates["floor"]),
-                ]
-            )
-    print(f"{args.nodes} simulated nodes x {args.workers_per_node} workers x 1 environment that sleeps\n")
-    print(markdown(["step duration, s", "transport", "floor / ideal", "driver / floor", "chunks / floor"], rows))
 
 
 def groups(args: argparse.Namespace) -> None:
@@ -299,13 +205,12 @@ def main() -> None:
     """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function, repeats in ((efficiency, 5), (groups, 5), (startup, 3), (frames, 7)):
+    for function, repeats in ((groups, 5), (startup, 3), (frames, 7)):
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(function=function)
         command.add_argument("--repeats", type=int, default=repeats)
         command.add_argument("--nodes", type=int, default=8 if function is frames else 2)
         command.add_argument("--workers-per-node", type=int, default=48 if function is startup else 8)
-        command.add_argument("--step-duration", type=float, nargs="+", default=[1.0, 0.1, 0.01, 0.001])
         command.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     print(heading())

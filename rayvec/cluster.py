@@ -23,7 +23,7 @@ import ray
 
 from rayvec.errors import ConfigError, message
 
-__all__ = ["CLUSTER_MARK", "RaySession"]
+__all__ = ["CLUSTER_MARK", "RaySession", "end_reaper", "start_reaper"]
 
 CLUSTER_MARK = "RAYVEC_CLUSTER"
 """The environment variable that names, to its processes, the directory of a private cluster."""
@@ -85,7 +85,7 @@ class RaySession:
             if RaySession._shares == 0 and RaySession._ours:
                 ray.shutdown()
                 if RaySession._reaper is not None:
-                    _end_reaper(RaySession._reaper)
+                    end_reaper(RaySession._reaper)
                     RaySession._reaper = None
                 RaySession._ours = False
 
@@ -123,11 +123,7 @@ def _connect(address: str) -> None:
 
 def _start_private() -> subprocess.Popen[bytes]:
     directory = tempfile.mkdtemp(prefix="rayvec-")
-    reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+    reaper = start_reaper(directory)
     try:
         with _environment(RAY_AUTH_TOKEN=_TOKEN, RAY_worker_niceness="0", **{CLUSTER_MARK: directory}):
             ray.init(
@@ -139,12 +135,25 @@ def _start_private() -> subprocess.Popen[bytes]:
             )
     except BaseException:
         ray.shutdown()
-        _end_reaper(reaper)
+        end_reaper(reaper)
         raise
     return reaper
 
 
-def _end_reaper(reaper: subprocess.Popen[bytes]) -> None:
+def start_reaper(directory: str) -> subprocess.Popen[bytes]:
+    """Starts who clears up after a private cluster, also when this process is killed.
+
+    Args:
+        directory: Of the cluster; its processes have it in their environment as :data:`CLUSTER_MARK`.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
     """Lets the reaper see that we are done; it clears up as it would after a crash, and ends."""
     assert reaper.stdin is not None
     reaper.stdin.close()

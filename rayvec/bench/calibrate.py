@@ -2,28 +2,86 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayvec.bench.model import Observation, Setting
+from rayvec.bench.model import Fit, Observation, Setting, fit
+from rayvec.bench.results import Results
+from rayvec.errors import ConfigError, message
 
 if TYPE_CHECKING:
     from rayvec.bench.peers import PeerProcess
     from rayvec.bench.simulate import Nodes
     from rayvec.bench.terminal import Ticker
 
-__all__ = ["CHECK_NODES", "check_settings", "fit_settings", "measure_policy", "measure_settings"]
+__all__ = [
+    "CHECK_NODES",
+    "FIT_CORES",
+    "Measured",
+    "check_settings",
+    "fit_settings",
+    "measure_policy",
+    "measure_settings",
+    "read_measured",
+]
 
+FIT_CORES = 4
+"""Of each simulated node."""
 CHECK_NODES, CHECK_WORKERS = (4, 8), 2
 _DURATIONS_S = (0.01, 0.001)
 _CHUNKS = (16, 128)
 _LARGE_OBS_BYTES = 40_000
-_CALLS_OF_WINDOW = 12
+_TURNS = 3
+_CALLS_OF_WINDOW, _MOST_WINDOW_S = 4, 1.3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model is fitted to, as a result file keeps it.
+
+    Attributes:
+        observations: Of simulated nodes.
+        shared_cores: Of the machine that simulated them.
+        policy_s: Seconds of a forward pass of the policy, and of each of its rows.
+    """
+
+    observations: list[Observation]
+    shared_cores: int
+    policy_s: tuple[float, float] = (0.0, 0.0)
+
+    def fit(self) -> Fit:
+        """Fits the model."""
+        return fit(self.observations, self.shared_cores, self.policy_s)
+
+
+def read_measured(path: Path) -> Measured:
+    """Returns the measurements in a result file.
+
+    Raises:
+        ConfigError: It is no result file of ``rayvec bench model``, or holds no measurements.
+    """
+    content = Results.read(path, "model").extra
+    try:
+        observations = [
+            Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content["observations"]
+        ]
+        call_s, row_s = content["policy_s"]
+        return Measured(observations, int(content["shared_cores"]), (call_s, row_s))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            message(
+                "--fit names a model.json that holds measurements.",
+                expected="observations, shared_cores and policy_s",
+                got=f"{path} ({type(error).__name__}: {error})",
+                remedy="Measure anew, without --fit.",
+            )
+        ) from error
 
 
 def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> Iterator[Setting]:
@@ -56,31 +114,31 @@ def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
 def measure_settings(
     settings: Sequence[Setting], nodes: Nodes, cores: int, window_s: float, ticker: Ticker
 ) -> list[Observation]:
-    """Measures settings, those that can share environments one after another.
+    """Measures settings, those that can share environments in turns, and returns the quickest turn of each.
+
+    The quickest, because whatever else a machine does only adds to what a step costs.
 
     Args:
         settings: What to measure.
         nodes: Simulated, or of a cluster.
         cores: Of each node.
-        window_s: Seconds of a window at least; it holds some calls too.
+        window_s: Seconds of each setting at least; every turn holds some calls too.
         ticker: Advanced by 1 for each setting.
     """
     from rayvec.bench.peers import peer_process
 
     found = []
-    with ExitStack() as stack:
-        process, current = None, None
-        for setting in sorted(settings, key=_topology):
-            nodes.grow(setting.nodes, cores)
-            if _topology(setting) != current:
-                stack.close()
-                task = _task(setting, nodes.address)
-                process, _ = stack.enter_context(peer_process("rayvec", nodes.environment, task))
-                current = _topology(setting)
-            assert process is not None
-            ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
-            found.append(_observe(process, setting, window_s))
-            ticker.advance(1.0)
+    for _, group in itertools.groupby(sorted(settings, key=_topology), _topology):
+        alike = list(group)
+        nodes.grow(alike[0].nodes, cores)
+        with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
+            turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
+            for _ in range(_TURNS):
+                for setting in alike:
+                    ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
+                    turns[setting].append(_observe(process, setting, window_s / _TURNS))
+                    ticker.advance(1.0 / _TURNS)
+        found += [min(each, key=lambda observation: observation.step_s) for each in turns.values()]
     return found
 
 
@@ -103,7 +161,7 @@ def _task(setting: Setting, address: str) -> dict[str, Any]:
 def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observation:
     chunk_steps = setting.chunk_steps if setting.inference == "worker" or setting.groups == 2 else 1
     process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=setting.inference)
-    seconds = max(window_s, min(4.0, _CALLS_OF_WINDOW * chunk_steps * setting.envs * setting.step_s))
+    seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.envs * setting.step_s))
     window = process.do("measure", seconds=seconds, with_split=True)
     steps = window["steps"] / setting.num_envs
     return Observation(
@@ -113,6 +171,7 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
         driver_s=window["driver_cpu_s"] / steps,
         node_s=window["node_cpu_s"] / steps / setting.nodes,
         worker_s=window["worker_cpu_s"] / steps / (setting.nodes * setting.workers),
+        spread_s=window["step_spread_s"],
     )
 
 

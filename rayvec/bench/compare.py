@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,9 +114,7 @@ class Compare:
 
     def _row(self, env_id: str, way: str, num_envs: int, pythons: dict[str, str]) -> dict[str, Any]:
         import sys
-        import uuid
 
-        from rayvec.bench.hosted.host import MARK
         from rayvec.bench.peers import peer_process
 
         peer, _, inference = way.partition("-") if way in OURS else (way, "", "driver")
@@ -128,24 +127,43 @@ class Compare:
             "env_id": env_id,
             "inference": inference,
             "chunk_steps": _CHUNK_STEPS,
+            "prefetch": way == "rayvec-worker",
         }
-        environment = {MARK: uuid.uuid4().hex, "RAY_ADDRESS": "", "RAY_worker_niceness": "0"}
-        with peer_process(peer, environment, task, pythons.get(peer, sys.executable)) as (process, started):
+        with ExitStack() as stack:
+            python = pythons.get(peer, sys.executable)
+            process, started = stack.enter_context(peer_process(peer, _environment(), task, python))
             if "missing" in started:
                 return {"missing": started["missing"]}
+            floor = process if way == "floor" else stack.enter_context(peer_process("floor", _environment(), task))[0]
             process.do("measure", seconds=min(0.3, self.window), with_split=False)
-            windows = [process.do("measure", seconds=self.window, with_split=False) for _ in range(self.repeats)]
+            windows: list[dict[str, Any]] = []
+            floors: list[dict[str, Any]] = []
+            for _ in range(self.repeats):  # in turns, since what a machine has to give changes by the minute
+                for asked, found in ((process, windows), (floor, floors)):
+                    found.append(asked.do("measure", seconds=self.window, with_split=False))
         rates = [window["steps_per_s"] for window in windows]
+        of_floor = [rate / window["steps_per_s"] for rate, window in zip(rates, floors, strict=True)]
         per_cpu = [window["steps"] / max(window["cpu_s"], 0.01) for window in windows]
         return {
             "workers": workers,
             "transport": started["transport"],
             "steps_per_s": statistics.median(rates),
             "steps_per_s_all": rates,
+            "of_floor": statistics.median(of_floor),
+            "of_floor_all": of_floor,
             "steps_per_cpu_s": statistics.median(per_cpu),
             "steps_per_cpu_s_all": per_cpu,
             "start_s": started["start_s"],
         }
+
+
+def _environment() -> dict[str, str]:
+    """Returns what the processes of one peer have in their environment, with a mark of their own."""
+    import uuid
+
+    from rayvec.bench.hosted.host import MARK
+
+    return {MARK: uuid.uuid4().hex, "RAY_ADDRESS": "", "RAY_worker_niceness": "0"}
 
 
 def _check_envs(env_ids: tuple[str, ...]) -> None:
@@ -174,6 +192,7 @@ def _check_envs(env_ids: tuple[str, ...]) -> None:
 
 def show(results: Results, terminal: Any) -> None:
     """Prints a table for each environment, and writes the CSV."""
+    from rayvec.bench.peers import NOT_INSTALLED
     from rayvec.bench.terminal import show_table
 
     if not results.rows:
@@ -181,7 +200,6 @@ def show(results: Results, terminal: Any) -> None:
         return
     for env_id in dict.fromkeys(row["env_id"] for row in results.rows):
         rows = [row for row in results.rows if row["env_id"] == env_id]
-        floor = max((row["steps_per_s"] for row in rows if row["way"] == "floor" and "steps_per_s" in row), default=0.0)
         best = {
             way: max((row["steps_per_s"] for row in rows if row["way"] == way and "steps_per_s" in row), default=0.0)
             for way in {row["way"] for row in rows}
@@ -189,22 +207,24 @@ def show(results: Results, terminal: Any) -> None:
         show_table(
             terminal,
             f"{env_id}, random actions; each peer's best row has a *",
-            ("", "environments", "transport", "steps/s", "lowest to highest", "of floor", "steps per CPU-second"),
-            [_cells(row, floor, best[row["way"]]) for row in rows],
+            ("", "envs", "transport", "steps/s", "lowest to highest", "of\nfloor", "steps per\nCPU-second"),
+            [_cells(row, best[row["way"]]) for row in rows],
         )
     for row in results.rows:
         if "failed" in row:
             terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {row['failed']}")
+        if "missing" in row:
+            terminal.print(f"{row['way']}, {row['env_id']}: {NOT_INSTALLED} ({row['missing']})")
     terminal.print(f"written: {results.path}, {results.write_csv()}")
 
 
-def _cells(row: dict[str, Any], floor: float, best: float) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], best: float) -> tuple[str, ...]:
     from rayvec.bench.peers import NOT_INSTALLED
 
     if "missing" in row:
-        return row["way"], "", "", f"{NOT_INSTALLED}: {row['missing']}"[:60], "", "", ""
+        return row["way"], "", NOT_INSTALLED, "", "", "", ""
     if "failed" in row:
-        return row["way"], str(row["num_envs"]), "", "failed, see below", "", "", ""
+        return row["way"], str(row["num_envs"]), "failed, see below", "", "", "", ""
     rates = row["steps_per_s_all"]
     return (
         row["way"],
@@ -212,6 +232,6 @@ def _cells(row: dict[str, Any], floor: float, best: float) -> tuple[str, ...]:
         row["transport"],
         f"{row['steps_per_s']:,.0f}" + ("*" if row["steps_per_s"] == best else ""),
         f"{min(rates):,.0f} to {max(rates):,.0f}",
-        f"{row['steps_per_s'] / floor:.2f}" if floor else "",
+        f"{row['of_floor']:.2f}",
         f"{row['steps_per_cpu_s']:,.0f}",
     )

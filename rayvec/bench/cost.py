@@ -232,9 +232,9 @@ class Cost:
                     remedy="Measure with rayvec bench model and rayvec bench learner, and pass what they say.",
                 )
             )
-        from rayvec.bench.plan import read_fit
+        from rayvec.bench.calibrate import read_measured
 
-        found, _ = read_fit(self.fit)
+        found = read_measured(self.fit).fit()
         rates = {"gpu": self.gpu_samples_per_s or 0.0, "cpu": self.cpu_samples_per_s or 0.0}
 
         def enough(mix: Mix) -> bool:

@@ -8,8 +8,10 @@ the model knows from the step duration and its variance, and beside it:
 - worker inference: per step the inference and bookkeeping of a worker, and per chunk of T steps a call (per chunk, per
   node, per byte), divided by T.
 
-Nodes *simulated* on one machine share its cores, so their CPU time adds up and is divided by the number of cores; on
-a cluster every node has its own, and only the driver's CPU time adds up over nodes.
+On a cluster every node has cores of its own, and only the driver's CPU time adds up over nodes. Nodes *simulated* on
+one machine share its cores. Then what all processes compute for a call, nodes and workers in one wave, is divided by
+the number of cores; sleepers that wake between two calls of a chunk wait for a core as often as all are taken, which
+is their share of the cores' time; and nothing is quicker than all CPU time together spread over the cores.
 """
 
 from __future__ import annotations
@@ -82,6 +84,11 @@ class Setting:
         return self.nodes * self.workers * self.envs
 
     @property
+    def num_bytes(self) -> int:
+        """That travel in a step of all: observations, and 18 for reward, flags and action of each."""
+        return self.num_envs * (self.obs_bytes + 18)
+
+    @property
     def calls(self) -> float:
         """Calls of the driver for each step."""
         return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
@@ -113,6 +120,7 @@ class Observation:
         driver_s: CPU time of the driver.
         node_s: CPU time of a node's actor.
         worker_s: CPU time of a worker.
+        spread_s: Standard deviation of what an environment's step takes.
     """
 
     setting: Setting
@@ -121,6 +129,7 @@ class Observation:
     driver_s: float
     node_s: float
     worker_s: float
+    spread_s: float
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,8 @@ class Costs:
         spread_s: Standard deviation of what a step takes.
         latency_s: Wall time per call beside CPU time: switches, wake-ups, waiting in queues.
         per_env_s: Wall time per step of an environment, likewise.
-        crowding: Wall time for each second of CPU time per call that is spread over shared cores.
-        queueing: Likewise of CPU time per step, much of which is hidden while others sleep.
+        crowding: Wall time for each second of CPU time of a call that is spread over shared cores.
+        queueing: Wall time for each second of CPU time of a chunk's step that finds no core free.
         byte_s: Wall time per byte that travels, both sides together.
     """
 
@@ -202,13 +211,20 @@ def expected_maximum(count: float) -> float:
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def fit_line(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Returns coefficients of at least 0 that explain the values, errors taken relative to each value.
+def fit_line(
+    features: Sequence[Sequence[float]], values: Sequence[float], relative_to: Sequence[float] | None = None
+) -> list[float]:
+    """Returns coefficients of at least 0 that explain the values.
 
     Least squares over every subset of the features, since there are few; the best with no negative coefficient.
+
+    Args:
+        features: A row for each value.
+        values: To explain.
+        relative_to: What the error of each is taken relative to; by default the values themselves.
     """
     x, y = np.array(features, float), np.array(values, float)
-    weight = 1.0 / np.maximum(np.abs(y), 1e-9)
+    weight = 1.0 / np.maximum(np.abs(y if relative_to is None else np.array(relative_to, float)), 1e-9)
     best, least = np.zeros(x.shape[1]), math.inf
     for size in range(1, x.shape[1] + 1):
         for columns in itertools.combinations(range(x.shape[1]), size):
@@ -232,10 +248,15 @@ def _cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
     )
 
 
+def _jitter_s(setting: Setting) -> float:
+    """Returns the standard deviation of step durations as they are meant to be."""
+    return setting.step_s * math.sqrt(math.expm1(setting.sigma**2))
+
+
 def _slowest_s(costs: Costs, setting: Setting) -> float:
     """Returns what the slowest worker's environments take, averaged over the steps between two calls."""
     steps = setting.envs / setting.calls  # of one worker between two calls
-    spread = math.hypot(costs.spread_s, setting.step_s * math.sqrt(math.expm1(setting.sigma**2)))
+    spread = math.hypot(costs.spread_s, _jitter_s(setting))
     late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
     return setting.envs * (setting.step_s * (1.0 + costs.oversleep_share) + costs.oversleep_s) + late
 
@@ -245,21 +266,23 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
     costs = found.of(setting)
     driver_s, node_s, worker_s = _cpu_s(costs, setting)
     work_s = _slowest_s(costs, setting) + setting.envs * costs.per_env_s
+    busy_s = 0.0  # of each core
     if cluster.shared_cores is None:
         beside_s = driver_s + node_s + worker_s
     else:
-        call_s, env_s = _shared_s(costs, setting, cluster.shared_cores)
-        beside_s = driver_s + costs.crowding * call_s + costs.queueing * env_s
-    num_bytes = setting.num_envs * (setting.obs_bytes + 18)
-    travel_s = num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
+        wave_s, queue_s = _shared_s(costs, setting, cluster.shared_cores)
+        beside_s = _alone_s(costs, setting) + costs.crowding * wave_s + costs.queueing * queue_s
+        busy_s = (driver_s + setting.nodes * (node_s + setting.workers * worker_s)) / cluster.shared_cores
+    travel_s = setting.num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
     travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
     if setting.inference == "worker":
         policy_s = found.policy_s(setting.envs) if setting.policy else 0.0
-        return work_s + beside_s + travel_s + policy_s
+        return max(busy_s, work_s + beside_s + travel_s + policy_s)
     policy_s = found.policy_s(setting.num_envs / setting.groups) if setting.policy else 0.0
     if setting.groups == 2:  # one group steps while the driver works for the other
-        return max(work_s + beside_s - driver_s + travel_s, 2.0 * (policy_s + driver_s))
-    return work_s + beside_s + travel_s + policy_s
+        hidden_s = driver_s if cluster.shared_cores is None else costs.call_s
+        return max(busy_s, work_s + beside_s - hidden_s + travel_s, 2.0 * (policy_s + driver_s))
+    return max(busy_s, work_s + beside_s + travel_s + policy_s)
 
 
 def steps_per_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
@@ -297,43 +320,42 @@ def _fit_kind(observations: Sequence[Observation], shared_cores: int) -> Costs:
     alone = [each for each in plain if each.setting.nodes * each.setting.workers == fewest]
     late = [max(1e-9, each.work_s / each.setting.envs - each.setting.step_s) for each in alone]
     oversleep_s, oversleep_share = fit_line([(1.0, each.setting.step_s) for each in alone], late)
+    spreads = [math.sqrt(max(0.0, each.spread_s**2 - _jitter_s(each.setting) ** 2)) for each in plain]
     costs = Costs(
         *(call_s, frame_s, node_call_s, node_worker_s, worker_call_s, env_s),
         oversleep_s=oversleep_s,
         oversleep_share=oversleep_share,
+        spread_s=float(np.median(spreads)),
     )
-    rest = [max(each.step_s - _known_s(costs, each.setting), 1e-7) for each in plain]
-    features = [(c, s.envs, *_shared_s(costs, s, shared_cores)) for c, s in zip(calls, settings, strict=True)]
-    latency_s, per_env_s, crowding, queueing = fit_line(features, rest)
-    costs = replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing)
-    return replace(costs, byte_s=_fit_bytes(costs, observations, small, shared_cores))
+    rest = [each.step_s - _slowest_s(costs, each.setting) - _alone_s(costs, each.setting) for each in observations]
+    overheads = [each.step_s - each.setting.envs * each.setting.step_s for each in observations]
+    features = [
+        (s.calls, s.envs, *_shared_s(costs, s, shared_cores), s.num_bytes) for s in _of(observations, "setting")
+    ]
+    latency_s, per_env_s, crowding, queueing, byte_s = fit_line(features, rest, relative_to=overheads)
+    return replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing, byte_s=byte_s)
 
 
-def _of(observations: Sequence[Observation], name: str) -> list[float]:
+def _of(observations: Sequence[Observation], name: str) -> list[Any]:
     return [getattr(each, name) for each in observations]
 
 
-def _known_s(costs: Costs, setting: Setting) -> float:
-    """Returns what needs no fit of wall time: the environments and the driver's CPU time."""
-    return _slowest_s(costs, setting) + _cpu_s(costs, setting)[0]
+def _alone_s(costs: Costs, setting: Setting) -> float:
+    """Returns the CPU time that passes one after another also where cores are shared: driver's and own worker's."""
+    stepping_s = setting.envs * costs.env_s if setting.inference == "worker" else 0.0
+    return setting.calls * costs.call_s + stepping_s
 
 
 def _shared_s(costs: Costs, setting: Setting, shared_cores: int) -> tuple[float, float]:
-    """Returns the CPU time of nodes and workers, per call and per step, spread over shared cores."""
-    _, node_s, _ = _cpu_s(costs, setting)
-    call_s = setting.nodes * (node_s + setting.workers * setting.calls * costs.worker_call_s)
-    return call_s / shared_cores, setting.nodes * setting.workers * setting.envs * costs.env_s / shared_cores
-
-
-def _fit_bytes(costs: Costs, observations: Sequence[Observation], small: int, shared_cores: int) -> float:
-    found = Fit(costs, costs)
-    more = [
-        (each.step_s - predict_step_s(found, each.setting, Cluster(shared_cores)))
-        / (each.setting.num_envs * (each.setting.obs_bytes + 18))
-        for each in observations
-        if each.setting.obs_bytes > small
-    ]
-    return max(0.0, float(np.median(more))) if more else 0.0
+    """Returns what is spread over shared cores: the CPU time of a call's wave, and of steps that find no core free."""
+    _, node_s, worker_s = _cpu_s(costs, setting)
+    workers, own_s = setting.nodes * setting.workers, setting.envs * costs.env_s
+    in_wave_s = worker_s if setting.inference == "driver" else setting.calls * costs.worker_call_s
+    wave_s = setting.nodes * (setting.calls * costs.frame_s + node_s) + workers * in_wave_s
+    if setting.inference == "driver":
+        return wave_s / shared_cores, 0.0
+    taken = workers * own_s / (shared_cores * (setting.envs * (setting.step_s + costs.oversleep_s) + own_s))
+    return wave_s / shared_cores, own_s * min(1.0, taken)
 
 
 def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Setting]:

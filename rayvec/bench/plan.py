@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayvec.bench.scaling import check_any, parse_jitter
-from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, plain
 
 if TYPE_CHECKING:
     from rayvec.bench.model import Cluster, Fit, Observation, Setting
     from rayvec.bench.results import Results
 
-__all__ = ["Model", "read_fit"]
+__all__ = ["Model"]
 
 Count = Annotated[int, Bounds(1)]
 Positive = Annotated[float, Bounds(0, above=True)]
 _CHECK_LIMIT = 0.25
 _SEARCH_LIMIT = 0.9
-_FIT_CORES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +85,39 @@ class Model:
         try:
             self._measure_and_tell(sigma, results, terminal)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted; what was measured is in {results.path}") from None
+            kept = f"go on with --fit {results.path}" if "observations" in results.extra else "nothing was kept"
+            raise KeyboardInterrupt(f"interrupted; {kept}") from None
 
     def _measure_and_tell(self, sigma: float, results: Results, terminal: Any) -> None:
-        from rayvec.bench.calibrate import fit_settings, measure_policy, measure_settings
-        from rayvec.bench.model import ASSUMPTIONS, fit
+        from rayvec.bench.calibrate import (
+            FIT_CORES,
+            Measured,
+            fit_settings,
+            measure_policy,
+            measure_settings,
+            read_measured,
+        )
+        from rayvec.bench.model import ASSUMPTIONS
         from rayvec.bench.simulate import nodes
         from rayvec.bench.terminal import ticking
 
         checks: list[dict[str, Any]] = []
-        shared = len(os.sched_getaffinity(0))
         policy = measure_policy(self.obs_size, self.hidden_size) if self.hidden_size else (0.0, 0.0)
-        if self.fit is not None:
-            found, observations = read_fit(self.fit)
-        if self.fit is None or self.check:
-            with nodes() as where:
-                if self.fit is None:
-                    todo = fit_settings(sigma, 4 * self.obs_size)
-                    terminal.print(f"measuring {len(todo)} settings on 1 and 2 simulated nodes, about 2 minutes")
-                    with ticking(len(todo), terminal) as ticker:
-                        observations = measure_settings(todo, where, _FIT_CORES, self.window, ticker)
-                    found = fit(observations, shared, policy)
-                _keep(results, observations, found, shared, policy)
-                if self.check:
-                    checks = self._check(found, where, shared, sigma, results, terminal)
-        else:
-            _keep(results, observations, found, shared, policy)
+        measured = replace(read_measured(self.fit), policy_s=policy) if self.fit is not None else None
+        with ExitStack() as stack:
+            where: Any = stack.enter_context(nodes()) if measured is None or self.check else None
+            if measured is None:
+                todo = fit_settings(sigma, 4 * self.obs_size)
+                terminal.print(f"measuring {len(todo)} settings on 1 and 2 simulated nodes, about 3 minutes")
+                with ticking(len(todo), terminal) as ticker:
+                    observations = measure_settings(todo, where, FIT_CORES, self.window, ticker)
+                measured = Measured(observations, len(os.sched_getaffinity(0)), policy)
+            found = measured.fit()
+            errors = fit_errors(found, measured.observations, measured.shared_cores)
+            results.extra |= {**asdict(measured), "fit": found.as_dict(), "fit_error": statistics.median(errors)}
+            results.write()
+            if self.check:
+                checks = self._check(found, where, sigma, results, terminal)
         results.extra["checks"] = checks
         self._predict(found, results, terminal, sigma)
         terminal.print("Assumptions:")
@@ -175,16 +181,14 @@ class Model:
         title = f"Recommended for {self.envs_per_core} environments a core and {policy}"
         show_table(terminal, title, ("nodes", "step, s", "setting", "steps/s"), advice)
 
-    def _check(
-        self, found: Fit, where: Any, shared: int, sigma: float, results: Results, terminal: Any
-    ) -> list[dict[str, Any]]:
+    def _check(self, found: Fit, where: Any, sigma: float, results: Results, terminal: Any) -> list[dict[str, Any]]:
         """Measures what the model was not fitted to, and says how far off it is."""
-        from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, check_settings, measure_settings
+        from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, FIT_CORES, check_settings, measure_settings
         from rayvec.bench.model import Cluster
         from rayvec.bench.simulate import check_memory
         from rayvec.bench.terminal import show_table, ticking
 
-        cores = max(_FIT_CORES, CHECK_WORKERS)
+        cores, shared = max(FIT_CORES, CHECK_WORKERS), len(os.sched_getaffinity(0))
         check_memory(max(CHECK_NODES), {"rayvec": 14.0}, max(CHECK_NODES) * cores)
         base = [replace(setting, nodes=2) for setting in check_settings(sigma, 4 * self.obs_size)]
         todo = [*dict.fromkeys(base), *check_settings(sigma, 4 * self.obs_size)]
@@ -196,7 +200,7 @@ class Model:
         show_table(
             terminal,
             f"Overhead per step, ms: fitted to 1 and 2 nodes; at most {100 * _CHECK_LIMIT:.0f}% off is asked",
-            ("setting", "step, ms", "measured", "model", "off", "as on 2 nodes", "off", "beats it and ideal"),
+            ("setting", "step,\nms", "measured", "model", "off", "as on\n2 nodes", "off", "beats that\nand ideal"),
             [
                 (
                     *(each["name"], f"{1e3 * each['step_duration_s']:g}", f"{1e3 * each['measured_s']:.3f}"),
@@ -213,16 +217,16 @@ class Model:
 
     def _search(self, found: Fit, where: Any, shared: int, sigma: float, terminal: Any) -> dict[str, Any]:
         """Measures every setting for 8 environments on 2 nodes, and says how good the recommended one is."""
-        from rayvec.bench.calibrate import measure_settings
+        from rayvec.bench.calibrate import FIT_CORES, measure_settings
         from rayvec.bench.model import Cluster, Setting, recommend, settings_for
         from rayvec.bench.terminal import ticking
 
         base = Setting(2, 1, step_s=0.001, sigma=sigma, obs_bytes=4 * self.obs_size)
-        todo = list(settings_for(base, 8, _FIT_CORES))
+        todo = list(settings_for(base, 8, FIT_CORES))
         with ticking(len(todo), terminal) as ticker:
-            measured = measure_settings(todo, where, _FIT_CORES, self.window, ticker)
+            measured = measure_settings(todo, where, FIT_CORES, self.window, ticker)
         rates = {each.setting: each.setting.num_envs / each.step_s for each in measured}
-        chosen = recommend(found, base, 8, _FIT_CORES, Cluster(shared))
+        chosen = recommend(found, base, 8, FIT_CORES, Cluster(shared))
         best = max(rates, key=lambda setting: rates[setting])
         share = rates[chosen] / rates[best]
         terminal.print(
@@ -274,19 +278,6 @@ def compare_overheads(found: Fit, measured: Sequence[Observation], shared: Clust
     return found_checks
 
 
-def _keep(
-    results: Results, observations: Sequence[Observation], found: Fit, shared: int, policy: tuple[float, float]
-) -> None:
-    results.extra |= {
-        "observations": [asdict(each) for each in observations],
-        "fit": found.as_dict(),
-        "shared_cores": shared,
-        "policy_s": list(policy),
-        "fit_error": statistics.median(fit_errors(found, observations, shared)),
-    }
-    results.write()
-
-
 def fit_errors(found: Fit, observations: Sequence[Observation], shared: int) -> list[float]:
     """Returns by what share of the overhead the model is off, for each observation that it was fitted to."""
     from rayvec.bench.model import Cluster, predict_step_s
@@ -297,33 +288,3 @@ def fit_errors(found: Fit, observations: Sequence[Observation], shared: int) -> 
         said = predict_step_s(found, each.setting, Cluster(shared)) - meant
         errors.append(abs(said / max(each.step_s - meant, 1e-9) - 1.0))
     return errors
-
-
-def read_fit(path: Path) -> tuple[Fit, list[Observation]]:
-    """Returns the fit in a result file, made anew from its measurements, and these.
-
-    Raises:
-        ConfigError: It is no result file of ``rayvec bench model``.
-    """
-    import json
-
-    from rayvec.bench.model import Observation, Setting, fit
-    from rayvec.bench.results import Results
-
-    Results.read(path, "model")
-    content = json.loads(path.read_text())
-    try:
-        observations = [
-            Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content["observations"]
-        ]
-        policy = content["policy_s"]
-        return fit(observations, content["shared_cores"], (policy[0], policy[1])), observations
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            message(
-                "--fit names a model.json that holds measurements.",
-                expected="observations, shared_cores and policy_s",
-                got=f"{path} ({type(error).__name__}: {error})",
-                remedy="Measure anew, without --fit.",
-            )
-        ) from error

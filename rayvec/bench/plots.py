@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from rayvec.bench.hosted.split import STATES
 from rayvec.bench.results import old_design
@@ -36,6 +37,7 @@ def _figure(columns: int, height: float = 3.6) -> tuple[Figure, list[Any]]:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
     return figure, list(axes)
 
 
@@ -109,6 +111,9 @@ def _plot_steps(rows: Sequence[Row], path: Path) -> Path:
         ideal = sorted({(row["nodes"], row["ideal_steps_per_s"]) for row in rows if row["step_duration_s"] == step_s})
         axis.plot(*zip(*ideal, strict=True), ":", color="black", label="ideal")
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
     axes[0].set_ylabel("steps/s")
     _legend(figure, axes)
     figure.suptitle("Steps/s over nodes")

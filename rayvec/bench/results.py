@@ -21,6 +21,8 @@ __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
+_WRITTEN = ("schema", "schema_version", "time", "machine", "versions")
+"""What every file begins with, and every writing writes anew."""
 _OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 
@@ -60,6 +62,7 @@ class Results:
         rows: What was measured, one dict of plain values for each.
         notes: Sentences for whoever reads the rows.
         extra: What is no row.
+        command: That began it, also where another one goes on with it.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    command: str = field(default_factory=lambda: " ".join(["rayvec", *sys.argv[1:]]))
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row, and writes the file."""
@@ -80,7 +84,7 @@ class Results:
         content = {
             "schema": f"rayvec-bench-{self.kind}",
             "schema_version": SCHEMA_VERSION,
-            "command": " ".join(["rayvec", *sys.argv[1:]]),
+            "command": self.command,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -126,7 +130,9 @@ class Results:
                     remedy="Pass another file, or measure anew.",
                 )
             )
-        return cls(kind, content["settings"], path, content["rows"], content["notes"])
+        settings, rows, notes, command = (content.pop(name) for name in ("settings", "rows", "notes", "command"))
+        extra = {name: value for name, value in content.items() if name not in _WRITTEN}
+        return cls(kind, settings, path, rows, notes, extra, command)
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -184,8 +184,11 @@ class Scaling:
     def expected_s(self, cell: tuple[int, str, float]) -> float:
         """Returns about how long a cell takes, without its peer's start."""
         _, way, step_s = cell
-        chunk_s = chunk_length(step_s, self.chunk_steps) * step_s if way == "rayvec-worker" else step_s
-        return 0.3 if way == "floor" else self.repeats * (2 * self.window_s(step_s) + chunk_s) + chunk_s
+        if way == "floor":  # its windows are those beside all others
+            return 0.0
+        call_s = (chunk_length(step_s, self.chunk_steps) if way == "rayvec-worker" else 1) * step_s
+        own_s = max(self.window_s(step_s), 2.0 * call_s) + 1.5 * call_s  # the last calls end after the window
+        return self.repeats * (self.window_s(step_s) + own_s) + 2.0 * call_s
 
     def start_s(self, way: str, num_envs: int) -> float:
         """Returns about how long a way takes to start."""
@@ -207,6 +210,7 @@ def emulated_task(settings: Scaling, way: str, num_nodes: int, address: str) -> 
             "obs_size": settings.obs_size,
         },
         "inference": way.removeprefix("rayvec-") if way.startswith("rayvec-") else "driver",
+        "prefetch": way == "rayvec-worker",
         "address": address,
     }
 
@@ -237,6 +241,7 @@ class Stepper:
         with ExitStack() as stack:
             which = "floor" if self._nodes.simulated else "cluster-floor"
             floor, _ = stack.enter_context(peer_process(which, self._nodes.environment, floor_task))
+            self._ticker.advance(self._settings.start_s("floor", floor_task["num_envs"]))
             for way in dict.fromkeys(way for way, _ in todo if way != "floor"):
                 durations = [step_s for name, step_s in todo if name == way]
                 self._ticker.say(f"{num_nodes} nodes, starting {way}")
@@ -246,8 +251,10 @@ class Stepper:
                     self._results.notes.append(f"{way} on {num_nodes} nodes could not be measured: {error}")
                     self._results.write()
             for step_s in [step_s for name, step_s in todo if name == "floor"]:
-                measured = windows.get(step_s) or [self._window(floor, step_s, 1, split=False)]
-                self._add(num_nodes, "floor", step_s, measured, measured, "none", None)
+                taken = windows.get(step_s, ())
+                own = [*taken] or [self._window(floor, step_s, 1, split=False) for _ in range(self._settings.repeats)]
+                self._add(num_nodes, "floor", step_s, own, own, "none", None)
+                self._ticker.advance(self._settings.expected_s((num_nodes, "floor", step_s)))
 
     def _measure_way(
         self,

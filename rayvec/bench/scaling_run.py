@@ -12,10 +12,18 @@ from rayvec.bench.peers import SCALING_PEERS
 from rayvec.bench.results import Results
 from rayvec.bench.scaling import ENOUGH, Scaling, Stepper, stored
 from rayvec.bench.simulate import check_memory, nodes
-from rayvec.bench.terminal import console, show_table, ticking
+from rayvec.bench.terminal import console, number, show_table, ticking
 from rayvec.errors import ConfigError, message
 
 __all__ = ["run"]
+
+_HYPHENATED = {
+    "environment": "environ-\nment",
+    "inference": "infer-\nence",
+    "serialisation": "seriali-\nsation",
+    "transport": "trans-\nport",
+    "unattributed": "unattri-\nbuted",
+}
 
 
 def run(given: Scaling, mentioned: frozenset[str]) -> None:
@@ -28,10 +36,13 @@ def run(given: Scaling, mentioned: frozenset[str]) -> None:
     todo = [cell for cell in settings.cells() if cell not in done]
     seconds = sum(settings.expected_s(cell) for cell in todo)
     seconds += sum(settings.start_s(way, n * settings.cores_per_node) for n, way in {cell[:2] for cell in todo})
-    terminal.print(f"{len(todo)} of {len(list(settings.cells()))} cells to measure, about {seconds / 60:.0f} minutes")
+    terminal.print(
+        f"{len(todo)} of {len(list(settings.cells()))} cells to measure, about {max(1, round(seconds / 60))} minutes"
+    )
     try:
         if todo:
             with nodes(settings.address) as found:
+                found.check(max(settings.nodes), settings.cores_per_node)
                 where = f"Measured on {found.describe(settings.cores_per_node)}."
                 results.notes = list(dict.fromkeys([*results.notes, where]))
                 results.write()
@@ -77,7 +88,17 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
     values = {**results.settings, "out": given.resume.parent}
     for name, value in values.items():
         values[name] = tuple(value) if isinstance(value, list) else value
-    return Scaling(**values), results
+    try:
+        return Scaling(**values), results
+    except TypeError as error:
+        raise ConfigError(
+            message(
+                "A benchmark is resumed by the version that began it.",
+                expected="the settings of rayvec bench scaling",
+                got=f"{given.resume} ({error})",
+                remedy="Measure anew, without --resume.",
+            )
+        ) from error
 
 
 def _check_memory(settings: Scaling) -> None:
@@ -97,19 +118,22 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
     show_table(
         terminal,
         f"Environments that {work}, one for each core{', jitter ' + settings.jitter if settings.jitter else ''}; "
-        "efficiency = steps/s over (cores / step duration)",
-        ("nodes", "cores", "step, s", "way", "transport", "steps/s", "per core", "ideal", "efficiency", "of floor"),
+        "efficiency = steps/s over\n"
+        "(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
+        ("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency", "of\nfloor"),
         [_cells(row) for row in rows],
+        sections=True,
     )
     show_table(
         terminal,
         "Where the time of the emulated cores goes, percent",
-        ("nodes", "step, s", "way", *STATES),
+        ("nodes", "step, s", "", *(_HYPHENATED.get(state, state) for state in STATES)),
         [
             (row["nodes"], f"{row['step_duration_s']:g}", row["way"], *_percent(row["split"]))
             for row in rows
             if row["way"] != "floor"
         ],
+        sections=True,
     )
     if any(row["marked"] for row in rows):
         terminal.print(
@@ -128,13 +152,12 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     of_floor = "" if row["way"] == "floor" else f"{row['of_floor']:.3f}"
     return (
-        str(row["nodes"]),
-        str(row["cores"]),
+        f"{row['nodes']} x {row['cores'] // row['nodes']}",
         f"{row['step_duration_s']:g}",
-        row["way"] + (f", T={row['chunk_steps']}" if row["chunk_steps"] else ""),
+        row["way"] + (f" T={row['chunk_steps']}" if row["chunk_steps"] else ""),
         row["transport"],
-        f"{row['steps_per_s']:,.1f}",
-        f"{row['steps_per_s_per_core']:,.2f}",
+        number(row["steps_per_s"]),
+        number(row["steps_per_s_per_core"]),
         f"{row['ideal_steps_per_s']:,.0f}",
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
         of_floor,

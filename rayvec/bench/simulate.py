@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rayvec import cluster
 from rayvec.bench.hosted.host import MARK
+from rayvec.cluster import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError, NodeLostError, message
 
 __all__ = ["Nodes", "check_memory", "nodes"]
 
-_PROBE_S = 25.0
-_PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); print(len(ray.nodes()))"
+_PROBE_S = 20.0
+_PROBE = """
+import json, sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+print(json.dumps([node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]))
+"""
 _END_S = 15.0
 _NODE_MIB = 260.0
 """Memory of a simulated node's own processes."""
@@ -34,12 +39,32 @@ class Nodes:
         environment: What a process needs in its environment to connect.
     """
 
-    def __init__(self, address: str, environment: dict[str, str], keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, address: str, environment: dict[str, str], keeper: Keeper | None = None, cpus: Sequence[float] = ()
+    ) -> None:
         self.address = address
         self.simulated = keeper is not None
         self.environment = environment
         self._keeper = keeper
+        self._cpus = cpus
         self._count = 0
+
+    def check(self, count: int, cores: int) -> None:
+        """Refuses more nodes than the cluster has; there are as many simulated ones as anybody wants.
+
+        Raises:
+            ConfigError: There are fewer.
+        """
+        fit = sum(cpus >= cores for cpus in self._cpus)
+        if not self.simulated and fit < count:
+            raise ConfigError(
+                message(
+                    "On a cluster its own nodes are measured.",
+                    expected=f"{count} nodes of at least {cores} cores",
+                    got=f"{fit} at {self.address}, whose nodes have {', '.join(f'{n:g}' for n in self._cpus)} cores",
+                    remedy="Lower --nodes or --cores-per-node, or add nodes to the cluster.",
+                )
+            )
 
     def grow(self, count: int, cores: int) -> None:
         """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
@@ -66,23 +91,18 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
     """
     mark = uuid.uuid4().hex
     if address is not None:
-        _probe(address)
-        yield Nodes(address, {MARK: mark})
+        yield Nodes(address, {MARK: mark}, cpus=_probe(address))
         return
     directory = tempfile.mkdtemp(prefix="rayvec-", dir="/tmp")
     Path(directory, "ray").mkdir()
-    reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(cluster._REAPER), cluster.CLUSTER_MARK, directory],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+    reaper = start_reaper(directory)
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_TMPDIR": directory,
         "RAY_worker_niceness": "0",
         "RAY_ADDRESS": "",
-        cluster.CLUSTER_MARK: directory,
+        CLUSTER_MARK: directory,
         MARK: mark,
     }
     keeper = None
@@ -92,7 +112,7 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
     finally:
         if keeper is not None:
             keeper.close()
-        cluster._end_reaper(reaper)
+        end_reaper(reaper)
 
 
 class Keeper:
@@ -145,26 +165,31 @@ class Keeper:
         self._process.stdout.close()
 
 
-def _probe(address: str) -> None:
-    """Refuses an address where no Ray answers; Ray itself would try for minutes, so another process tries."""
+def _probe(address: str) -> list[float]:
+    """Returns the cores of each node; Ray itself would try for minutes to reach it, so another process tries.
+
+    Raises:
+        ConfigError: No Ray answers.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, address], timeout=_PROBE_S, capture_output=True, text=True, check=False
         )
-        failed = done.returncode != 0
+        if done.returncode == 0:
+            cpus: list[float] = json.loads(done.stdout.splitlines()[-1])
+            return cpus
         got = (done.stderr.strip().splitlines() or ["nothing"])[-1]
     except subprocess.TimeoutExpired:
-        failed, got = True, f"no answer within {_PROBE_S:g} s"
-    if failed:
-        raise ConfigError(
-            message(
-                "--address names a running Ray cluster.",
-                expected="a cluster that answers, such as auto or host:6379",
-                got=f"{address} ({got})",
-                remedy="Start one (ray start --head), set RAY_AUTH_TOKEN if it asks for a token, "
-                "or leave --address out to simulate nodes on this machine.",
-            )
+        got = f"no answer within {_PROBE_S:g} s"
+    raise ConfigError(
+        message(
+            "--address names a running Ray cluster.",
+            expected="a cluster that answers, such as auto or host:6379",
+            got=f"{address} ({got})",
+            remedy="Start one (ray start --head), set RAY_AUTH_TOKEN if it asks for a token, "
+            "or leave --address out to simulate nodes on this machine.",
         )
+    )
 
 
 def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -> None:
@@ -172,13 +197,14 @@ def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -
 
     Args:
         num_nodes: Simulated.
-        per_env_mib: What a process of each peer takes; the peers run one after another.
+        per_env_mib: What a process of each peer takes; the peers run one after another, the floor beside each.
         num_envs: Processes of a peer at most.
 
     Raises:
         ConfigError: There is not enough.
     """
-    peer, each_mib = max(per_env_mib.items(), key=lambda item: item[1])
+    peer = max((name for name in per_env_mib if name != "floor"), key=lambda name: per_env_mib[name])
+    each_mib = per_env_mib[peer] + per_env_mib.get("floor", 0.0)
     needed = (num_nodes + 1) * _NODE_MIB + num_envs * each_mib
     available = available_mib()
     if needed > available:
@@ -186,9 +212,10 @@ def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -
             message(
                 "Simulated nodes and emulated cores need memory.",
                 expected=f"at least {needed / 1024:.1f} GiB available for {num_nodes} nodes with {num_envs} cores "
-                f"({each_mib:.0f} MiB for each process of {peer})",
+                f"({each_mib:.0f} MiB for each core with {peer})",
                 got=f"{available / 1024:.1f} GiB",
-                remedy=f"Lower --nodes or --cores-per-node, or leave {peer} out of --peer.",
+                remedy="Lower --nodes or --cores-per-node"
+                + ("." if peer == "rayvec" else f", or leave {peer} out of --peer."),
             )
         )
 

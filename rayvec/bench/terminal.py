@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Ticker", "console", "show_table", "ticking"]
+__all__ = ["Ticker", "console", "number", "show_table", "ticking"]
 
 _WIDTH = 150
 
@@ -57,16 +59,39 @@ def ticking(total_s: float, terminal: Console) -> Iterator[Ticker]:
         yield Ticker(progress, total_s)
 
 
-def show_table(terminal: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table, numbers to the right."""
-    table = Table(title=title, title_justify="left")
+def show_table(
+    terminal: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, sections: bool = False
+) -> None:
+    """Prints a table, numbers to the right, narrow enough for a hundred columns.
+
+    Args:
+        terminal: Where to.
+        title: In a line of its own.
+        header: Names of columns.
+        rows: Their cells.
+        sections: Whether a line divides rows whose first cells differ.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for number, name in enumerate(header):
         right = any(_is_number(row[number]) for row in rows)
-        table.add_column(name, justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_column(name, justify="right" if right else "left", vertical="bottom")
+    for row, following in itertools.zip_longest(rows, rows[1:]):
+        ends = sections and following is not None and row[0] != following[0]
+        table.add_row(*(str(cell) for cell in row), end_section=ends)
+    terminal.print(f"\n{title}\n")
     terminal.print(table)
+    terminal.print()
+
+
+def number(value: float) -> str:
+    """Returns a number as tables show it.
+
+    >>> number(0.9504), number(952.381), number(30476.2)
+    ('0.95', '952.38', '30,476')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
 def _is_number(cell: Any) -> bool:
-    return str(cell).replace(",", "").replace(".", "").replace("%", "").replace("*", "").strip().isdigit()
+    text = str(cell).translate(str.maketrans("", "", ",.%*()+-")).replace(" ", "")
+    return text.isdigit()

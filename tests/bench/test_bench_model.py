@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayvec.bench.calibrate import check_settings, fit_settings
+from rayvec.bench.calibrate import check_settings, fit_settings, read_measured
 from rayvec.bench.model import (
     Cluster,
     Costs,
@@ -25,7 +25,7 @@ from rayvec.bench.model import (
     settings_for,
     steps_per_s,
 )
-from rayvec.bench.plan import compare_overheads, read_fit
+from rayvec.bench.plan import compare_overheads
 from rayvec.bench.results import Results
 from rayvec.cli import main
 from rayvec.errors import ConfigError
@@ -48,14 +48,21 @@ def observe(setting: Setting) -> Observation:
         driver_s=calls * (costs.call_s + setting.nodes * costs.frame_s),
         node_s=calls * (costs.node_call_s + setting.workers * costs.node_worker_s),
         worker_s=calls * costs.worker_call_s + setting.envs * costs.env_s,
+        spread_s=costs.spread_s,
     )
 
 
 @pytest.mark.parametrize(
     ("setting", "cluster", "expected"),
     [
-        # 1e-2 + oversleep; driver 1e-4 + 2 * 3e-5; 2 nodes of (4e-5 + 4e-5) and 8 workers of 2e-5 + 5e-6, on two cores.
-        (Setting(2, 4), SHARED, 0.01007 + 1.6e-4 + 1.5 * (2 * 8e-5 + 8 * 2e-5) / 2 + 8 * 5e-6 / 2 + 8 * 34e-9 + 5e-5),
+        # 1e-2 + oversleep; driver 1e-4; a wave of 2 frames, 2 nodes (4e-5 + 4e-5) and 8 workers (2e-5 + 5e-6), 2 cores.
+        (Setting(2, 4), SHARED, 0.01007 + 1e-4 + 1.5 * (2 * (3e-5 + 8e-5) + 8 * 2.5e-5) / 2 + 8 * 34e-9 + 5e-5),
+        # A tenth of a wave for each step of a chunk; a step's own 3e-5, which 4 workers need of 2 cores each 10.1 ms.
+        (
+            Setting(2, 2, inference="worker", chunk_steps=10),
+            SHARED,
+            0.01007 + 2e-4 + 3e-5 + (2 * (5e-5 + 1e-4) + 4 * 2e-5) / 2 + 4 * 34e-9 + 1e-4 + 2.0 * 3e-5 * 6e-5 / 0.0101,
+        ),
         # On a cluster the nodes' own work counts once, and the network is passed twice.
         (Setting(2, 4), Cluster(None, 1e-3), 0.01007 + 1.6e-4 + 8e-5 + 2.5e-5 + 8 * 34e-9 + 5e-5 + 2e-3),
         # A chunk of ten steps: a tenth of each call.
@@ -75,6 +82,13 @@ def observe(setting: Setting) -> Observation:
 def test_a_step_by_hand(setting: Setting, cluster: Cluster, expected: float) -> None:
     assert predict_step_s(TRUTH, setting, cluster) == pytest.approx(expected, rel=1e-9)
     assert steps_per_s(TRUTH, setting, cluster) == pytest.approx(setting.num_envs / expected, rel=1e-9)
+
+
+def test_nothing_is_quicker_than_its_cpu_time() -> None:
+    uncrowded = replace(TRUTH, driver=replace(TRUTH.driver, crowding=0.0))
+    busy = (1e-4 + 8 * (3e-5 + 4e-5 + 8 * 1e-5) + 64 * 2.5e-5) / 2
+    assert predict_step_s(uncrowded, Setting(8, 8, step_s=1e-5), SHARED) == pytest.approx(busy)
+    assert predict_step_s(uncrowded, Setting(8, 8, step_s=1e-5), Cluster()) < busy
 
 
 def test_bandwidth_is_paid_by_the_byte() -> None:
@@ -98,6 +112,8 @@ def test_two_groups_hide_the_shorter_of_two() -> None:
     slow = replace(TRUTH, policy_call_s=5e-3, policy_row_s=0.0)
     one = Setting(1, 2, 4, policy=True)
     gain = predict_step_s(slow, one, SHARED) - predict_step_s(slow, replace(one, groups=2), SHARED)
+    assert gain == pytest.approx(5e-3 + TRUTH.driver.call_s)
+    gain = predict_step_s(slow, one, Cluster()) - predict_step_s(slow, replace(one, groups=2), Cluster())
     assert gain == pytest.approx(5e-3 + TRUTH.driver.call_s + TRUTH.driver.frame_s)
     slower = replace(slow, policy_call_s=0.1)
     assert predict_step_s(slower, replace(one, groups=2), SHARED) > predict_step_s(slower, one, SHARED)
@@ -112,6 +128,8 @@ def test_the_expected_maximum_is_that_of_samples(count: int) -> None:
 def test_lines_have_no_negative_slope() -> None:
     x = [(1.0, n, n * n) for n in range(1, 8)]
     assert fit_line(x, [3 + 2 * n for _, n, _ in x]) == pytest.approx([3.0, 2.0, 0.0], abs=1e-9)
+    first, second = ([1.0], [1.0]), [1.0, 3.0]
+    assert fit_line(first, second, relative_to=[1e-3, 1.0]) == pytest.approx([1.0], rel=1e-5)
     falling = fit_line([(1.0, n) for n in range(1, 8)], [10.0 - n for n in range(1, 8)])
     assert falling[1] == 0.0 and falling[0] > 0
 
@@ -120,7 +138,7 @@ def test_costs_that_measurements_were_made_with_are_found_and_extrapolate() -> N
     found = fit([observe(setting) for setting in fit_settings()], 2, (1e-5, 1e-7))
     for name, cost in asdict(TRUTH.driver).items():
         if name not in ("crowding", "queueing"):
-            assert getattr(found.driver, name) == pytest.approx(cost, rel=1e-3, abs=1e-8), name
+            assert getattr(found.driver, name) == pytest.approx(cost, rel=5e-3, abs=1e-8), name
     for setting in [*fit_settings(), *check_settings(), Setting(32, 48), Setting(32, 48, inference="worker")]:
         for cluster in (SHARED, Cluster(None, 1e-4, 1e9)):
             expected = predict_step_s(TRUTH, setting, cluster)
@@ -152,9 +170,9 @@ def test_a_fit_is_read_back_and_predicts(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "model.json"
     extra = {"observations": observations, "shared_cores": 2, "policy_s": [1e-5, 1e-7]}
     Results("model", {}, path, extra=extra).write()
-    found, again = read_fit(path)
-    assert [asdict(each) for each in again] == observations
-    assert found.driver.frame_s == pytest.approx(TRUTH.driver.frame_s, rel=1e-3)
+    measured = read_measured(path)
+    assert [asdict(each) for each in measured.observations] == observations
+    assert measured.fit().driver.frame_s == pytest.approx(TRUTH.driver.frame_s, rel=1e-3)
     out = tmp_path / "out"
     assert main(["bench", "model", "--fit", str(path), "--nodes", "2", "32", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -171,4 +189,4 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     Results("model", {}, path).write()
     with pytest.raises(ConfigError, match="observations"):
-        read_fit(path)
+        read_measured(path)

@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import AssertRefused
 from processes import RAYVEC, assert_nothing_left, running
 
+from rayvec.bench.hosted.ours import TimedPolicy
 from rayvec.bench.hosted.split import STATES
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import Scaling, chunk_length
-from rayvec.bench.simulate import nodes
+from rayvec.bench.simulate import Nodes, available_mib, check_memory, nodes
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 
@@ -69,7 +71,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
         assert_nothing_left(command)
     content = json.loads((out / "scaling.json").read_text())
     assert_schema(content)
-    assert content["rows"][: len(before)] == before
+    assert content["rows"][: len(before)] == before and "--step-duration 0.002" in content["command"]
     ways = {row["way"]: row for row in content["rows"]}
     assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-driver", "rayvec-worker"]
     assert ways["rayvec-driver"]["transport"] == "tcp x 1"
@@ -138,6 +140,37 @@ def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest
     path.write_text("[]")
     with pytest.raises(ConfigError, match="TypeError"):
         Results.read(path, "scaling")
+
+
+def test_settings_of_another_version_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scaling.json"
+    Results("scaling", {"warp": 9}, path).write()
+    assert main(["bench", "scaling", "--resume", str(path)]) == 2
+    assert "'warp'" in capsys.readouterr().err
+
+
+def test_a_cluster_has_the_nodes_that_it_has() -> None:
+    cluster = Nodes("host:6379", {}, cpus=[8.0, 8.0, 2.0])
+    cluster.check(2, 8)
+    cluster.check(3, 2)
+    with pytest.raises(ConfigError, match=r"3 nodes of at least 8 cores\. Got: 2 at host:6379"):
+        cluster.check(3, 8)
+
+
+def test_the_floor_beside_a_peer_needs_memory_too() -> None:
+    room = available_mib()
+    check_memory(0, {"rayvec": 0.6 * room}, 1)
+    with pytest.raises(ConfigError, match="GiB"):
+        check_memory(0, {"rayvec": 0.6 * room, "floor": 0.6 * room}, 1)
+    with pytest.raises(ConfigError, match="leave tianshou-ray out"):
+        check_memory(0, {"rayvec": 1.0, "floor": 1.0, "tianshou-ray": 2.0 * room}, 1)
+
+
+def test_a_policy_takes_its_actions_in_turns() -> None:
+    policy = TimedPolicy([np.array([0, 1, 0]), np.array([1, 1, 0])])
+    taken = [policy.act(None, np.zeros((2, 0))) for _ in range(3)]
+    assert [actions.tolist() for actions, _ in taken] == [[1, 1], [0, 1], [1, 1]]
+    assert taken[0][1]["inference_s"].shape == (2,)
 
 
 def test_a_result_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

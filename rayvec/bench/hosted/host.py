@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.bench.hosted.adapters import ADAPTERS, Adapter, ClusterFloor, Floor, Task
-from rayvec.bench.hosted.split import split
+from rayvec.bench.hosted.split import split, split_ahead
 
 __all__ = ["MARK", "main"]
 
@@ -98,55 +99,63 @@ class Host:
 
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
-        cpu, own = cpu_s(self._pids), time.process_time()
-        kinds = [0.0, 0.0]
         if isinstance(self._adapter, Floor | ClusterFloor):
+            before = cpu_s(self._pids)
             steps, elapsed, rate, inside = self._adapter.measure(seconds)
-            shares: dict[str, float] | None = {"environment": inside, "driver": 1.0 - inside}
-        else:
-            before = self._adapter.kinds_cpu_s()
-            steps, elapsed, shares = self._advance(self._adapter, seconds, with_split)
-            kinds = [after - earlier for after, earlier in zip(self._adapter.kinds_cpu_s(), before, strict=True)]
-            rate = steps / elapsed
-        return {
-            "steps": steps,
-            "elapsed_s": elapsed,
-            "steps_per_s": rate,
-            "cpu_s": cpu_s(self._pids) - cpu,
-            "driver_cpu_s": time.process_time() - own,
-            "node_cpu_s": kinds[0],
-            "worker_cpu_s": kinds[1],
-            "split": shares,
-        }
-
-    @staticmethod
-    def _advance(adapter: Adapter, seconds: float, with_split: bool) -> tuple[int, float, dict[str, float] | None]:
+            used = {"cpu_s": cpu_s(self._pids) - before, "driver_cpu_s": 0.0, "node_cpu_s": 0.0, "worker_cpu_s": 0.0}
+            shares = {"environment": inside, "driver": 1.0 - inside}
+            return {"steps": steps, "elapsed_s": elapsed, "steps_per_s": rate, **used, "split": shares}
+        self._adapter.settle()
+        before_s = self._cpu_s()
         calls, inference, steps = [], [], 0
-        own, begin = time.process_time(), time.monotonic()
-        now = begin
+        begin = now = time.monotonic()
         while now - begin < seconds:
             asked = now
-            steps += adapter.advance()
+            steps += self._adapter.advance()
             now = time.monotonic()
             calls.append((asked, now))
-            if with_split and (inference_s := adapter.call_inference_s()) is not None:
+            if with_split and (inference_s := self._adapter.call_inference_s()) is not None:
                 inference.append(inference_s)
-        if not with_split:
-            return steps, now - begin, None
-        driver_s = (time.process_time() - own) / len(calls)
-        clocks, packing_s = adapter.clocks(), adapter.packing_s()
-        since = max(clock[0, 0] for clock in clocks)  # only the last steps are remembered
-        first = next((i for i, (asked, _) in enumerate(calls) if asked >= since or i == len(calls) - 2), 0)
-        times = np.array([*calls[first:], (now, now)])
-        within = np.array(inference[first:]) if inference else None
-        shares = split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))
-        return steps, now - begin, shares
+        used = {name: after - before_s[name] for name, after in self._cpu_s().items()}
+        self._adapter.settle()  # what is under way is not counted: it ends after the window
+        found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), **used, "split": None}
+        if with_split:
+            found |= _divide(self._adapter, calls, inference, used["driver_cpu_s"] / len(calls))
+        return found
+
+    def _cpu_s(self) -> dict[str, float]:
+        nodes_s, workers_s = self._adapter.kinds_cpu_s()
+        own = {"cpu_s": cpu_s(self._pids), "driver_cpu_s": time.process_time()}
+        return {**own, "node_cpu_s": nodes_s, "worker_cpu_s": workers_s}
 
     def close(self) -> dict[str, Any]:
         """Ends what was started."""
         if self._adapter is not None:
             self._adapter.close()
         return {}
+
+
+def _divide(
+    adapter: Adapter, calls: list[tuple[float, float]], inference: list[NDArray[np.float64]], driver_s: float
+) -> dict[str, Any]:
+    """Returns the share of each state, and how far the durations of steps are spread."""
+    clocks, packing_s, ahead = adapter.clocks(), adapter.packing_s(), adapter.steps_ahead()
+    spread_s = _spread_s(clocks, calls[0][0])
+    if ahead is not None:
+        return {"split": split_ahead(clocks, ahead, np.array(inference), packing_s), "step_spread_s": spread_s}
+    since = max(clock[0, 0] for clock in clocks)  # only the last steps are remembered
+    first = next((i for i, (asked, _) in enumerate(calls) if asked >= since or i == len(calls) - 2), 0)
+    times = np.array([*calls[first:], (calls[-1][1], calls[-1][1])])
+    within = np.array(inference[first:]) if inference else None
+    shares = split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))
+    return {"split": shares, "step_spread_s": spread_s}
+
+
+def _spread_s(clocks: Sequence[NDArray[np.float64]], begin: float) -> float:
+    """Returns half of what the middle 68 % of step durations span: a standard deviation that outliers don't move."""
+    durations = np.concatenate([times[:, 1] - times[:, 0] for times in (c[c[:, 0] >= begin] for c in clocks)])
+    low, high = np.percentile(durations, (16, 84)) if len(durations) else (0.0, 0.0)
+    return float(high - low) / 2
 
 
 def serve(requests: Any, answers: Any) -> None:

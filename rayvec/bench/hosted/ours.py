@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,19 @@ _CLOCK_LOOKS = 7
 
 
 class TimedPolicy:
-    """Chooses the same actions always, and records in every chunk how long that took.
+    """Takes batches of actions in turns, as every peer does, and records in every chunk how long that took.
 
     Args:
-        actions: Of one environment each.
+        actions: Batches of at least as many as are asked for.
         weights: Matrices of a net of tanh units that is evaluated meanwhile, so that it costs what such a net costs.
     """
 
-    def __init__(self, actions: NDArray[Any], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
+    def __init__(self, actions: Sequence[NDArray[Any]], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
         from rayvec.noise import NO_NOISE
 
         self.noise = NO_NOISE
         self._actions = actions
+        self._count = 0
         self._weights = weights
 
     def act(self, obs: Any, noise: NDArray[np.float64]) -> tuple[Any, dict[str, NDArray[Any]]]:
@@ -42,7 +44,8 @@ class TimedPolicy:
         hidden = obs
         for matrix in self._weights:
             hidden = np.tanh(hidden @ matrix)
-        actions = np.resize(self._actions, (count, *self._actions.shape[1:]))
+        self._count = (self._count + 1) % len(self._actions)
+        actions = self._actions[self._count][:count]
         return actions, {"inference_s": np.full(count, (time.monotonic() - begin) / count)}
 
 
@@ -50,6 +53,7 @@ class Ours(Adapter):
     """A :class:`rayvec.RayVecEnv`, stepped by ``step`` or by ``rollout``."""
 
     def __init__(self, task: Task) -> None:
+        from rayvec.collector import Collector
         from rayvec.vector import RayVecEnv
 
         self.num_envs = task.num_envs
@@ -65,13 +69,14 @@ class Ours(Adapter):
         self.env.reset(seed=0)
         self.actions = task.actions(self.env.action_space)
         weights = task.net(self.env.single_observation_space) if task.hidden_size else ()
-        self.policy = TimedPolicy(self.actions[0], weights)
+        self.policy = TimedPolicy(self.actions, weights)
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
         if task.inference == "worker":
-            self.transport = f"ray over {self.transport}"
+            self.transport = f"ray, {self.transport}"
         self.inference_s: NDArray[np.float64] | None = None
         self._task = task
+        self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
         self._steps = task.chunk_steps
         self._chunk: Any = None
         pids = self.env.worker_pids().values()
@@ -80,7 +85,9 @@ class Ours(Adapter):
 
     def advance(self) -> int:
         """Takes one step of every environment, or one chunk."""
-        if self._task.inference == "worker":
+        if self._collector is not None:
+            self._chunk = self._collector.collect(n_step=self.num_envs * self._steps).chunks[-1]
+        elif self._task.inference == "worker":
             self._chunk = self.env.rollout(self.policy, self._steps)
         elif self._task.hidden_size or self._task.groups == 2:
             self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
@@ -90,8 +97,20 @@ class Ours(Adapter):
             return self.num_envs
         return self.num_envs * self._steps
 
+    def settle(self) -> None:
+        """Waits for the chunk in flight, whose steps nobody counts."""
+        if self._collector is not None:
+            self._collector.drain()
+
+    def steps_ahead(self) -> list[int] | None:
+        """Steps of each worker in a chunk, with prefetch."""
+        if self._collector is None:
+            return None
+        return [self._steps * (ids.stop - ids.start) for ids in self._worker_ids()]
+
     def set_step(self, step_s: float, chunk_steps: int) -> None:
         """Sets how long environments take, and T of a chunk."""
+        self.settle()
         self.env.set_attr("step_s", step_s)
         self._steps = chunk_steps
 

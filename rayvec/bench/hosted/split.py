@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["STATES", "split"]
+__all__ = ["STATES", "split", "split_ahead"]
 
 STATES = ("environment", "inference", "serialisation", "transport", "waiting", "driver", "unattributed")
 Times = NDArray[np.float64]
@@ -76,3 +76,49 @@ def split(
             total["unattributed"] += abs(period - sum(states.values()))
     whole = sum(total.values()) or 1.0
     return {state: seconds / whole for state, seconds in total.items()} if period_s else {**total, "unattributed": 1.0}
+
+
+def split_ahead(
+    clocks: Sequence[Times], chunk_steps: Sequence[int], inference_s: NDArray[np.float64], packing_s: float = 0.0
+) -> dict[str, float]:
+    """Returns the same where the next chunk is asked for before this one has been answered.
+
+    From the first step of a chunk to that of the next a worker is in its environments, infers or writes down, and then
+    in the gap: packing, waiting for the slowest worker, and transport. The driver works behind the chunk under way.
+
+    Args:
+        clocks: As of :func:`split`; the last chunk of each worker is there only to end the one before.
+        chunk_steps: Steps of each worker's environments in a chunk.
+        inference_s: Seconds of inference in the chunks before the last, ``float64 [C, workers]``.
+        packing_s: Seconds of packing of a chunk, timed apart; they are taken out of the gap.
+
+    >>> steps = np.array([[0.0, 0.8], [1.0, 1.8]])
+    >>> shares = split_ahead([steps], [1], np.array([[0.1]]))
+    >>> {state: round(float(share), 3) for state, share in shares.items() if share > 1e-9}
+    {'environment': 0.8, 'inference': 0.1, 'transport': 0.1}
+    """
+    total = dict.fromkeys(STATES, 0.0)
+    count = min(len(inference_s), *(len(times) // m - 1 for times, m in zip(clocks, chunk_steps, strict=True)))
+    if count < 1:
+        return {**total, "unattributed": 1.0}
+    chunks = [times[-m * (count + 1) :].reshape(-1, m, 2) for times, m in zip(clocks, chunk_steps, strict=True)]
+    slowest = np.max([chunk[:-1, -1, 1] for chunk in chunks], axis=0)
+    for worker, chunk in enumerate(chunks):
+        first, last = chunk[:, 0, 0], chunk[:-1, -1, 1]
+        environment = (chunk[:-1, :, 1] - chunk[:-1, :, 0]).sum(1)
+        between, gap = last - first[:-1] - environment, first[1:] - last
+        inference = inference_s[-count:, worker]
+        written = np.maximum(0.0, between - inference)
+        before_first = np.minimum(inference - (between - written), gap)  # the first choice precedes the first step
+        packing = np.minimum(packing_s, gap - before_first)
+        waiting = np.minimum(slowest - last, gap - before_first - packing)
+        for state, seconds in {
+            "environment": environment,
+            "inference": between - written + before_first,
+            "serialisation": written + packing,
+            "transport": gap - before_first - packing - waiting,
+            "waiting": waiting,
+        }.items():
+            total[state] += float(seconds.sum())
+    whole = sum(total.values())
+    return {state: seconds / whole for state, seconds in total.items()}
