@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rayvec.buffers import ReplayBuffer
 from rayvec.distributions import Distribution, make_distribution, make_tanh_gaussian
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, message
-from rayvec.learners.base import torch_device
+from rayvec.learners.base import keep_freed_memory, torch_device
 from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
@@ -137,6 +137,7 @@ class SACLearner:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(config.learner_device)
@@ -440,11 +441,20 @@ class _Parts:
     """
 
     def __init__(self, sac: SACMath, config: SACConfig) -> None:
-        wrap: Callable[[Any], Any] = Compiled if config.compile else lambda function: function
+        wrap: Callable[[Any], Any] = _compiled if config.compile else lambda function: function
         self.critic_gradient = wrap(sac.critic_gradient)
         self.critic_step = wrap(sac.critic_step)
         self.actor_gradient = wrap(sac.actor_gradient)
         self.actor_step = wrap(sac.actor_step)
+
+
+def _compiled(function: Callable[..., Any]) -> Compiled:
+    """Returns a part of an update compiled.
+
+    Unrolled, a sum over the components of an action would be one loop over rows without vector instructions, with the
+    exponentials and logarithms of all components in it.
+    """
+    return Compiled(function, unroll_reductions_threshold=1)
 
 
 def _graphs(sac: SACMath, config: SACConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -463,7 +473,7 @@ def _graphs(sac: SACMath, config: SACConfig) -> tuple[Callable[..., Tensor], Cal
         return torch.cat([critic_stats, actor_stats, critic_norm, actor_norm])
 
     def fast(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        function = Compiled(function) if config.compile else function
+        function = _compiled(function) if config.compile else function
         return CUDAGraph(function) if config.compile and config.learner_device == "cuda" else function
 
     return fast(critics), fast(critics_and_actor)
