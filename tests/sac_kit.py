@@ -64,11 +64,11 @@ class FallingSAC(SACLearner):
     mark: Path
     who: int
 
-    def _step(self) -> Tensor:
+    def _step(self, minibatch: Any) -> Tensor:
         if self._num_updates == 20 and self.ranks.rank == self.who and not self.mark.exists():
             self.mark.touch()
             fall("SIGKILL")
-        return super()._step()
+        return super()._step(minibatch)
 
 
 def make_falling_learner(mark: Path, who: int) -> FallingSAC:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rayvec.errors import ConfigError, message
 from rayvec.types import Batch
 
-__all__ = ["FlatParameters", "KeepsOwnState", "Learner", "torch_device"]
+__all__ = ["FlatParameters", "KeepsOwnState", "Learner", "keep_freed_memory", "torch_device"]
 
 
 class Learner(Protocol):
@@ -65,6 +65,17 @@ class KeepsOwnState(Protocol):
 
     def own_state(self) -> dict[str, Any]:
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what is freed, up to 62 MiB of it, for the whole process.
+
+    An update frees all its activations and gradients, and the next one takes as much again. Left to itself glibc gives
+    a few MB back to the system each time, and every page of them costs a fault when it is touched next: a fifth of an
+    update of SAC with 256 units. It keeps twice as much as the largest block that was ever freed, up to 32 MiB. Other
+    allocators take no notice.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)  # freed at once, and never touched
 
 
 def torch_device(name: str) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,15 @@ _CONCATENATE_FIRST = {"max_complex_pointwise_cat_inputs": 1, "max_pointwise_cat_
 pieces, without vector instructions."""
 
 
+_CHECKED = ("TENSOR_MATCH", "GLOBAL_STATE")
+"""What torch looks at before it runs a graph: shapes of tensors, numbers of threads. By itself it would also compare
+every constant that the function read when it was compiled, a hundred in an update of SAC, again at each call."""
+
+
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
+
+    Whatever it reads that is no tensor must stay as it is at that call.
 
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saved 8 % in a prototype.
     Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
@@ -31,10 +38,12 @@ class Compiled:
 
     Args:
         function: May change tensors in place.
+        cpu_options: More of torch's options for where tensors are on a CPU.
     """
 
-    def __init__(self, function: Update) -> None:
+    def __init__(self, function: Update, **cpu_options: Any) -> None:
         self._function = function
+        self._cpu_options = {"cpp_wrapper": True, **_CONCATENATE_FIRST, **cpu_options}
         self._call: Update | None = None
         self._is_compiled = False
 
@@ -53,7 +62,7 @@ class Compiled:
 
     def _first(self, *args: Any) -> Tensor:
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
-        options: dict[str, Any] = {"cpp_wrapper": True, **_CONCATENATE_FIRST} if on_cpu else {}
+        options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         call: Update = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)
         try:
             with warnings.catch_warnings():  # torch's own, about how it is made
@@ -82,6 +91,10 @@ def _is_of_compiler(error: Exception) -> bool:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
+
+
+def _checked(guards: Sequence[Any]) -> list[bool]:
+    return [guard.guard_type in _CHECKED for guard in guards]
 
 
 def _with_own_code(function: Any) -> Update:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rayvec.buffers import ReplayBuffer
 from rayvec.distributions import Distribution, make_distribution, make_tanh_gaussian
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, message
-from rayvec.learners.base import torch_device
+from rayvec.learners.base import keep_freed_memory, torch_device
 from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
@@ -38,8 +38,23 @@ __all__ = ["SACActor", "SACLearner"]
 _METRICS = ("critic_loss", "q_mean", "actor_loss", "entropy", "critic_grad_norm", "actor_grad_norm", "alpha")
 _OF_CRITICS = ("critic_loss", "q_mean", "critic_grad_norm")
 _NUM_GLOBAL = 3  # the last three are the same on every rank
+_ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
 _COUNTERS = ("num_updates", "num_steps", "num_filled", "num_credited")
 _log = logging.getLogger(__name__)
+
+
+class _Minibatch(NamedTuple):
+    """What an update reads.
+
+    Attributes:
+        rows: b of them.
+        noise: Standard normal, for the critics' targets and then for each step of the actor, ``[1 + k, b, C]``.
+        correction: Adam's, of the critics and then of each step of the actor, ``[1 + k, 2]``.
+    """
+
+    rows: Rows
+    noise: Tensor
+    correction: Tensor
 
 
 class SACActor(nn.Module):
@@ -122,6 +137,7 @@ class SACLearner:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(config.learner_device)
@@ -155,7 +171,10 @@ class SACLearner:
         check_minibatch(self.ranks, self.config.batch_size)
         self._store(batch)
         owed = math.floor(self._rate * self._num_credited) - self._num_updates
-        stats = [self._step() for _ in range(owed if self._sizes.any() else 0)]
+        stats: list[Tensor] = []
+        while self._sizes.any() and len(stats) < owed:
+            count = min(owed - len(stats), max(1, _ROWS_AHEAD // self.config.batch_size))
+            stats += [self._step(minibatch) for minibatch in self._minibatches(count)]
         return self._metrics(stats) if stats else {}
 
     def _store(self, batch: Batch) -> None:
@@ -181,31 +200,53 @@ class SACLearner:
         sizes[first : self._bounds[1]] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
 
-    def _step(self) -> Tensor:
-        """Makes one update; returns its metrics, ``[7]``, NaN where it did not touch the actor."""
-        num_actor_steps = self.config.policy_interval if self._num_updates % self.config.policy_interval == 0 else 0
-        rows, noise = self._minibatch(num_actor_steps)
-        first = self.config.policy_interval * -(-self._num_updates // self.config.policy_interval)
-        steps = [self._num_updates + 1, *range(first + 1, first + 1 + num_actor_steps)]
-        correction = torch.tensor([corrections(step) for step in steps], dtype=self._dtype, device=self._device)
-        compute = self._graphs[num_actor_steps > 0] if self.ranks is ALONE else self._on_ranks
-        stats = compute(self._nets, rows, noise, correction)
+    def _step(self, minibatch: _Minibatch) -> Tensor:
+        """Makes one update; returns its metrics, ``[7]``, 0 for what is about the actor where it did not touch that."""
+        has_actor = len(minibatch.correction) > 1
+        compute = self._graphs[has_actor] if self.ranks is ALONE else self._on_ranks
+        stats = compute(self._nets, *minibatch)
         self._num_updates += 1
         return stats
 
-    def _minibatch(self, num_actor_steps: int) -> tuple[Rows, Tensor]:
-        """Draws this rank's rows of a minibatch, and their noise ``[1 + num_actor_steps, b, C]``."""
+    def _minibatches(self, count: int) -> list[_Minibatch]:
+        """Draws this rank's part of the next minibatches.
+
+        Several at a time: right after an update, whose nets have taken the places of everything else in the caches,
+        drawing one took three times as long as right after another.
+        """
         size, (first, stop, num_envs) = self.config.batch_size, self._bounds
-        generator = np.random.Generator(np.random.Philox(key=[self.config.seed, self._num_updates]))
-        place, age = generator.random((2, size))
-        shape = (1 + num_actor_steps, size, 0 if self._math.is_discrete else self._num_act)
-        noise = generator.standard_normal(shape, np.float32)
+        begin = first * size // num_envs
+        end = -(-stop * size // num_envs) if stop > first else begin
+        numbers = range(self._num_updates, self._num_updates + count)
+        steps = [self._adam_steps(number) for number in numbers]
+        draws, noises = zip(*(self._draw(*each) for each in zip(numbers, map(len, steps), strict=True)), strict=True)
+        place, age = np.stack(draws, 1)
         columns = ((np.arange(size) + place) * num_envs / size).astype(np.int64).clip(max=num_envs - 1)
         counts = self._sizes[columns]
-        weight = (counts > 0) / max(1, np.count_nonzero(counts))
-        own = slice(first * size // num_envs, -(-stop * size // num_envs) if stop > first else 0)
-        rows = self._rows(columns[own] - first, (age * counts)[own].astype(np.int64), weight[own])
-        return rows, torch.from_numpy(noise[:, own]).to(self._device, self._dtype)
+        weight = (counts > 0) / np.count_nonzero(counts, 1).clip(min=1)[:, None]
+        ages = (age * counts).astype(np.int64)
+        rows = self._rows(*(each[:, begin:end].reshape(-1) for each in (columns - first, ages, weight)))
+        apart = (column.view(count, end - begin, *column.shape[1:]).unbind() for column in rows)
+        return [
+            _Minibatch(
+                Rows(*each),
+                torch.from_numpy(noise[:, begin:end]).to(self._device, self._dtype),
+                torch.tensor([*map(corrections, taken)], dtype=self._dtype, device=self._device),
+            )
+            for *each, noise, taken in zip(*apart, noises, steps, strict=True)
+        ]
+
+    def _adam_steps(self, number: int) -> list[int]:
+        """Returns which steps an update takes, from 1: one of the critics, and at every k-th update k of the actor."""
+        interval = self.config.policy_interval
+        return [number + 1, *(range(number + 1, number + 1 + interval) if number % interval == 0 else ())]
+
+    def _draw(self, number: int, num_steps: int) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        """Draws for all rows of an update where they lie, uniform ``[2, B]``, and their noise ``[num_steps, B, C]``."""
+        generator = np.random.Generator(np.random.Philox(key=[self.config.seed, number]))
+        uniform = generator.random((2, self.config.batch_size))
+        shape = (num_steps, self.config.batch_size, 0 if self._math.is_discrete else self._num_act)
+        return uniform, generator.standard_normal(shape, np.float32)
 
     def _rows(self, columns: NDArray[np.int64], ages: NDArray[np.int64], weight: NDArray[np.float64]) -> Rows:
         """Fetches rows; of columns that are not this rank's, and of those without steps, zeros of weight 0."""
@@ -400,11 +441,20 @@ class _Parts:
     """
 
     def __init__(self, sac: SACMath, config: SACConfig) -> None:
-        wrap: Callable[[Any], Any] = Compiled if config.compile else lambda function: function
+        wrap: Callable[[Any], Any] = _compiled if config.compile else lambda function: function
         self.critic_gradient = wrap(sac.critic_gradient)
         self.critic_step = wrap(sac.critic_step)
         self.actor_gradient = wrap(sac.actor_gradient)
         self.actor_step = wrap(sac.actor_step)
+
+
+def _compiled(function: Callable[..., Any]) -> Compiled:
+    """Returns a part of an update compiled.
+
+    Unrolled, a sum over the components of an action would be one loop over rows without vector instructions, with the
+    exponentials and logarithms of all components in it.
+    """
+    return Compiled(function, unroll_reductions_threshold=1)
 
 
 def _graphs(sac: SACMath, config: SACConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -423,7 +473,7 @@ def _graphs(sac: SACMath, config: SACConfig) -> tuple[Callable[..., Tensor], Cal
         return torch.cat([critic_stats, actor_stats, critic_norm, actor_norm])
 
     def fast(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        function = Compiled(function) if config.compile else function
+        function = _compiled(function) if config.compile else function
         return CUDAGraph(function) if config.compile and config.learner_device == "cuda" else function
 
     return fast(critics), fast(critics_and_actor)

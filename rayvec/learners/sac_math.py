@@ -141,13 +141,13 @@ def _through_relu(grad: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
     return torch.where(inputs > 0, grad, 0.0)
 
 
-def adam_(state: AdamState, grad: Tensor, learning_rate: float, correction: Tensor, healthy: Tensor) -> None:
+def adam_(state: AdamState, grad: Tensor, learning_rate: float | Tensor, correction: Tensor, healthy: Tensor) -> None:
     """Takes one step of Adam (Kingma and Ba, 2015, algorithm 1), or none where `healthy` is 0.
 
     Args:
         state: Changed in place.
         grad: ``[P]``.
-        learning_rate: Step size.
+        learning_rate: Step size, of all or of each, ``[P]``.
         correction: ``1 / (1 - beta_1^t)`` and ``1 / sqrt(1 - beta_2^t)`` of step t, ``[2]``.
         healthy: ``[1]``.
     """
@@ -249,8 +249,9 @@ class SACMath:
     def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
         """Lets the optimizer of actor and temperature step; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
         norm = _check(nets, grad)
-        adam_(AdamState(*(part[:-1] for part in nets.actor)), grad[:-1], self.policy_lr, correction, nets.healthy)
-        adam_(AdamState(*(part[-1:] for part in nets.actor)), grad[-1:], self.alpha_lr, correction, nets.healthy)
+        is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
+        learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
+        adam_(nets.actor, grad, learning_rate, correction, nets.healthy)
         return torch.cat([norm, nets.actor.param[-1:].exp()])
 
     def _target(self, nets: Nets, rows: Rows, noise: Tensor) -> Tensor:

@@ -127,13 +127,14 @@ def assert_nets_equal(learner: SACLearner, reference: Reference, tolerance: floa
 
 def spy_on_minibatches(learner: SACLearner) -> list[tuple[Rows, Tensor]]:
     drawn: list[tuple[Rows, Tensor]] = []
-    draw = learner._minibatch
+    draw = learner._minibatches
 
-    def spy(num_actor_steps: int) -> tuple[Rows, Tensor]:
-        drawn.append(draw(num_actor_steps))
-        return drawn[-1]
+    def spy(count: int) -> Any:
+        minibatches = draw(count)
+        drawn.extend((each.rows, each.noise) for each in minibatches)
+        return minibatches
 
-    learner._minibatch = spy  # type: ignore[method-assign]
+    learner._minibatches = spy  # type: ignore[method-assign]
     return drawn
 
 
@@ -209,10 +210,22 @@ def test_every_environment_is_drawn_equally_often_and_every_step_too() -> None:
     places = {tuple(obs): (t, n) for t, row in enumerate(learner._replay.obs[:5]) for n, obs in enumerate(row)}
     for number in range(2000):
         learner._num_updates = number
-        for obs in learner._minibatch(0)[0].obs.float().numpy():
+        for obs in learner._minibatches(1)[0].rows.obs.float().numpy():
             counts[places[tuple(obs)]] += 1
     assert counts.sum() == 20_000
     assert (abs(counts - 1000) < 5 * np.sqrt(1000)).all()
+
+
+def test_it_makes_no_difference_how_many_minibatches_are_drawn_at_once() -> None:
+    learner = make_learner(policy_interval=2, batch_size=5)
+    learner.update(make_batch())
+    together = learner._minibatches(4)
+    for each in together:
+        [alone] = learner._minibatches(1)
+        for ours, theirs in zip((*each.rows, *each[1:]), (*alone.rows, *alone[1:]), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+        learner._num_updates += 1
+    assert [len(each.noise) for each in together] == [3, 1, 3, 1]
 
 
 def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
@@ -222,7 +235,7 @@ def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
     places = {tuple(obs): n for n, obs in enumerate(learner._replay.obs[0])}
     for number in range(2000):
         learner._num_updates = number
-        for obs in learner._minibatch(0)[0].obs.float().numpy():
+        for obs in learner._minibatches(1)[0].rows.obs.float().numpy():
             counts[places[tuple(obs)]] += 1
     assert (abs(counts - 1500) < 5 * np.sqrt(1500)).all()
 
@@ -291,6 +304,7 @@ def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval:
     torch.testing.assert_close(compiled._nets.target, eager._nets.target, atol=1e-11, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # once in a process
 def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config as inductor
 
@@ -306,7 +320,7 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned:
         assert function(total, torch.ones(7)).tolist() == [2.0] * 7
         assert function(total, torch.ones(7)).tolist() == [4.0] * 7
-    assert len(warned) == 1
+    assert [each.category for each in warned].count(RuntimeWarning) == 1
 
 
 @SPACES
