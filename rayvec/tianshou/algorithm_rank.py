@@ -26,6 +26,7 @@ from torch import Tensor
 from rayvec.parallel.ranks import ALONE, Ranks
 from rayvec.tianshou.algorithm_state import AlgorithmState
 from rayvec.tianshou.draws import Cut, SlicedDraws
+from rayvec.tianshou.impala import IMPALA
 from rayvec.tianshou.shards import AheadView, Generators, OffPolicyUpdate, OnPolicyUpdate, Shard, WholeView, writable
 
 __all__ = ["AlgorithmRank", "Reply"]
@@ -126,20 +127,24 @@ class AlgorithmRank:
     def _update_on_policy(self, update: OnPolicyUpdate) -> Any:
         algorithm, moments = self._algorithm, self._algorithm.ret_rms
         algorithm.compute_episodic_return = self._episodic_returns(update)
+        algorithm.compute_vtrace = self._vtrace(update)
         moments.update = lambda _: type(moments).update(moments, self._whole_returns)
         batch = self._sharded(update.total)
         self._shares = []
         normalizes = self._normalizes = getattr(algorithm, "advantage_normalization", False)
         try:
-            batch = algorithm._preprocess_batch(batch, WholeView(update), np.arange(update.total))
+            mine = np.arange(self._shard.start, self._shard.stop)
+            batch = algorithm._preprocess_batch(batch, WholeView(update), mine if len(mine) else np.zeros(1, np.int64))
             if normalizes:  # `split` does it, by the moments of the whole minibatch
                 algorithm.advantage_normalization = False
             with torch_train_mode(algorithm), self._whole_sequences():
-                return algorithm._update_with_batch(batch, update.batch_size, update.repeat)
+                stats = algorithm._update_with_batch(batch, update.batch_size, update.repeat)
         finally:
             if normalizes:
                 algorithm.advantage_normalization = normalizes
-            del algorithm.compute_episodic_return, moments.update
+            del algorithm.compute_episodic_return, algorithm.compute_vtrace, moments.update
+        self._set_cut(update.total, mine)  # as for means over the whole batch
+        return stats
 
     def _sharded(self, total: int) -> Batch:
         """Returns this rank's rows as a batch whose minibatches are those of the whole batch."""
@@ -172,17 +177,34 @@ class AlgorithmRank:
     def _episodic_returns(self, update: OnPolicyUpdate) -> Any:
         """Returns ``compute_episodic_return`` for a shard, of the values of all ranks' rows."""
         whole = Batch(rew=update.rew, terminated=update.terminated, truncated=update.truncated)
-        rows = slice(self._shard.start, self._shard.stop) if self._has_rows else slice(0, 1)
 
         def compute(
-            batch: Any, buffer: Any, indices: NDArray[np.int64], v_s_: Any = None, v_s: Any = None, **factors: float
+            batch: Any, buffer: Any, indices: Any, v_s_: Any = None, v_s: Any = None, **factors: float
         ) -> tuple[NDArray[Any], NDArray[Any]]:
             v_s_, v_s = self._gather(v_s_, update.total), self._gather(v_s, update.total)
-            returns, adv = Algorithm.compute_episodic_return(whole, buffer, indices, v_s_, v_s, **factors)
-            self._whole_returns, self._whole_adv = returns, adv
-            return returns[rows], adv[rows]
+            everywhere = np.arange(update.total)
+            return self._cut_returns(
+                *Algorithm.compute_episodic_return(whole, buffer, everywhere, v_s_, v_s, **factors)
+            )
 
         return compute
+
+    def _vtrace(self, update: OnPolicyUpdate) -> Any:
+        """Returns ``compute_vtrace`` for a shard, of the values and weights of all ranks' rows."""
+        algorithm = self._algorithm
+        whole = Batch(rew=update.rew, terminated=update.terminated, truncated=update.truncated, is_last=update.is_last)
+
+        def compute(batch: Any, *values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+            gathered = [self._gather(each, update.total) for each in values]
+            return self._cut_returns(*IMPALA.compute_vtrace(algorithm, whole, *gathered))
+
+        return compute
+
+    def _cut_returns(self, returns: NDArray[Any], adv: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns this rank's part of the returns and advantages of all rows, which it remembers."""
+        self._whole_returns, self._whole_adv = returns, adv
+        rows = slice(self._shard.start, self._shard.stop) if self._has_rows else slice(0, 1)
+        return returns[rows], adv[rows]
 
     def _gather(self, values: NDArray[Any], total: int) -> NDArray[Any]:
         """Returns the values of all rows, from those of every rank's."""
