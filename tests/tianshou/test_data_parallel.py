@@ -29,11 +29,12 @@ from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou_stage import Stage
 
+import rayvec.tianshou
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.algorithm_state import AlgorithmState
-from rayvec.tianshou.data_parallel import EQUAL, pickle_algorithm, wrap
+from rayvec.tianshou.parallel import EQUAL, pickle_algorithm, wrap
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Parallel = Callable[..., Any]
@@ -337,6 +338,12 @@ class TestRefused:
         assert done.returncode == 1
         assert "ConfigError: rayvec.tianshou works with Tianshou 2." in done.stderr
         assert "Got: tianshou 1.2.0" in done.stderr
+
+
+def test_public_names_are_no_modules() -> None:
+    """A module of the name of what it defines would take its place in the package once it is imported."""
+    names = {path.stem for path in Path(rayvec.tianshou.__file__).parent.glob("*.py")}
+    assert not names & set(rayvec.tianshou.__all__)
 
 
 def test_a_subclass_that_adds(parallel: Parallel) -> None:
