@@ -91,6 +91,7 @@ class AlgorithmRank:
             LearnerError: Another rank is gone, or the algorithm draws what can't be cut.
         """
         self._state.set_numbers(update.numbers)
+        self._fuse()
         self._seed(update.generators)
         before = self._state.numbers()
         self._shard = Shard(shard.start, shard.stop, writable(shard.batch), shard.ahead)
@@ -272,16 +273,27 @@ class AlgorithmRank:
 
     def _average_wrapped(self, optimizer: Any) -> None:
         """Averages between the backward pass and clipping in Tianshou's ``Algorithm.Optimizer.step``."""
-        parameters = _unique([*_stepped(optimizer._optim), *optimizer._module.parameters()])
+        clipped = _Listed(optimizer._module.parameters())
+        parameters = _unique([*_stepped(optimizer._optim), *clipped.parameters()])
+        optimizer._module = clipped
         step = optimizer.step
 
         def average() -> None:
             self._sum_gradients(parameters)
 
         def averaged(loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False) -> None:
-            step(_ScaledLoss(loss, self._share, average), retain_graph, create_graph)
+            with torch._C.DisableTorchFunction():  # nothing is drawn on the way, and looking at every call costs time
+                step(_ScaledLoss(loss, self._share, average), retain_graph, create_graph)
 
         optimizer.step = averaged
+
+    def _fuse(self) -> None:
+        """Lets Adam step all parameters in one kernel, where nobody has chosen how: the same up to rounding."""
+        for optimizer in self._state.optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
+                free = group["fused"] is None and group["foreach"] is None
+                if free and not group["differentiable"] and not group["capturable"]:
+                    group["fused"] = True
 
     def _average_raw(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Averages before a step that the algorithm takes without Tianshou's wrapper."""
@@ -305,6 +317,16 @@ class AlgorithmRank:
         for parameter, total, anywhere in zip(parameters, sums[:-1], sums[-1].tolist(), strict=True):
             if anywhere:
                 parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+class _Listed:
+    """What Tianshou clips the gradients of: parameters that are looked up once."""
+
+    def __init__(self, parameters: Iterator[Tensor]) -> None:
+        self._parameters = list(parameters)
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
 
 
 class _ScaledLoss:
