@@ -2,7 +2,7 @@
 
 The environments step in worker processes while the algorithm updates, with the policy of one update ago.
 
-python examples/tianshou_impala.py
+python examples/tianshou_impala.py [STEPS [SEED [EPISODES [LEARNERS]]]]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tianshou.trainer import OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
+from rayvec.tianshou import IMPALA, Collector, RayVectorEnv, data_parallel
 
 NUM_ENVS = 16
 COLLECT_STEPS = 32 * NUM_ENVS
@@ -42,8 +42,8 @@ def make_algorithm(env: gymnasium.Env, num_epochs: int, epoch_steps: int) -> IMP
     )
 
 
-def main(total_steps: int = 300_000, seed: int = 1, num_episodes: int = 100) -> float:
-    """Trains; returns the mean return of that many greedy episodes at the end."""
+def main(total_steps: int = 300_000, seed: int = 1, num_episodes: int = 100, num_learners: int = 0) -> float:
+    """Trains; returns the mean return of that many greedy episodes at the end. Without learners it updates here."""
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -51,6 +51,8 @@ def main(total_steps: int = 300_000, seed: int = 1, num_episodes: int = 100) -> 
     num_epochs = 10
     epoch_steps = total_steps // num_epochs
     algorithm = make_algorithm(make_env(), num_epochs, epoch_steps)
+    if num_learners:
+        algorithm = data_parallel(algorithm, num_learners)
     train_envs, test_envs = RayVectorEnv([make_env] * NUM_ENVS), RayVectorEnv([make_env] * NUM_ENVS)
     train_envs.seed(seed)
     test_envs.seed(2**30 + seed)

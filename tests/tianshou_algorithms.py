@@ -41,6 +41,8 @@ from tianshou.utils.net.discrete import (
 )
 from torch.distributions import Independent, Normal
 
+from rayvec.tianshou import IMPALA
+
 OBS, ACTIONS = 5, 3
 ROWS_OF_FIRST = 11
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -72,16 +74,27 @@ def ppo_variant() -> PPO:
 
 
 def a2c() -> A2C:
-    policy = DiscreteActorPolicy(
-        actor=DiscreteActor(preprocess_net=body(), action_shape=DISCRETE.n, softmax_output=False), action_space=DISCRETE
-    )
     return A2C(
-        policy=policy,
-        critic=DiscreteCritic(preprocess_net=body()),
+        **discrete_actor_critic(),
         optim=RMSpropOptimizerFactory(lr=7e-4),
         max_grad_norm=0.5,
         max_batchsize=32,
     )
+
+
+def discrete_actor_critic() -> dict[str, Any]:
+    actor = DiscreteActor(preprocess_net=body(), action_shape=DISCRETE.n, softmax_output=False)
+    policy = DiscreteActorPolicy(actor=actor, action_space=DISCRETE)
+    return {"policy": policy, "critic": DiscreteCritic(preprocess_net=body())}
+
+
+def impala() -> IMPALA:
+    return IMPALA(**discrete_actor_critic(), optim=optim(), rho_bar=1.1, c_bar=0.9, vtrace_lambda=0.9, max_batchsize=32)
+
+
+def impala_variant() -> IMPALA:
+    settings = {"max_grad_norm": 0.5, "return_scaling": True, "ent_coef": 0.0}
+    return IMPALA(**discrete_actor_critic(), optim=RMSpropOptimizerFactory(lr=7e-4), **settings)
 
 
 def q_net(**kwargs: Any) -> Net:
@@ -215,6 +228,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         ppo,
         ppo_variant,
         a2c,
+        impala,
+        impala_variant,
         dqn,
         dqn_huber,
         c51,
@@ -231,7 +246,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 """Algorithms by name, at least one of each class that can be data-parallel."""
 
-ON_POLICY = (PPO, A2C)
+ON_POLICY = (PPO, A2C, IMPALA)
 
 
 class Changed(PPO):
@@ -265,11 +280,11 @@ class Jitter(torch.nn.Module):
 
 
 class Falls(torch.nn.Module):
-    """Ends the process, when it is one's turn, unless the file `mark` says that one has ended before."""
+    """Ends or stops the process, when it is one's turn, unless the file `mark` says that it was done before."""
 
-    def __init__(self, mark: str, after: int) -> None:
+    def __init__(self, mark: str, after: int, how: signal.Signals) -> None:
         super().__init__()
-        self._mark, self._left = mark, [after]
+        self._mark, self._left, self._how = mark, [after], how
 
     def count(self) -> None:
         self._left[0] -= 1
@@ -277,7 +292,7 @@ class Falls(torch.nn.Module):
             with contextlib.suppress(FileExistsError), open(self._mark, "x") as file:
                 file.write(str(os.getpid()))
                 file.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self._how)
 
 
 def fall(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -352,6 +367,7 @@ def fill(
     obs = rng.normal(size=(envs, OBS)).astype(kind)
     discrete = algorithm.policy.action_type == "discrete"
     for _ in range(steps):
+        recorded = {"policy": Batch(logp=-rng.exponential(1.1, envs))} if isinstance(algorithm, IMPALA) else {}
         following = rng.normal(size=(envs, OBS)).astype(kind)
         ended = rng.random(envs) < 0.1
         terminated = ended & (rng.random(envs) < 0.5)
@@ -365,6 +381,7 @@ def fill(
                 done=ended,
                 obs_next=following,
                 info=Batch(env_id=np.arange(envs)),
+                **recorded,
             ),
             buffer_ids=np.arange(envs),
         )

@@ -155,7 +155,7 @@ class RankActor:
 
     def load_state_dict(self, state: Any, own: Any = None) -> Any:
         """Hands the object what `state_dict` returned, together with what belongs to this rank alone."""
-        return self._guard(lambda: self._object.load_state_dict({**unpack(state), **unpack(own or {})}))
+        return self._guard(lambda: self._object.load_state_dict({**unpack(state), **(unpack(own) if own else {})}))
 
     def _guard(self, work: Callable[[], Any]) -> Any:
         try:
@@ -165,32 +165,64 @@ class RankActor:
             return RemoteFailure.capture(error, f"{self._seat.name} (process {os.getpid()})")
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A tensor as an array that Ray carries without copies; its bytes, where NumPy has no such dtype."""
+_SMALL_BYTES = 65536
 
-    array: NDArray[Any]
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor's bytes: an array of its own, or where they begin in the array that small ones share."""
+
+    place: NDArray[Any] | int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A tree with leaves in the place of tensors, and the bytes of the small ones.
+
+    Ray carries arrays without copies, but each one at a cost of its own, which for a bias is more than that of a copy.
+    """
+
+    tree: Any
+    shared: NDArray[np.uint8]
+
+
 def pack(state: Any) -> Any:
-    """Returns a tree of dicts, lists and tuples with its tensors packed."""
-    if isinstance(state, Tensor):
-        flat = state.detach().cpu().contiguous().view(-1)
-        return _Packed(
-            flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8), state.dtype, tuple(state.shape)
-        )
-    return _mapped(pack, state)
+    """Returns a tree of dicts, lists and tuples in a form that Ray carries quickly."""
+    shared: list[NDArray[np.uint8]] = []
+    size = 0
+
+    def packed(tree: Any) -> Any:
+        nonlocal size
+        if not isinstance(tree, Tensor):
+            return _mapped(packed, tree)
+        flat = tree.detach().cpu().contiguous().view(-1)
+        array = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+        if array.nbytes > _SMALL_BYTES:
+            return _Leaf(array, tree.dtype, tuple(tree.shape))
+        leaf = _Leaf(size, tree.dtype, tuple(tree.shape))
+        shared.append(array)
+        size += array.nbytes
+        return leaf
+
+    tree = packed(state)
+    return _Packed(tree, np.concatenate([np.zeros(0, np.uint8), *shared]))
 
 
 def unpack(state: Any) -> Any:
     """Returns what `pack` was given, its tensors new and on the CPU."""
-    if isinstance(state, _Packed):
-        if not len(state.array):  # its stride may be 0 by now
-            return torch.empty(state.shape, dtype=state.dtype)
-        return torch.from_numpy(state.array.copy()).view(state.dtype).view(state.shape)
-    return _mapped(unpack, state)
+
+    def unpacked(tree: Any) -> Any:
+        if not isinstance(tree, _Leaf):
+            return _mapped(unpacked, tree)
+        tensor = torch.empty(tree.shape, dtype=tree.dtype)
+        if tensor.numel():
+            place, flat = tree.place, tensor.view(-1).view(torch.uint8).numpy()
+            flat[:] = state.shared[place : place + len(flat)] if isinstance(place, int) else place
+        return tensor
+
+    return unpacked(state.tree)
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:

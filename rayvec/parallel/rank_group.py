@@ -154,9 +154,15 @@ class RankGroup:
             Exception: What the method raised, its ``__cause__`` a `LearnerError` with the remote traceback.
         """
         call = name, [()] * self.num_ranks if args is None else list(args)
-        results = self._surely(lambda: self._call(*call))
+
+        def work() -> tuple[list[Any], Any]:
+            calls = self._begin(*call)
+            saving = self._ranks[0].actor.state_dict.remote()  # right behind its call
+            return self._gather(calls), saving
+
+        results, saving = self._surely(work)
         self._since.append(call)
-        self._saving = self._ranks[0].actor.state_dict.remote()
+        self._saving = saving
         return results
 
     def ask(self, name: str, *args: Any) -> Any:
@@ -295,8 +301,11 @@ class RankGroup:
             joining.append(rank.actor.join.remote(meeting, self._make))
         self._gather(joining)
 
+    def _begin(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [rank.actor.call.remote(name, *each) for rank, each in zip(self._ranks, args, strict=True)]
+
     def _call(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._gather([rank.actor.call.remote(name, *each) for rank, each in zip(self._ranks, args, strict=True)])
+        return self._gather(self._begin(name, args))
 
     def _gather(self, refs: list[Any]) -> list[Any]:
         """Waits for one result of each of the first ranks.

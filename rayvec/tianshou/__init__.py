@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rayvec.tianshou.buffers import add_chunk as add_chunk
     from rayvec.tianshou.collector import Collector as Collector
     from rayvec.tianshou.collector import PrefetchCollectStats as PrefetchCollectStats
-    from rayvec.tianshou.data_parallel import data_parallel as data_parallel
     from rayvec.tianshou.highlevel import RayCollectorFactory as RayCollectorFactory
     from rayvec.tianshou.impala import IMPALA as IMPALA
     from rayvec.tianshou.impala import IMPALATrainingStats as IMPALATrainingStats
+    from rayvec.tianshou.parallel import data_parallel as data_parallel
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
     from rayvec.tianshou.vector_env import RayVectorEnv as RayVectorEnv
     from rayvec.tianshou.vector_env import RayVectorEnvType as RayVectorEnvType
@@ -33,7 +33,7 @@ _HOMES = {
     "RayVectorEnvType": "rayvec.tianshou.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",
     "add_chunk": "rayvec.tianshou.buffers",
-    "data_parallel": "rayvec.tianshou.data_parallel",
+    "data_parallel": "rayvec.tianshou.parallel",
 }
 """Where each public name is defined."""
 

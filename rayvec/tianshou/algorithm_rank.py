@@ -26,6 +26,7 @@ from torch import Tensor
 from rayvec.parallel.ranks import ALONE, Ranks
 from rayvec.tianshou.algorithm_state import AlgorithmState
 from rayvec.tianshou.draws import Cut, SlicedDraws
+from rayvec.tianshou.impala import IMPALA
 from rayvec.tianshou.shards import AheadView, Generators, OffPolicyUpdate, OnPolicyUpdate, Shard, WholeView, writable
 
 __all__ = ["AlgorithmRank", "Reply"]
@@ -90,6 +91,7 @@ class AlgorithmRank:
             LearnerError: Another rank is gone, or the algorithm draws what can't be cut.
         """
         self._state.set_numbers(update.numbers)
+        self._fuse()
         self._seed(update.generators)
         before = self._state.numbers()
         self._shard = Shard(shard.start, shard.stop, writable(shard.batch), shard.ahead)
@@ -126,20 +128,24 @@ class AlgorithmRank:
     def _update_on_policy(self, update: OnPolicyUpdate) -> Any:
         algorithm, moments = self._algorithm, self._algorithm.ret_rms
         algorithm.compute_episodic_return = self._episodic_returns(update)
+        algorithm.compute_vtrace = self._vtrace(update)
         moments.update = lambda _: type(moments).update(moments, self._whole_returns)
         batch = self._sharded(update.total)
         self._shares = []
         normalizes = self._normalizes = getattr(algorithm, "advantage_normalization", False)
         try:
-            batch = algorithm._preprocess_batch(batch, WholeView(update), np.arange(update.total))
+            mine = np.arange(self._shard.start, self._shard.stop)
+            batch = algorithm._preprocess_batch(batch, WholeView(update), mine if len(mine) else np.zeros(1, np.int64))
             if normalizes:  # `split` does it, by the moments of the whole minibatch
                 algorithm.advantage_normalization = False
             with torch_train_mode(algorithm), self._whole_sequences():
-                return algorithm._update_with_batch(batch, update.batch_size, update.repeat)
+                stats = algorithm._update_with_batch(batch, update.batch_size, update.repeat)
         finally:
             if normalizes:
                 algorithm.advantage_normalization = normalizes
-            del algorithm.compute_episodic_return, moments.update
+            del algorithm.compute_episodic_return, algorithm.compute_vtrace, moments.update
+        self._set_cut(update.total, mine)  # as for means over the whole batch
+        return stats
 
     def _sharded(self, total: int) -> Batch:
         """Returns this rank's rows as a batch whose minibatches are those of the whole batch."""
@@ -172,17 +178,34 @@ class AlgorithmRank:
     def _episodic_returns(self, update: OnPolicyUpdate) -> Any:
         """Returns ``compute_episodic_return`` for a shard, of the values of all ranks' rows."""
         whole = Batch(rew=update.rew, terminated=update.terminated, truncated=update.truncated)
-        rows = slice(self._shard.start, self._shard.stop) if self._has_rows else slice(0, 1)
 
         def compute(
-            batch: Any, buffer: Any, indices: NDArray[np.int64], v_s_: Any = None, v_s: Any = None, **factors: float
+            batch: Any, buffer: Any, indices: Any, v_s_: Any = None, v_s: Any = None, **factors: float
         ) -> tuple[NDArray[Any], NDArray[Any]]:
             v_s_, v_s = self._gather(v_s_, update.total), self._gather(v_s, update.total)
-            returns, adv = Algorithm.compute_episodic_return(whole, buffer, indices, v_s_, v_s, **factors)
-            self._whole_returns, self._whole_adv = returns, adv
-            return returns[rows], adv[rows]
+            everywhere = np.arange(update.total)
+            return self._cut_returns(
+                *Algorithm.compute_episodic_return(whole, buffer, everywhere, v_s_, v_s, **factors)
+            )
 
         return compute
+
+    def _vtrace(self, update: OnPolicyUpdate) -> Any:
+        """Returns ``compute_vtrace`` for a shard, of the values and weights of all ranks' rows."""
+        algorithm = self._algorithm
+        whole = Batch(rew=update.rew, terminated=update.terminated, truncated=update.truncated, is_last=update.is_last)
+
+        def compute(batch: Any, *values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+            gathered = [self._gather(each, update.total) for each in values]
+            return self._cut_returns(*IMPALA.compute_vtrace(algorithm, whole, *gathered))
+
+        return compute
+
+    def _cut_returns(self, returns: NDArray[Any], adv: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns this rank's part of the returns and advantages of all rows, which it remembers."""
+        self._whole_returns, self._whole_adv = returns, adv
+        rows = slice(self._shard.start, self._shard.stop) if self._has_rows else slice(0, 1)
+        return returns[rows], adv[rows]
 
     def _gather(self, values: NDArray[Any], total: int) -> NDArray[Any]:
         """Returns the values of all rows, from those of every rank's."""
@@ -250,16 +273,27 @@ class AlgorithmRank:
 
     def _average_wrapped(self, optimizer: Any) -> None:
         """Averages between the backward pass and clipping in Tianshou's ``Algorithm.Optimizer.step``."""
-        parameters = _unique([*_stepped(optimizer._optim), *optimizer._module.parameters()])
+        clipped = _Listed(optimizer._module.parameters())
+        parameters = _unique([*_stepped(optimizer._optim), *clipped.parameters()])
+        optimizer._module = clipped
         step = optimizer.step
 
         def average() -> None:
             self._sum_gradients(parameters)
 
         def averaged(loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False) -> None:
-            step(_ScaledLoss(loss, self._share, average), retain_graph, create_graph)
+            with torch._C.DisableTorchFunction():  # nothing is drawn on the way, and looking at every call costs time
+                step(_ScaledLoss(loss, self._share, average), retain_graph, create_graph)
 
         optimizer.step = averaged
+
+    def _fuse(self) -> None:
+        """Lets Adam step all parameters in one kernel, where nobody has chosen how: the same up to rounding."""
+        for optimizer in self._state.optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
+                free = group["fused"] is None and group["foreach"] is None
+                if free and not group["differentiable"] and not group["capturable"]:
+                    group["fused"] = True
 
     def _average_raw(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Averages before a step that the algorithm takes without Tianshou's wrapper."""
@@ -283,6 +317,16 @@ class AlgorithmRank:
         for parameter, total, anywhere in zip(parameters, sums[:-1], sums[-1].tolist(), strict=True):
             if anywhere:
                 parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+class _Listed:
+    """What Tianshou clips the gradients of: parameters that are looked up once."""
+
+    def __init__(self, parameters: Iterator[Tensor]) -> None:
+        self._parameters = list(parameters)
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
 
 
 class _ScaledLoss:

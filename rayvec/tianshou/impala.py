@@ -13,7 +13,7 @@ from tianshou.algorithm.algorithm_base import OnPolicyAlgorithm
 from tianshou.algorithm.modelfree.a2c import A2CTrainingStats
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.algorithm.optim import OptimizerFactory
-from tianshou.data import ReplayBuffer, SequenceSummaryStats, to_torch_as
+from tianshou.data import ReplayBuffer, SequenceSummaryStats, to_numpy, to_torch_as
 from tianshou.data.types import LogpOldProtocol, RolloutBatchProtocol
 from tianshou.utils import RunningMeanStd
 from tianshou.utils.net.common import ActorCritic
@@ -41,11 +41,10 @@ class IMPALATrainingStats(A2CTrainingStats):
 
 
 class IMPALABatchProtocol(LogpOldProtocol, Protocol):
-    """A batch with what the update adds: ``row`` and ``column``, the place of each step in a table of trajectories."""
+    """A batch with what the update adds: ``is_last``, where what was collected of an environment ends."""
 
     act: torch.Tensor
-    row: NDArray[np.int64]
-    column: NDArray[np.int64]
+    is_last: NDArray[np.bool_]
 
 
 class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
@@ -129,7 +128,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         batch.act = to_torch_as(batch.act, like)
         recorded: Any = batch.policy.get("logp", None)
         batch.logp_old = self._evaluate(batch)[0] if recorded is None else to_torch_as(recorded, like).flatten()
-        batch.row, batch.column = _places(np.isin(indices, buffer.last_index))
+        batch.is_last = np.isin(indices, buffer.last_index)
         return batch
 
     def _evaluate(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,41 +142,51 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         return logp, v_s, v_s_
 
     def _add_targets(self, batch: IMPALABatchProtocol) -> torch.Tensor:
-        """Adds V-trace targets and advantages by the policy and the critic as they are; returns importance weights.
+        """Adds V-trace targets and advantages by the policy and the critic as they are; returns importance weights."""
+        logp, batch.v_s, v_s_ = self._evaluate(batch)
+        scale = np.sqrt(self.ret_rms.var + np.finfo(np.float32).eps) if self.return_scaling else 1.0
+        log_ratio = logp - batch.logp_old
+        known = (to_numpy(each) for each in (batch.v_s * scale, v_s_ * scale, log_ratio))
+        returns, advantages = self.compute_vtrace(batch, *known)
+        batch.returns = to_torch_as(returns / scale, batch.v_s)
+        batch.adv = to_torch_as(advantages / scale, batch.v_s)
+        if self.return_scaling:
+            self.ret_rms.update(returns)
+        return log_ratio.exp()
+
+    def compute_vtrace(
+        self, batch: Any, value: NDArray[Any], next_value: NDArray[Any], log_ratio: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns the V-trace target and the advantage of each step of a batch, ``[B]``.
 
         An episode's end is not crossed, nor is the end of what was collected: there the value of the observation
         after it stands in, unless the episode terminated.
+
+        Args:
+            batch: Steps of one environment after another, with rewards, ends of episodes and ``is_last``.
+            value: Of the observations, ``[B]``, in units of rewards.
+            next_value: Of the observations after each step, ``[B]``.
+            log_ratio: Log-probability of each action, less that by which it was chosen, ``[B]``.
         """
-        logp, batch.v_s, v_s_ = self._evaluate(batch)
-        scale = np.sqrt(self.ret_rms.var + np.finfo(np.float32).eps) if self.return_scaling else 1.0
-        place = (batch.row, batch.column)
-        valid = np.zeros((batch.row.max() + 1, batch.column.max() + 1), bool)
+        place = _places(batch.is_last)
+        valid = np.zeros([int(each.max()) + 1 for each in place], bool)
         valid[place] = True
 
-        def table(values: Any) -> NDArray[Any]:
-            values = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+        def table(values: NDArray[Any]) -> NDArray[Any]:
             placed = np.zeros(valid.shape, values.dtype)
             placed[place] = values
             return placed
 
+        steps = (batch.rew, value, next_value, log_ratio, batch.terminated, batch.truncated)
         returns, advantages = vtrace(
-            table(batch.rew),
-            table(batch.v_s * scale),
-            table(v_s_ * scale),
-            table(logp - batch.logp_old),
-            table(batch.terminated),
-            table(batch.truncated),
+            *map(table, steps),
             gamma=self.gamma,
             lam=self.vtrace_lambda,
             rho_bar=self.rho_bar,
             c_bar=self.c_bar,
             valid=valid,
         )
-        batch.returns = to_torch_as(returns[place] / scale, batch.v_s)
-        batch.adv = to_torch_as(advantages[place] / scale, batch.v_s)
-        if self.return_scaling:
-            self.ret_rms.update(returns[place])
-        return (logp - batch.logp_old).exp()
+        return returns[place], advantages[place]
 
     def _update_with_batch(  # type: ignore[override]
         self,
@@ -213,7 +222,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             ent_loss=SequenceSummaryStats.from_sequence(ent_losses),
             gradient_steps=len(losses),
             importance_weight=float(weights[0].mean()),
-            rho_clip_fraction=float((weights[0] > self.rho_bar).float().mean()),
+            rho_clip_fraction=float((weights[0] > self.rho_bar).double().mean()),
         )
 
 

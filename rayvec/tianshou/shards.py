@@ -50,7 +50,7 @@ class OnPolicyUpdate:
         rew: Rewards, ``[n]``.
         terminated: ``[n]`` bool.
         truncated: ``[n]`` bool.
-        unfinished: Whether the episode goes on after the buffer's last step of it, ``[n]`` bool.
+        is_last: Where what the buffer holds of an environment ends, ``[n]`` bool.
         batch_size: Rows of a minibatch; None: all.
         repeat: How often the batch is gone through.
     """
@@ -60,7 +60,7 @@ class OnPolicyUpdate:
     rew: NDArray[Any]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    unfinished: NDArray[np.bool_]
+    is_last: NDArray[np.bool_]
     batch_size: int | None
     repeat: int
 
@@ -163,14 +163,20 @@ def cut_batch(batch: Batch, num_ranks: int, ahead: Ahead | None = None) -> list[
 
 
 class WholeView:
-    """The part of a buffer's interface that Tianshou's episodic returns read, over a whole batch in its order."""
+    """The part of a buffer's interface that on-policy algorithms read, over a whole batch in its order.
+
+    Attributes:
+        terminated: ``[n]`` bool.
+        last_index: The rows where what the buffer holds of an environment ends.
+    """
 
     def __init__(self, update: OnPolicyUpdate) -> None:
         self.terminated = update.terminated
-        self._unfinished = np.flatnonzero(update.unfinished)
+        self.last_index = np.flatnonzero(update.is_last)
+        self._unfinished = np.flatnonzero(update.is_last & ~(update.terminated | update.truncated))
 
     def unfinished_index(self) -> NDArray[np.int64]:
-        """Returns the rows after which an episode goes on."""
+        """Returns those of them after which an episode goes on."""
         return self._unfinished
 
 

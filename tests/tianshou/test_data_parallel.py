@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -27,11 +29,12 @@ from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou_stage import Stage
 
+import rayvec.tianshou
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.parallel.rank_group import RankGroup
-from rayvec.tianshou import data_parallel
+from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.algorithm_state import AlgorithmState
-from rayvec.tianshou.data_parallel import EQUAL, pickle_algorithm, wrap
+from rayvec.tianshou.parallel import EQUAL, pickle_algorithm, wrap
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Parallel = Callable[..., Any]
@@ -98,12 +101,12 @@ class TestRanksEqualOne:
         plain, other, _, _ = both(name, torch.float32, lambda each: parallel(each, 3))
         assert difference(other, plain) < 1e-4
 
-    @pytest.mark.parametrize("name", ["ppo", "sac", "dqn"])
+    @pytest.mark.parametrize("name", ["ppo", "impala", "sac", "dqn"])
     def test_not_without_averaging(self, parallel: Parallel, name: str) -> None:
         plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 2, averages=False), count=3)
         assert difference(other, plain) > 1e-5
 
-    @pytest.mark.parametrize("name", ["ppo", "td3"])
+    @pytest.mark.parametrize("name", ["ppo", "impala", "td3"])
     def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str) -> None:
         plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 4), count=5, rows=3)
         assert difference(other, plain) < 1e-9
@@ -273,7 +276,7 @@ class TestRefused:
             each for each in vars(tianshou.algorithm).values() if isinstance(each, type) and issubclass(each, Algorithm)
         }
         made = {type(kit.make(name)) for name in kit.MAKERS}
-        assert made == set(EQUAL) <= kinds  # whatever is allowed is under test above
+        assert made == set(EQUAL) <= {*kinds, IMPALA}  # whatever is allowed is under test above
         for kind in kinds - made:
             with pytest.raises(ConfigError, match=kind.__name__):
                 data_parallel(as_class(kind), 2)
@@ -335,6 +338,12 @@ class TestRefused:
         assert done.returncode == 1
         assert "ConfigError: rayvec.tianshou works with Tianshou 2." in done.stderr
         assert "Got: tianshou 1.2.0" in done.stderr
+
+
+def test_public_names_are_no_modules() -> None:
+    """A module of the name of what it defines would take its place in the package once it is imported."""
+    names = {path.stem for path in Path(rayvec.tianshou.__file__).parent.glob("*.py")}
+    assert not names & set(rayvec.tianshou.__all__)
 
 
 def test_a_subclass_that_adds(parallel: Parallel) -> None:
@@ -399,18 +408,25 @@ class TestTrainers:
 
 
 class TestLostRanks:
-    def test_killed_in_an_update(self, ray_cluster: object, tmp_path: Any) -> None:
-        plain, struck = kit.make("ppo"), kit.make("ppo")
+    @pytest.mark.parametrize(
+        ("name", "how"), [("ppo", "SIGKILL"), ("sac", "SIGKILL"), ("impala", "SIGKILL"), ("ppo", "SIGSTOP")]
+    )
+    def test_lost_in_an_update(self, ray_cluster: object, tmp_path: Any, name: str, how: str) -> None:
+        """All are started again as they were before the update, which is done again: no number changes."""
+        plain, struck = kit.make(name), kit.make(name)
         kit.updates(plain, kit.fill(plain), count=3)
         mark = tmp_path / "struck"
-        struck.critic.register_module("falls", kit.Falls(str(mark), after=8))
+        struck.critic.register_module("falls", kit.Falls(str(mark), 4, signal.Signals[how]))
         struck.critic.register_forward_hook(kit.fall)
-        with data_parallel(struck, 2, num_cpus=0) as other:
+        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 5) as other:
             pids = other.group.pids
             kit.updates(other, kit.fill(other), count=3)
             assert int(mark.read_text()) in pids
             assert not set(other.group.pids) & set(pids)
             assert difference(other, plain) < 1e-9
+
+    def test_ranks_wait_a_minute_unless_told_otherwise(self) -> None:
+        assert inspect.signature(data_parallel).parameters["timeout_s"].default == 60
 
     def test_closed(self, ray_cluster: object) -> None:
         other = data_parallel(kit.make("dqn"), 1, num_cpus=0)

@@ -34,6 +34,7 @@ from rayvec.parallel.rank_group import RankGroup
 from rayvec.parallel.ranks import Ranks
 from rayvec.tianshou.algorithm_rank import AlgorithmRank
 from rayvec.tianshou.algorithm_state import AlgorithmState, Numbers
+from rayvec.tianshou.impala import IMPALA
 from rayvec.tianshou.shards import Ahead, Generators, OffPolicyUpdate, OnPolicyUpdate, cut_batch
 
 __all__ = ["EQUAL", "DataParallel", "data_parallel"]
@@ -45,6 +46,7 @@ EQUAL: tuple[type[Algorithm[Any, Any]], ...] = (
     DQN,
     DiscreteSAC,
     FQF,
+    IMPALA,
     IQN,
     PPO,
     QRDQN,
@@ -212,14 +214,14 @@ class DataParallel:
         update: OnPolicyUpdate | OffPolicyUpdate
         ahead = None
         if isinstance(self, OnPolicyAlgorithm):
-            unfinished = np.isin(pending.indices, pending.buffer.unfinished_index())
+            is_last = np.isin(pending.indices, pending.buffer.last_index)
             update = OnPolicyUpdate(
                 pending.numbers,
                 generators,
                 batch.rew,
                 batch.terminated,
                 batch.truncated,
-                unfinished,
+                is_last,
                 batch_size,
                 repeat,
             )
@@ -231,7 +233,7 @@ class DataParallel:
         if not self._state.is_at(self._on_ranks):  # somebody changed weights or optimizers
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
-        told = ray.put(update)
+        told = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
         return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
