@@ -1,6 +1,7 @@
-"""A cluster of simulated nodes, reached by the network: double buffering, start, cost of a frame.
+"""A cluster of simulated nodes, reached by the network: double buffering, start, cost of a frame and of a step.
 
     python benchmarks/cluster.py groups
+    python benchmarks/cluster.py cpu
     python benchmarks/cluster.py startup --nodes 2 --workers-per-node 48
     python benchmarks/cluster.py frames --nodes 8
 
@@ -15,7 +16,9 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,11 +204,68 @@ def frames(args: argparse.Namespace) -> None:
     print(markdown(header, rows))
 
 
+def run_s(pids: Sequence[int]) -> float:
+    """Returns for how long all threads of some processes have run so far, in seconds, as the scheduler counts it."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def independent(step_s: float, steps: int, answer: Connection) -> None:
+    """Steps one environment alone; sends for how long it ran, in seconds."""
+    env = timed(step_s)()
+    env.reset(seed=0)
+    for step in range(-100, steps):
+        if step == 0:
+            begun = run_s([os.getpid()])
+        _, _, terminated, truncated, _ = env.step(0)
+        if terminated or truncated:
+            env.reset()
+    answer.send(run_s([os.getpid()]) - begun)
+
+
+def cpu(args: argparse.Namespace) -> None:
+    """CPU time of everybody in a step from the driver, one sleeping environment a worker: what binds short steps."""
+    count, step_s = args.nodes * args.workers_per_node, 1e-3
+    spent: dict[str, list[float]] = {"driver": [], "a node's actor": [], "a worker": [], "an independent process": []}
+    walls = []
+    with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
+        with RayVecEnv([timed(step_s)] * count, workers_per_node=args.workers_per_node) as env:
+            env.reset(seed=0)
+            actions = np.zeros(count, np.int64)
+            of_nodes = list(env.worker_pids().values())
+            pids = {
+                "driver": [os.getpid()],
+                "a node's actor": [of_node[0] for of_node in of_nodes],
+                "a worker": [pid for of_node in of_nodes for pid in of_node[1:]],
+            }
+            for _ in range(args.repeats):
+                before = {name: run_s(them) for name, them in pids.items()}
+                begin = time.perf_counter()
+                for _ in range(args.steps):
+                    env.step(actions)
+                walls.append((time.perf_counter() - begin) / args.steps * 1e6)
+                for name, them in pids.items():
+                    spent[name].append((run_s(them) - before[name]) / args.steps / len(them) * 1e6)
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(args.repeats):
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        for _, theirs in pipes:
+            context.Process(target=independent, args=(step_s, args.steps, theirs), daemon=True).start()
+        spent["an independent process"].append(sum(ours.recv() for ours, _ in pipes) / count / args.steps * 1e6)
+    together = [
+        driver + args.nodes * actor + count * worker
+        for driver, actor, worker in zip(*(spent[name] for name in pids), strict=True)
+    ]
+    rows = [[name, spread(values)] for name, values in [*spent.items(), ("driver, actors and workers", together)]]
+    print(markdown(["", "CPU time for each step of all, us"], rows))
+    print(f"\nA step of {count} environments that sleep 1 ms took {spread(walls)} us.")
+
+
 def main() -> None:
     """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function, repeats in ((groups, 5), (startup, 3), (frames, 7)):
+    for function, repeats in ((groups, 5), (startup, 3), (frames, 7), (cpu, 5)):
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(function=function)
         command.add_argument("--repeats", type=int, default=repeats)

@@ -240,37 +240,42 @@ def floor(setting: Setting, kind: str) -> Iterator[Row]:
 
 
 @contextlib.contextmanager
-def ours(setting: Setting, prefetch: bool) -> Iterator[Row]:
-    """The Collector, inference in the workers of one local node."""
+def ours(setting: Setting) -> Iterator[list[Row]]:
+    """The Collector, inference in the workers of one local node: chunk by chunk, and with the next chunk prefetched."""
     from rayvec.collector import Collector
     from rayvec.nets import make_actor_critic
     from rayvec.policies import Policy
     from rayvec.vector import RayVecEnv
 
     total = setting.num_envs * setting.workers
+    n_step = setting.num_steps * total
     env_fns = [partial(make_env, setting.env_id)] * total
     with simulated_cluster(setting.workers + 1), RayVecEnv(env_fns, workers_per_node=setting.workers) as env:
         policy: Any = of_pixels
         if not setting.is_atari:
             policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space, setting.hidden))
-        collector = Collector(env, policy, seed=0, prefetch=prefetch)
-        n_step = setting.num_steps * total
-        collector.collect(n_step=n_step)
-        splits: list[dict[str, float]] = []
+        splits: dict[bool, list[dict[str, float]]] = {False: [], True: []}
 
-        def run(seconds: float) -> tuple[int, float]:
-            steps, begin = 0, time.perf_counter()
-            while time.perf_counter() - begin < seconds:
-                stats = collector.collect(n_step=n_step).stats
-                splits.append(stats.time_split_s)
-                steps += stats.n_collected_steps
-            collector.drain()  # what is in flight is not anybody else's to wait for
-            return steps, time.perf_counter() - begin
+        def collecting(prefetch: bool) -> Row:
+            collector = Collector(env, policy, seed=0, prefetch=prefetch)
 
-        yield Row(f"rayvec.Collector{', prefetch' if prefetch else ''}", run, tree(os.getpid()))
-        sums = {name: sum(split[name] for split in splits) for name in splits[0]}
-        whole = sum(sums.values())
-        print(f"prefetch={prefetch}: " + ", ".join(f"{name} {part / whole:.1%}" for name, part in sums.items()) + "\n")
+            def run(seconds: float) -> tuple[int, float]:
+                batches, begin = [], time.perf_counter()
+                while time.perf_counter() - begin < seconds:
+                    batches.append(collector.collect(n_step=n_step).stats)
+                if (last := collector.drain()) is not None:
+                    batches.append(last.stats)
+                splits[prefetch] += [stats.time_split_s for stats in batches]
+                return sum(stats.n_collected_steps for stats in batches), time.perf_counter() - begin
+
+            run(0.0)
+            return Row(f"rayvec.Collector{', prefetching' if prefetch else ''}", run, tree(os.getpid()))
+
+        yield [collecting(prefetch=False), collecting(prefetch=True)]
+        for prefetch, found in splits.items():
+            sums = {name: sum(split[name] for split in found) for name in found[0]}
+            shares = ", ".join(f"{name} {part / sum(sums.values()):.1%}" for name, part in sums.items())
+            print(f"prefetch={prefetch}: {shares}\n")
 
 
 @contextlib.contextmanager
@@ -356,24 +361,25 @@ def main() -> None:
         has_rllib = Path(args.rllib_python).exists() and not setting.is_atari
         if has_rllib:
             rows.append(stack.enter_context(of_rllib(setting, args.rllib_python)))
-        rows.append(stack.enter_context(ours(setting, prefetch=False)))
+        plain, prefetching = stack.enter_context(ours(setting))
+        rows += [plain, prefetching]
         for _ in range(args.repeats):
             for row in rows:
                 row.measure(args.seconds)
-        best = rows[-1]
         lines = [
             [
                 row.name,
                 spread(row.steps_per_s),
-                ratio(best.steps_per_s, row.steps_per_s),
+                ratio(plain.steps_per_s, row.steps_per_s),
+                ratio(prefetching.steps_per_s, row.steps_per_s),
                 spread(row.steps_per_cpu_s),
-                ratio(best.steps_per_cpu_s, row.steps_per_cpu_s),
+                ratio(plain.steps_per_cpu_s, row.steps_per_cpu_s),
             ]
             for row in rows
         ]
         if not has_rllib:
-            lines.append(["RLlib EnvRunner", "not installed", "", "", ""])
-    print(markdown(["", "steps/s", "rayvec / it", "steps per CPU-second", "rayvec / it"], lines))
+            lines.append(["RLlib EnvRunner", "not installed", "", "", "", ""])
+    print(markdown(["", "steps/s", "rayvec / it", "prefetching / it", "steps per CPU-second", "rayvec / it"], lines))
 
 
 if __name__ == "__main__":

@@ -280,8 +280,9 @@ class PPOLearner(ActorCriticLearner):
 
     def _step(self, stats: Tensor) -> Tensor:
         """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""
-        stats = torch.cat([stats, self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)])
-        if not math.isfinite(stats.sum()):
+        norm = self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)
+        stats = torch.cat([stats, norm])
+        if not math.isfinite(norm):  # the same on all ranks, unlike their shares of the metrics
             raise self._not_finite(_mean([stats]))
         self._optimizer.step()
         return stats

@@ -107,13 +107,18 @@ class ActingNodes:
     def publish(self, key: int, version: int, weights: Any) -> None:
         """Gives every node new weights: an object reference, which each node fetches once.
 
-        Chunks that are asked for from now on are taken with them. Nobody waits for a chunk under way.
+        Chunks that are asked for from now on are taken with them. Nobody waits for a chunk under way. Between chunks
+        only a policy's first weights are waited for, of which the workers are told, and those before these.
         """
+        is_first = key not in self._weights
         self._weights[key] = version, weights
         if self._flights:
             self._flights[-1].publishing += self._call_all("publish", key, version, weights)
-        else:
-            self._ask_all("publish", key, version, weights)
+            return
+        self.settle()
+        self._publishing = self._call_all("publish", key, version, weights)
+        if is_first:
+            self.settle()
 
     def install(self, handle: NodeHandle) -> None:
         """Gives a node that takes the place of another every policy, with the weights that it is to act with next."""
@@ -154,11 +159,11 @@ class ActingNodes:
                 except NodeLostError as error:
                     flight.parts[number] = self._take_again(flight, number, error)
         del self._flights[0]
-        self._publishing = flight.publishing
+        self._publishing += flight.publishing
         return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
 
     def settle(self) -> None:
-        """Waits for the weights that were published during the chunk that :meth:`finish` has returned.
+        """Waits for the weights that were published before, or during, the chunk that :meth:`finish` has returned.
 
         To be called when note has been taken of the chunk: a node that is lost now goes on from its end.
         """
