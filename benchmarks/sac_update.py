@@ -4,7 +4,8 @@
 
 Libraries that rayvec does not depend on live in virtual environments of their own:
 
-    python -m venv /tmp/peers/sb3 && /tmp/peers/sb3/bin/pip install -c constraints.txt torch stable-baselines3
+    python -m venv /tmp/peers/stable-baselines3
+    /tmp/peers/stable-baselines3/bin/pip install -c constraints.txt torch stable-baselines3
     python -m venv /tmp/peers/jax && /tmp/peers/jax/bin/pip install "jax[cpu]"
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from measure import heading, markdown
 from sac_peers import PEERS
 
-VENVS = {"Stable-Baselines3": "sb3", "JAX jit": "jax", "JAX jit, scanned over 32": "jax"}
+VENVS = {"Stable-Baselines3": "stable-baselines3", "JAX jit": "jax", "JAX jit, scanned over 32": "jax"}
 OURS = "rayvec compiled"
 
 

@@ -18,7 +18,7 @@ from rayvec.errors import CheckpointError, message
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KIND = "rayvec checkpoint"
 
 

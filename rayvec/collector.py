@@ -174,9 +174,11 @@ class Collector:
         num_steps = -(-n_step // self._env.num_envs)
         rollouts, episodes = [], []
         begin_next = self._prefetch and ahead
-        left = num_steps - sum(self._in_flight)
+        left = num_steps - sum(self._in_flight)  # of the chunks begun before
         if self._in_flight:
-            if begin_next and left <= 0 and self._on_bad_obs != "drop":  # which resets environments in between
+            if len(self._in_flight) > 1:  # the wait in the call before was interrupted
+                begin_next = False
+            elif begin_next and left <= 0 and self._on_bad_obs != "drop":  # which resets environments in between
                 self._take_off(num_steps)  # the workers need not wait until this chunk has been handed over
                 begin_next = False
             rollouts.append(self._land())
@@ -189,15 +191,15 @@ class Collector:
         return self._batch(rollouts, episodes, begin)
 
     def drain(self) -> Batch | None:
-        """Returns the chunk in flight as a batch, and begins none; None where none is in flight.
+        """Returns what is in flight as a batch, and begins nothing; None where nothing is in flight.
 
         The environments are free after it, for an evaluation, say.
         """
-        if not self._in_flight:
-            return None
-        begin = time.monotonic()
-        rollout = self._land()
-        return self._batch([rollout], [self._tracker.add(rollout.edges)[0]], begin)
+        rollouts, episodes, begin = [], [], time.monotonic()
+        while self._in_flight:
+            rollouts.append(self._land())
+            episodes.append(self._tracker.add(rollouts[-1].edges)[0])
+        return self._batch(rollouts, episodes, begin) if rollouts else None
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
@@ -250,6 +252,7 @@ class Collector:
             return rollout
         if self._on_bad_obs == "raise":
             self._started = False  # the episodes that go on have lost a part
+            self._drop_flight()
             raise bad_obs_error(bad)
         assert rollout.chunk is not None
         chunk, goes_on, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.under_way)

@@ -67,6 +67,21 @@ def zeros(obs: Any) -> Any:
     return np.zeros(len(obs["count"]), int)
 
 
+def test_the_chunk_behind_a_bad_one_is_dropped(make_vec: MakeVec) -> None:
+    """With prefetching it had been asked for; its episodes have lost their beginnings."""
+    env = make_vec([BadEnv] * 2)
+    collector = Collector(env, zeros, seed=0, prefetch=True)
+    with pytest.raises(EnvError, match="finite"):
+        for _ in range(100):
+            collector.collect(n_step=2 * 4)
+    assert env.call("unwrapped"), "the environments are free"
+    assert collector.drain() is None
+    batch = collector.collect(n_step=2)
+    assert batch.stats.n_surplus_steps == 2 * 4
+    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+    collector.close()
+
+
 @pytest.mark.parametrize(
     "how",
     [{}, {"inference": "driver"}, {"by_reference": True}, {"prefetch": True}],

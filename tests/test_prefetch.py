@@ -167,6 +167,35 @@ def test_a_state_is_that_of_what_was_returned(counting: RayVecEnv, prefetching: 
     assert again.obs[0].tolist() == [[3 + i, 0, 0, 0] for i in range(5)]
 
 
+def test_an_interrupted_wait_loses_nothing(
+    counting: RayVecEnv, prefetching: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a chunk is waited for, as in a notebook; also where the next call drains."""
+    wait, interrupts = counting.rollout_wait, [True, True]
+
+    def interrupted() -> Any:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        return wait()
+
+    chunks = [*prefetching.collect(n_step=50).chunks]
+    monkeypatch.setattr(counting, "rollout_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    chunks += [chunk for _ in range(3) for chunk in prefetching.collect(n_step=50).chunks]
+    interrupts.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    rest = prefetching.drain()
+    assert rest is not None and prefetching.drain() is None
+    chunks += rest.chunks
+    assert [chunk.first_step for chunk in chunks] == list(range(0, 10 * len(chunks), 10))
+    assert counting_errors(chunks) == []
+    assert counting.call("unwrapped")  # the environments are free
+
+
 def test_a_fault_in_flight_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
     env = make_vec([FailingEnv] * 3, workers=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
@@ -232,18 +261,18 @@ def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path
     store = env.publish(policies[0])
     actor = env.worker_pids()[env.topology.nodes[1].name][0]
     for number, policy in enumerate(policies[1:]):
-        env.rollout_async(store, 3, 3 * number, 1)
+        env.rollout_async(store, 4, 4 * number, 1)  # the gate keeps it from its end
         store.publish(policy.weights())
     with pytest.raises(AlreadyPendingCallError, match="rollout"):
-        env.rollout_async(store, 3, 6, 1)
+        env.rollout_async(store, 4, 8, 1)
     os.kill(actor, signal.SIGKILL)
     (tmp_path / "gate").touch()
     first, second = env.rollout_wait().chunk, env.rollout_wait().chunk
     assert first is not None and second is not None
     assert first.restarts.tolist() == [[-1, 2], [-1, 3]] and len(second.restarts) == 0
-    assert second.obs[0][:, TOTAL].tolist() == [3, 3, 3, 3]
-    last = env.rollout_workers(store, 3, 6, 1).chunk
-    assert last is not None and last.obs[0][:, TOTAL].tolist() == [6, 6, 6, 6]
+    assert second.obs[0][:, TOTAL].tolist() == [4, 4, 4, 4]
+    last = env.rollout_workers(store, 4, 8, 1).chunk
+    assert last is not None and last.obs[0][:, TOTAL].tolist() == [8, 8, 8, 8]
     for version, chunk in enumerate((first, second, last)):
         assert chunk.weights_version == version
         assert_acted_with(chunk, policies[version])

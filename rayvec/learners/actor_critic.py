@@ -184,4 +184,5 @@ class ActorCriticLearner:
 def _shape(state: Mapping[str, Any]) -> str:
     """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
     statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics])
+    optimizer = f"optimizer of {', '.join(sorted(state.get('optimizer', ())))}"
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics, optimizer])

@@ -28,7 +28,8 @@ every constant that the function read when it was compiled, a hundred in an upda
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
-    Whatever it reads that is no tensor must stay as it is at that call.
+    Whatever it reads that is no tensor, numbers among its arguments too, must stay as it is at that call: nobody looks
+    at it again.
 
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saved 8 % in a prototype.
     Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a

@@ -509,9 +509,10 @@ class RayPool:
             with contextlib.suppress(OSError):
                 node.pool.close()
         closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
+        deadline = time.monotonic() + _CLOSE_S
         for handle, ref in zip(self._handles, closing, strict=False):
             try:
-                handle.get(ref, _CLOSE_S)
+                handle.get(ref, _left(deadline))
             except (NodeLostError, NotReady):
                 pass  # gone already, or ended by force below
             except Exception:

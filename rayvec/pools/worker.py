@@ -28,7 +28,7 @@ from rayvec.pools.memory import SharedBlock, split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup
 from rayvec.rollout import ActingPolicy, Stopwatch, as_policy, rollout
-from rayvec.types import Chunk, RawInfo, RolloutTimes
+from rayvec.types import Chunk, ChunkInfos, RawInfo, RolloutTimes
 
 __all__ = ["PackedChunk", "WorkerSpec", "worker_main"]
 
@@ -256,7 +256,9 @@ class Worker:
             stopwatch=stopwatch,
         )
         times = stopwatch.read()
-        return PackedChunk(replace(chunk, infos=(), reset_infos=()), dumps((chunk.infos, chunk.reset_infos)), times)
+        return PackedChunk(
+            replace(chunk, infos=ChunkInfos(), reset_infos=ChunkInfos()), dumps((chunk.infos, chunk.reset_infos)), times
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,12 +288,19 @@ class AlgorithmRank:
         optimizer.step = averaged
 
     def _fuse(self) -> None:
-        """Lets Adam step all parameters in one kernel, where nobody has chosen how: the same up to rounding."""
+        """Lets Adam step all parameters in one kernel, where nobody has chosen how: the same up to rounding.
+
+        That kernel counts steps where the parameters are, the others on the CPU.
+        """
         for optimizer in self._state.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
                 free = group["fused"] is None and group["foreach"] is None
                 if free and not group["differentiable"] and not group["capturable"]:
                     group["fused"] = True
+                    for parameter in group["params"]:
+                        if parameter in optimizer.state:
+                            state = optimizer.state[parameter]
+                            state["step"] = state["step"].to(parameter.device)
 
     def _average_raw(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Averages before a step that the algorithm takes without Tianshou's wrapper."""

@@ -30,7 +30,7 @@ from rayvec.tianshou.pool_env import APART
 from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.vector_env import RayVectorEnv
 from rayvec.types import Chunk, tree_map
-from rayvec.types.infos import ChunkInfo, ChunkInfos
+from rayvec.types.infos import ChunkInfos
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
@@ -339,7 +339,7 @@ class Collector(tianshou.data.Collector[Any]):
             obs = _objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
         infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
         for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
-            for item in ChunkInfos.of(said).where(lambda block: block.t == last):
+            for item in said.where(lambda block: block.t == last):
                 if chunk.done[last, item.n] == of_reset:
                     infos[item.n] = {**item.info, **infos[item.n]}
         self._pre_collect_obs_RO, self._pre_collect_info_R = obs, _objects(infos)
@@ -384,13 +384,12 @@ def _prefetch_error(expected: str, got: str) -> ConfigError:
     )
 
 
-def _plain(infos: Sequence[ChunkInfo]) -> ChunkInfos:
+def _plain(infos: ChunkInfos) -> ChunkInfos:
     """Returns infos without what is meant for the face of the environments.
 
     Raises:
         ConfigError: An observation or a reward did not fit into the chunk's arrays.
     """
-    infos = ChunkInfos.of(infos)
     if not infos.has_key(APART):
         return infos
     plain = []

@@ -39,7 +39,7 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
         Columns, with 0 or None where a step has no such key; None if they depend on the step that they are of.
     """
     lead = chunk.valid.shape
-    infos = ChunkInfos.of(chunk.infos)
+    infos = chunk.infos
     if not chunk.valid.all():
         infos = infos.where(lambda block: chunk.valid[block.t, block.n])
     try:

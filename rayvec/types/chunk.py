@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.types.infos import ChunkInfo, ChunkInfos
+from rayvec.types.infos import ChunkInfos
 from rayvec.types.trees import Tree, tree_map
 
 __all__ = ["Chunk", "ChunkRef"]
@@ -34,8 +33,8 @@ class Chunk:
         final_obs: The true last observation of each of these episodes, tree of ``[F, *obs_shape]``.
         extras: What the policy recorded beside its actions, by name, ``[T, N, ...]``:
             ``logp`` (float32, log-probability of the action), and what else it returns.
-        infos: Non-empty infos of steps, sorted by (t, n). From a rollout these are
-            :class:`ChunkInfos`, which make a dict only when somebody reads it.
+        infos: Non-empty infos of steps, sorted by (t, n): a sequence of :class:`~rayvec.types.ChunkInfo` that makes
+            the dicts only when somebody reads them.
         reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
         restarts: ``(t, n)`` of each step that failed, after which the environment was made anew, in that order;
             t is -1 where the episode that was under way before the chunk was lost, ``int64 [R, 2]``. The
@@ -57,12 +56,17 @@ class Chunk:
     final_index: NDArray[np.int64]
     final_obs: Tree
     extras: dict[str, NDArray[Any]] = field(default_factory=dict)
-    infos: Sequence[ChunkInfo] = ()
-    reset_infos: Sequence[ChunkInfo] = ()
+    infos: ChunkInfos = field(default_factory=ChunkInfos)
+    reset_infos: ChunkInfos = field(default_factory=ChunkInfos)
     restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     weights_version: int = 0
     first_step: int = 0
+
+    def __post_init__(self) -> None:
+        """Puts infos into columns."""
+        object.__setattr__(self, "infos", ChunkInfos.of(self.infos))
+        object.__setattr__(self, "reset_infos", ChunkInfos.of(self.reset_infos))
 
     @property
     def num_steps(self) -> int:
@@ -119,8 +123,8 @@ class Chunk:
             final_index=self.final_index[ended] - origin,
             final_obs=tree_map(lambda leaf: leaf[ended], self.final_obs),
             extras={name: of_step(extra) for name, extra in self.extras.items()},
-            infos=ChunkInfos.of(self.infos).between(start, stop),
-            reset_infos=ChunkInfos.of(self.reset_infos).between(start, stop),
+            infos=self.infos.between(start, stop),
+            reset_infos=self.reset_infos.between(start, stop),
             restarts=self.restarts[inside(self.restarts)] - origin,
             cuts=self.cuts[inside(self.cuts)] - origin,
         )

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 __all__ = ["ChunkInfo", "ChunkInfos", "InfoBlock", "InfoColumn"]
 
+_NUMBERS = "biufc"  # a span of time has a unit of its own besides
+
 
 class ChunkInfo(NamedTuple):
     """An info dict with its place in a chunk.
@@ -52,7 +54,7 @@ class InfoColumn:
         kind = kinds.pop()
         if not kinds and kind is np.ndarray:
             first = values[0]
-            if first.ndim and first.dtype.kind in "biufc" and first.dtype.isnative:
+            if first.ndim and first.dtype.kind in _NUMBERS and first.dtype.isnative:
                 if all(value.shape == first.shape and value.dtype == first.dtype for value in values):
                     return cls(kind, np.stack(values))
         elif not kinds and _is_number(kind):
@@ -68,7 +70,7 @@ class InfoColumn:
         return None if self.kind is None else (self.kind, self.values.dtype, self.values.shape[1:])
 
     def read(self) -> Iterable[Any]:
-        """Returns the values; arrays are the caller's own."""
+        """Returns the values; arrays can be written."""
         if self.kind is None:
             return map(_own, self.values)
         if self.kind in (bool, int, float):
@@ -143,6 +145,9 @@ class InfoBlock:
 
 class ChunkInfos(Sequence[ChunkInfo]):
     """The infos of a chunk in the order of ``(t, n)``; the dicts are made when somebody first reads one.
+
+    What a reader changes in them, later readers of this object see; a part of it, a pickle of it and what it is joined
+    to are made from the columns, which nobody changes.
 
     >>> infos = ChunkInfos.of([ChunkInfo(0, 1, {"x": 2.0}), ChunkInfo(0, 0, {"x": 1.0})])
     >>> infos[0], infos.blocks[0].columns["x"].values
@@ -220,13 +225,14 @@ def _is_number(kind: type[Any]) -> bool:
     """Whether NumPy's arrays give back values of exactly this type."""
     if kind in (bool, int, float):
         return True
-    return issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).type is kind
+    dtype = np.dtype(kind) if issubclass(kind, (np.bool_, np.number)) else None
+    return dtype is not None and dtype.type is kind and dtype.kind in _NUMBERS
 
 
 def _own(value: Any) -> Any:
-    """Copies arrays that can't be written, as they come by Ray, wherever they are in an info."""
+    """Copies arrays, wherever they are in an info: as they come by Ray they can't be written."""
     if isinstance(value, np.ndarray):
-        return value if value.flags.writeable else value.copy()
+        return value.copy()
     if type(value) is dict:
         return {key: _own(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -95,6 +95,7 @@ class Host:
         if isinstance(self._adapter, Adapter):
             for _ in range(_WARM_CALLS if step_s * chunk_steps < 0.5 else 1):
                 self._adapter.advance()
+            self._adapter.settle()  # a chunk in flight would run beside whoever is measured next
         return {}
 
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:

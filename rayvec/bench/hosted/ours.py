@@ -181,7 +181,7 @@ class Ours(Adapter):
             frames.unpack_request(frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0])
             frames.unpack_answer(bytearray(frames.pack_answer(answer)[0]))
 
-        return num_nodes * _quickest(once)
+        return num_nodes * _median_s(once)
 
     def _chunk_packing_s(self, workers: list[int]) -> float:
         from rayvec.chunks import join_chunks
@@ -196,7 +196,7 @@ class Ours(Adapter):
             pickle.loads(pickle.dumps(node, protocol=5))
             join_chunks([node] * len(workers))
 
-        return _quickest(once)
+        return _median_s(once)
 
     def close(self) -> None:
         """Ends it."""
@@ -226,7 +226,7 @@ def _on_cpu_s(pid: int) -> float:
     return total * 1e-9
 
 
-def _quickest(function: Any) -> float:
+def _median_s(function: Any) -> float:
     times = []
     for _ in range(_PACKING_REPEATS):
         begin = time.perf_counter()
