@@ -253,6 +253,7 @@ class _Recorder:
         self._infos: list[ChunkInfo] = []
         self._reset_infos: list[ChunkInfo] = []
         self._counts: list[int] = []
+        self._checked: dict[int, list[tuple[int, ...]] | None] = {}
         self.columns: list[Any] = []
 
     def allocate(self, group: int, ids: NDArray[np.int64], obs: Tree) -> None:
@@ -270,7 +271,10 @@ class _Recorder:
         _assign(self._last_obs, self.columns[group], obs)
 
     def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
-        _check_rows(actions, extras, self._counts[group], self._action_layout)
+        shapes = [np.shape(actions), *map(np.shape, extras.values())] if type(actions) is np.ndarray else None
+        if shapes is None or shapes != self._checked.get(group):
+            _check_rows(actions, extras, self._counts[group], self._action_layout)
+            self._checked[group] = shapes
         if self._act is None:
             self._act = _empty_like(actions, self._lead)
             self._extras = {name: _empty_like(extra, self._lead) for name, extra in extras.items()}

@@ -79,6 +79,7 @@ class SerialPool:
         self._between_episodes = [False] * self.num_envs
         self._begun: set[int] = set()
         self._everyone: NDArray[np.int64] | None = None
+        self._all_rows = list(range(self.num_envs))
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         layout = ArrayLayout.of(self._envs[0].observation_space)
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
@@ -106,6 +107,7 @@ class SerialPool:
         first reset, and ``cut``, those whose episode was under way when the process before this one ended.
         """
         self.layout = layout
+        self._everyone = None
         self.obs: Tree = arrays["obs"]
         self.rew: NDArray[np.float64] = arrays["rew"]
         self.terminated: NDArray[np.bool_] = arrays["terminated"]
@@ -357,7 +359,8 @@ class SerialPool:
         started = [self._under_way.pop(key) for key in keys]
         infos: list[RawInfo] = []
         for ids, function, args in started:
-            infos += self._guard(function, ids.tolist(), *args)
+            rows = self._all_rows if ids is self._everyone else ids.tolist()
+            infos += self._guard(function, rows, *args)
         if env_ids is None:
             env_ids = np.sort(np.concatenate([ids for ids, _, _ in started]))
             infos.sort(key=lambda info: info.env_id)
@@ -395,13 +398,15 @@ class SerialPool:
             error = failed.failures[0][1].rebuild()
         raise error
 
-    def _is_everyone(self, env_ids: NDArray[np.int64]) -> bool:
-        if env_ids is not self._everyone and np.array_equal(env_ids, np.arange(self.num_envs)):
-            self._everyone = env_ids  # a rollout passes the same array again and again
-        return env_ids is self._everyone
-
     def _batch(self, env_ids: NDArray[np.int64], infos: Sequence[RawInfo]) -> StepBatch:
-        rows: Any = slice(None) if self._is_everyone(env_ids) else env_ids
+        if env_ids is not self._everyone:
+            if not np.array_equal(env_ids, np.arange(self.num_envs)):
+                return self._answers(env_ids, env_ids, infos)
+            self._everyone = env_ids  # a rollout passes the same array again and again
+            self._without_infos = self._answers(env_ids, slice(None), ())
+        return self._answers(env_ids, slice(None), infos) if infos else self._without_infos
+
+    def _answers(self, env_ids: NDArray[np.int64], rows: Any, infos: Sequence[RawInfo]) -> StepBatch:
         return StepBatch(
             env_ids,
             index_tree(self.obs, rows),
