@@ -1,7 +1,7 @@
 """Experience with the policy beside the environments: ours, beside what no framework at all could do better.
 
     python benchmarks/collecting.py --env-id CartPole-v1 --hidden 64 64 --repeats 7
-    python benchmarks/collecting.py --env-id CartPole-v1 --hidden 256 256 --rllib-python /tmp/rllib/bin/python
+    python benchmarks/collecting.py --env-id CartPole-v1 --hidden 256 256 --rllib-python VENVS/rllib/bin/python
     python benchmarks/collecting.py --env-id HalfCheetah-v5 --num-envs 16
     python benchmarks/collecting.py --env-id ale_py:ALE/Breakout-v5 --num-envs 8 --num-steps 32
 
@@ -313,7 +313,7 @@ def of_tianshou(setting: Setting, num_envs: int) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def of_rllib(setting: Setting, python: str) -> Iterator[Row]:
-    """RLlib's EnvRunner, one process, in its own virtual environment; see benchmarks/rllib_venv.sh."""
+    """RLlib's EnvRunner, one process, in its own virtual environment; see benchmarks/make_peer_venvs.sh."""
     command = [
         python,
         str(HERE / "rllib_env_runner.py"),
@@ -325,7 +325,7 @@ def of_rllib(setting: Setting, python: str) -> Iterator[Row]:
     assert process.stdin is not None and process.stdout is not None
     while process.stdout.readline().strip() != "ready":
         if process.poll() is not None:
-            raise SystemExit(f"{' '.join(command)} ended; make its environment with benchmarks/rllib_venv.sh")
+            raise SystemExit(f"{' '.join(command)} ended; make its environment with benchmarks/make_peer_venvs.sh")
 
     def run(seconds: float) -> tuple[int, float]:
         print(seconds, file=process.stdin, flush=True)
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--tianshou-envs", type=int, default=64, help="a process each; 0 leaves the row out")
-    parser.add_argument("--rllib-python", default="/tmp/rllib/bin/python", help="of its own virtual environment")
+    parser.add_argument("--rllib-python", default="", help="of its own virtual environment; else RLlib is left out")
     args = parser.parse_args()
     setting = Setting(args.env_id, tuple(args.hidden), args.num_envs, args.workers, args.num_steps)
     is_discrete = isinstance(make_env(args.env_id).action_space, gymnasium.spaces.Discrete)
@@ -360,7 +360,7 @@ def main() -> None:
         ]
         if args.tianshou_envs and is_discrete and not setting.is_atari:
             rows.append(stack.enter_context(of_tianshou(setting, args.tianshou_envs)))
-        has_rllib = Path(args.rllib_python).exists() and not setting.is_atari
+        has_rllib = Path(args.rllib_python).is_file() and not setting.is_atari
         if has_rllib:
             rows.append(stack.enter_context(of_rllib(setting, args.rllib_python)))
         plain, prefetching = stack.enter_context(ours(setting))

@@ -1,6 +1,6 @@
 """From the start of the interpreter to an agent that is good enough: ours and other libraries, on the same cores.
 
-    python benchmarks/end_to_end.py --venvs /tmp/venvs --json end_to_end.json
+    python benchmarks/end_to_end.py --venvs VENVS --json end_to_end.json
     python benchmarks/end_to_end.py --tasks pendulum --libraries rayvec CleanRL-style --seeds 1 2 3
 
 The rule is the same for all (benchmarks/judge.py). A library trains in a process of its own with the settings that it
@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, nargs="+", default=[0, 1], help="of the others; 0: their own choice")
     parser.add_argument("--limit-s", type=float, default=240, help="of the clock, for each run")
-    parser.add_argument("--venvs", type=Path, default=Path("/tmp/venvs"), help="where make_peer_venvs.sh made them")
+    parser.add_argument("--venvs", type=Path, default=Path("venvs"), help="where make_peer_venvs.sh made them")
     parser.add_argument("--json", type=Path, help="file to keep the runs in, and to go on with")
     options = parser.parse_args()
     options.cores = sorted(os.sched_getaffinity(0))[:2]

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes a virtual environment for each peer of `rayvec bench compare` that can't live beside rayvec.
+# Makes a virtual environment for each library that can't live beside rayvec, for `rayvec bench compare` and the
+# scripts here that take --venvs.
 #
 #     benchmarks/make_peer_venvs.sh DIRECTORY [PEER...]
 #
 # and prints the line that lets `rayvec bench compare` find them. A peer whose packages can't be installed is left out.
 set -uo pipefail
 if [ $# -lt 1 ]; then
-    sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 directory=$1
@@ -22,6 +23,7 @@ packages() {
         pufferlib) echo "pufferlib<3 gymnasium==0.29.1 numpy<2 torch setuptools<81" ;;
         torchrl) echo "torchrl torch gymnasium" ;;
         rllib) echo "ray[rllib] torch" ;;
+        jax) echo "jax[cpu]" ;;
         *)
             echo "unknown peer $1" >&2
             exit 2

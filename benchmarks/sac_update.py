@@ -1,12 +1,10 @@
 """How long one SAC update takes: ours, and those of other libraries, taking turns on the same core.
 
-    python benchmarks/sac_update.py --peers /tmp/peers          (what is not installed is left out)
+    python benchmarks/sac_update.py --venvs VENVS          (what is not installed is left out)
 
 Libraries that rayvec does not depend on live in virtual environments of their own:
 
-    python -m venv /tmp/peers/stable-baselines3
-    /tmp/peers/stable-baselines3/bin/pip install -c constraints.txt torch stable-baselines3
-    python -m venv /tmp/peers/jax && /tmp/peers/jax/bin/pip install "jax[cpu]"
+    benchmarks/make_peer_venvs.sh VENVS stable-baselines3 jax
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def compare(width: int, threads: int, options: argparse.Namespace) -> str:
     names = [name for name in PEERS if not options.only or name in options.only]
     peers, absent = [], []
     for name in names:  # one after another, so that nobody compiles while another measures
-        peer = Peer(name, width, threads, options.peers)
+        peer = Peer(name, width, threads, options.venvs)
         (peers if peer.ready() else absent).append(peer)
     for _ in range(options.repeats):
         for peer in peers:
@@ -100,7 +98,7 @@ def compare(width: int, threads: int, options: argparse.Namespace) -> str:
 def main() -> None:
     """Prints a table for each width and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="directory of the virtual environments")
+    parser.add_argument("--venvs", type=Path, default=Path("venvs"), help="directory of the virtual environments")
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 128])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=15)
