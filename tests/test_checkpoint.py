@@ -109,7 +109,7 @@ def test_foreign_files_are_refused_and_nothing_in_them_runs(tmp_path: Path, monk
 def test_later_format(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"kind": "rayvec checkpoint", "format": 99, "state": {}}, path)
-    with pytest.raises(CheckpointError, match=r"Expected: version 1 .* Got: version 99\."):
+    with pytest.raises(CheckpointError, match=r"Expected: version 2 .* Got: version 99\."):
         checkpoint.load(path)
 
 
