@@ -227,7 +227,7 @@ class TestInput:
 
     def test_more_cores_than_there_are(self, ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rayvec.placement._PLACE_S", 0.3)
-        for kwargs in ({"workers_per_node": 33}, {"num_nodes": 3}):
+        for kwargs in ({"workers_per_node": 25}, {"num_nodes": 3}):
             with pytest.raises(ConfigError, match="core") as caught:
                 RayVecEnv([CountingEnv] * 60, **kwargs)
             assert_explained(caught.value)
