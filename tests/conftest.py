@@ -24,14 +24,14 @@ os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex()) 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[object]:
-    """Two simulated nodes on this machine, 32 and 8 cores; the driver runs on the first."""
+    """Two simulated nodes on this machine, 24 and 8 cores; the driver runs on the first."""
     import ray
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="rvt-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         os.environ["RAY_TMPDIR"] = directory  # so that no stray address file names our cluster to others
         os.mkdir(f"{directory}/ray")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 32, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 24, "include_dashboard": False})
         try:
             cluster.add_node(num_cpus=8)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -27,7 +27,6 @@ from rayvec.vector import RayVecEnv
 
 TOPOLOGIES: dict[str, dict[str, int]] = {
     "1x1": {"nodes": 1, "workers": 1},
-    "1x2": {"nodes": 1, "workers": 2},
     "2x1": {"nodes": 2, "workers": 1},
     "1x3 uneven": {"nodes": 1, "workers": 3},
     "1x2 groups": {"nodes": 1, "workers": 2, "groups": 2},
