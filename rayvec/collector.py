@@ -108,6 +108,7 @@ class Collector:
         self._by_reference = by_reference
         self._on_bad_obs = on_bad_obs
         self._in_flight: deque[int] = deque()  # numbers of steps
+        self._kept: list[tuple[Rollout, EpisodeStats]] = []  # have landed, for the next batch
         self._first_step = 0
         self._counts: Counter[str] = Counter()
         self._version = 0
@@ -123,6 +124,9 @@ class Collector:
             seed: Of the environments, base + index; None lets each go on with its own generator.
         """
         self._drop_flight()
+        for rollout, _ in self._kept:
+            self._counts["dropped steps"] += rollout.edges.valid.size
+        self._kept.clear()
         self._env.reset(seed=seed)
         self._tracker.clear()
         self._started = True
@@ -167,39 +171,42 @@ class Collector:
             seed, self._seed = self._seed, None
             self.reset(seed)
         if n_episode is not None:
-            if self._tracker.under_way.any() or self._in_flight:
+            if self._tracker.under_way.any() or self._in_flight or self._kept:
                 self.reset()  # half an episode is none, and those under way are the long ones
             return self._episodes(n_episode, begin)
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
-        rollouts, episodes = [], []
         begin_next = self._prefetch and ahead
-        left = num_steps - sum(self._in_flight)  # of the chunks begun before
-        if self._in_flight:
-            if len(self._in_flight) > 1:  # the wait in the call before was interrupted
-                begin_next = False
-            elif begin_next and left <= 0 and self._on_bad_obs != "drop":  # which resets environments in between
-                self._take_off(num_steps)  # the workers need not wait until this chunk has been handed over
-                begin_next = False
-            rollouts.append(self._land())
-            episodes.append(self._tracker.add(rollouts[0].edges)[0])
+        num_begun = len(self._in_flight)  # more than one where the wait in the call before was interrupted
+        left = num_steps - sum(self._in_flight) - sum(rollout.edges.num_steps for rollout, _ in self._kept)
+        if begin_next and num_begun == 1 and left <= 0 and self._on_bad_obs != "drop":  # which resets in between
+            self._take_off(num_steps)  # the workers need not wait until this chunk has been handed over
+            begin_next = False
+        for _ in range(num_begun):
+            self._keep(self._land())
         if left > 0:
-            rollouts.append(self._rollout(left))
-            episodes.append(self._tracker.add(rollouts[-1].edges)[0])
+            self._keep(self._rollout(left))
         if begin_next:
             self._take_off(num_steps)
-        return self._batch(rollouts, episodes, begin)
+        return self._kept_batch(begin)
 
     def drain(self) -> Batch | None:
         """Returns what is in flight as a batch, and begins nothing; None where nothing is in flight.
 
         The environments are free after it, for an evaluation, say.
         """
-        rollouts, episodes, begin = [], [], time.monotonic()
+        begin = time.monotonic()
         while self._in_flight:
-            rollouts.append(self._land())
-            episodes.append(self._tracker.add(rollouts[-1].edges)[0])
-        return self._batch(rollouts, episodes, begin) if rollouts else None
+            self._keep(self._land())
+        return self._kept_batch(begin) if self._kept else None
+
+    def _keep(self, rollout: Rollout) -> None:
+        """Keeps what was taken until it is handed over, by a later call if this one is interrupted."""
+        self._kept.append((rollout, self._tracker.add(rollout.edges)[0]))
+
+    def _kept_batch(self, begin: float) -> Batch:
+        kept, self._kept = self._kept, []
+        return self._batch([rollout for rollout, _ in kept], [episodes for _, episodes in kept], begin)
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):

@@ -54,6 +54,19 @@ class Remembers(Policy):
         return Batch(act=value % 2, state=Batch(hidden=count + 1.0, other=Batch(cell=count * 2.0)))
 
 
+class NotFinite(DriftEnv):
+    """Observes NaN after its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        self._steps += 1
+        return (np.full_like(obs, np.nan) if self._steps == 3 else obs, *rest)
+
+
 class Pointed(DriftEnv):
     """Drifts by a continuous action, and says things in infos, some of them only when an episode ends."""
 

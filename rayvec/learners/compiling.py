@@ -28,8 +28,8 @@ every constant that the function read when it was compiled, a hundred in an upda
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
-    Whatever it reads that is no tensor, numbers among its arguments too, must stay as it is at that call: nobody looks
-    at it again.
+    Its arguments are tensors, or sequences of them. Whatever else it reads must stay as it is at the first call: nobody
+    looks at it again.
 
     On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saved 8 % in a prototype.
     Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
@@ -64,8 +64,8 @@ class Compiled:
     def _first(self, *args: Any) -> Tensor:
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
-        call: Update = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)
-        try:
+        try:  # a torch that lacks one of the options says so at once
+            call: Update = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)
             with warnings.catch_warnings():  # torch's own, about how it is made
                 warnings.simplefilter("ignore", DeprecationWarning)
                 result = call(*args)  # what fails to compile has changed nothing yet

@@ -105,7 +105,7 @@ class Collector(tianshou.data.Collector[Any]):
         self._inference = inference
         self._unbiased = unbiased
         self._prefetch = prefetch
-        self._in_flight = False
+        self._in_flight = self._at_random = self._is_amid = self._bad_obs_told = False
         self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
         self._store: WeightStore | None = None
         self._random_store: WeightStore | None = None
@@ -122,7 +122,7 @@ class Collector(tianshou.data.Collector[Any]):
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Begins new episodes everywhere; returns first observations and infos. A chunk in flight is dropped."""
-        self._state_in_driver = False
+        self._state_in_driver = self._is_amid = False
         if self._in_flight:
             self._land()
         return super().reset_env(gym_reset_kwargs)
@@ -149,6 +149,17 @@ class Collector(tianshou.data.Collector[Any]):
             )
         if self._prefetch and n_episode:
             raise _prefetch_error("n_step", f"n_episode={n_episode}")
+        if n_episode and self._in_flight:
+            self.reset_env()  # a call before was interrupted, and what its chunk had to do with it is not known
+        if n_episode and self._unbiased and self._is_amid:
+            raise ConfigError(
+                message(
+                    "Episodes that count without bias begin in the call that counts them.",
+                    expected="environments at the beginning of an episode",
+                    got="some in the midst of one, begun by an earlier collect",
+                    remedy="Pass reset_before_collect=True, or call reset() first.",
+                )
+            )
         return self._collect_chunks(n_step, n_episode, random)
 
     # A step at a time.
@@ -185,6 +196,7 @@ class Collector(tianshou.data.Collector[Any]):
                     remedy="Leave unbiased=True out, or what asks for single steps.",
                 )
             )
+        self._is_amid = True
         with without_absent_rows(self) as rows:
             stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
         stats.__class__ = self.collect_stats_class
@@ -252,30 +264,36 @@ class Collector(tianshou.data.Collector[Any]):
         Yields:
             A chunk with `valid` cleared where a step does not belong, and whether it was taken at random.
         """
-        lands = self._in_flight
-        while lands or schedule.next_steps():
-            at_random = random and not lands
-            if not lands:
-                self._take_off(store, schedule.next_steps())
-            taken = self._land()
-            chunk, lands = schedule.take(taken, counted_ends(taken)), False
-            if num_next and not schedule.next_steps():
+        while self._in_flight or schedule.next_steps():
+            if not self._in_flight:
+                self._take_off(store, schedule.next_steps(), random)
+            at_random, taken = self._at_random, self._land()
+            chunk = schedule.take(taken, counted_ends(taken))
+            is_last = not schedule.next_steps()
+            if num_next and is_last:
                 self._take_off(store, num_next)
             yield chunk, at_random
+            if is_last:
+                return
 
     def _random(self) -> WeightStore:
         if self._random_store is None:
             self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
         return self._random_store
 
-    def _take_off(self, store: WeightStore, num_steps: int) -> None:
+    def _take_off(self, store: WeightStore, num_steps: int, random: bool = False) -> None:
         self._pool_env.rollout_async(store, num_steps, self._first_step, self._noise_seed)
         self._first_step += num_steps
-        self._in_flight = True
+        self._in_flight, self._at_random, self._is_amid = True, random, True
 
     def _land(self) -> Chunk:
-        self._in_flight = False
-        chunk = self._pool_env.rollout_wait()
+        rollout = self._pool_env.rollout_wait()
+        self._in_flight = False  # not before: a wait that was interrupted leaves the chunk to the next call
+        if rollout.edges.bad_obs is not None and not self._bad_obs_told:
+            self._bad_obs_told = True
+            logger.warning("an observation is not finite: %s", rollout.edges.bad_obs.first)
+        chunk = rollout.chunk
+        assert chunk is not None
         return replace(chunk, infos=_plain(chunk.infos), reset_infos=_plain(chunk.reset_infos))
 
     def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:

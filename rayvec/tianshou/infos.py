@@ -42,8 +42,12 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
     infos = chunk.infos
     if not chunk.valid.all():
         infos = infos.where(lambda block: chunk.valid[block.t, block.n])
+    parts = []
+    for block in infos.blocks:
+        ours = {key: column for key, column in block.columns.items() if key != "env_id"}
+        parts.append((block.t * lead[1] + block.n, ours))
     try:
-        columns = _columns([(block.t * lead[1] + block.n, block.columns) for block in infos.blocks], lead[0] * lead[1])
+        columns = _columns(parts, lead[0] * lead[1])
         columns["env_id"] = np.tile(env_ids, lead[0])
         _check_kinds(columns, held)
     except _IrregularError:
@@ -71,8 +75,7 @@ def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], s
     gathered: dict[Any, list[tuple[NDArray[np.int64], InfoColumn]]] = {}
     for places, part in parts:
         for key, column in part.items():
-            if key != "env_id":
-                gathered.setdefault(key, []).append((places, column))
+            gathered.setdefault(key, []).append((places, column))
     columns: dict[str, Any] = {}
     for key, found in gathered.items():
         if not isinstance(key, str):

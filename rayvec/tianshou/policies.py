@@ -233,13 +233,17 @@ def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
 
 
 def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yields the plain numbers of every module, and of its exploration noise: where they stand, and what they are."""
+    """Yields the plain numbers of every module, and of its exploration noise: where they stand, and what they are.
+
+    Those of NumPy are among them: a schedule made with ``np.interp`` sets an epsilon to one.
+    """
     for module in policy.modules():
         held = vars(module)
         for holder in (held, *(vars(value) for value in held.values() if isinstance(value, BaseNoise))):
             for name, value in holder.items():
-                if type(value) in _KINDS and name != "training":
-                    yield holder, name, value
+                number = value.item() if isinstance(value, np.generic) else value
+                if type(number) in _KINDS and name != "training":
+                    yield holder, name, number
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -21,7 +21,7 @@ from rayvec.rollout import ActingPolicy
 from rayvec.tianshou.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.remote_env import RemoteEnv
-from rayvec.types import Chunk, StepBatch, Topology
+from rayvec.types import Chunk, Rollout, StepBatch, Topology
 from rayvec.weights import WeightStore
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
@@ -343,7 +343,9 @@ class RayVectorEnv(BaseVectorEnv):
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
         self.rollout_async(weights, num_steps, first_step, noise_seed)
-        return self.rollout_wait()
+        chunk = self.rollout_wait().chunk
+        assert chunk is not None
+        return chunk
 
     def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
         """Starts what :meth:`rollout_workers` does; until :meth:`rollout_wait` the environments are not free.
@@ -354,13 +356,12 @@ class RayVectorEnv(BaseVectorEnv):
         self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
         self._in_chunk = True
 
-    def rollout_wait(self) -> Chunk:
-        """Waits for the chunk that :meth:`rollout_async` started."""
+    def rollout_wait(self) -> Rollout:
+        """Waits for the chunk that :meth:`rollout_async` started; may be called again if the wait was interrupted."""
         self._assert_is_not_closed()
+        rollout = self._guarded(self._pool.finish_rollout)
         self._in_chunk = False
-        chunk = self._guarded(self._pool.finish_rollout).chunk
-        assert chunk is not None
-        return chunk
+        return rollout
 
     # What the public methods share.
 

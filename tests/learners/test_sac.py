@@ -323,6 +323,12 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
     assert [each.category for each in warned].count(RuntimeWarning) == 1
 
 
+def test_a_torch_that_lacks_an_option_runs_uncompiled() -> None:
+    function = Compiled(lambda tensor: -tensor, no_such_option=True)
+    with pytest.warns(RuntimeWarning, match="uncompiled.*no_such_option"):
+        assert function(torch.ones(2)).tolist() == [-1.0, -1.0]
+
+
 @SPACES
 def test_going_on_from_a_state_is_exact(action_space: spaces.Space[Any]) -> None:
     learner = make_learner(action_space, policy_interval=2, dtype=torch.float32)

@@ -41,6 +41,7 @@ INFOS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
     "dense": lambda rng: {"x": float(rng.normal()), "vector": rng.normal(size=2), "on": bool(rng.random() < 0.5)},
     "sparse": lambda rng: {"x": int(rng.integers(9))} if rng.random() < 0.1 else {},
     "nested": lambda rng: {"episode": {"r": np.float32(rng.normal()), "l": 3}} if rng.random() < 0.3 else {"lives": 2},
+    "ids": lambda rng: {"env_id": 7, "inner": {"env_id": float(rng.normal()), "l": 3}} if rng.random() < 0.7 else {},
     "text": lambda rng: {"word": "ab"[: int(rng.integers(1, 3))], "n": np.int16(3)} if rng.random() < 0.5 else {},
     "mixed": lambda rng: {"x": 1} if rng.random() < 0.5 else {"x": 1.5},
     "objects": lambda rng: {"list": [1, 2], "none": None, "any": frozenset({1})} if rng.random() < 0.5 else {},

@@ -27,11 +27,12 @@ from tianshou.data import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
+from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
-from tianshou_kit import Exact, Pointed, Remembers
+from tianshou_kit import Exact, NotFinite, Pointed, Remembers
 
 from rayvec.collector import CollectorProtocol
 from rayvec.errors import ConfigError
@@ -187,6 +188,30 @@ class TestEpisodes:
         ends = mine.buffer[:].info.env_id[mine.buffer[:].done]
         assert np.bincount(ends).tolist() == [3, 3, 2, 2, 2]
         assert stats.n_collected_steps == len(mine.buffer) == stats.lens.sum()
+
+    @pytest.mark.parametrize("hook", [None, lambda acts, batch: None])
+    def test_unbiased_episodes_begin_in_the_call_that_counts_them(
+        self, venvs: dict[str, RayVectorEnv], hook: Any
+    ) -> None:
+        mine = Collector(Exact(), venvs["drift"], VectorReplayBuffer(5000, 5), unbiased=True, on_step_hook=hook)
+        mine.reset()
+        mine.collect(n_step=15)
+        mine.set_on_step_hook(None)
+        with pytest.raises(ConfigError, match=r"in the midst of one.*reset_before_collect=True"):
+            mine.collect(n_episode=5)
+        first = mine.collect(n_episode=5, reset_before_collect=True)
+        assert first.n_collected_episodes == mine.collect(n_episode=5).n_collected_episodes == 5
+
+    def test_an_observation_that_is_not_finite_is_told_with_its_place(
+        self, ray_cluster: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        env = RayVectorEnv([NotFinite] * 2, num_nodes=1, workers_per_node=1, preload=("tianshou_kit",))
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), raise_on_nan_in_buffer=True)
+        collector.reset()
+        with pytest.raises(MalformedBufferError):
+            collector.collect(n_step=20)
+        assert "not finite: nan in the observation before step 3 of environment 0" in caplog.text
+        env.close()
 
 
 def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:

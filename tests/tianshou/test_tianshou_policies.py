@@ -108,8 +108,13 @@ def test_state_travels_bit_for_bit(kind: str) -> None:
     assert copy.weights().tobytes() == vector.tobytes()
     if kind == "dqn":
         assert copy._policy.eps_training == 0.1 + 0.2
+        policy.eps_training = np.interp(0.5, [0, 1], [0.9, 0.1])  # as schedules are made: a number of NumPy
+        assert len(acting.weights()) == len(vector)
+        copy.load_weights(acting.weights())
+        assert copy._policy.eps_training == 0.5
     if kind == "ddpg":
         assert copy._policy.exploration_noise._sigma == 1 / 3
+    copy.load_weights(vector)
     vector[:] = 0.0  # it was copied
     assert copy.weights().tobytes() != vector.tobytes()
 

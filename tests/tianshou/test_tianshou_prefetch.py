@@ -97,6 +97,44 @@ def test_more_steps_than_a_chunk_has_without_prefetch(venv: RayVectorEnv) -> Non
     land(mine)
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("random", [False, True])
+def test_an_interrupted_wait_loses_nothing(
+    venv: RayVectorEnv, prefetch: bool, random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a chunk is waited for, as in a notebook: it is the first of the next call."""
+    mine, other = pair(venv, Exact)
+    if not prefetch:
+        mine = Collector(Exact(), venv, VectorReplayBuffer(2000, 5))
+        venv.seed(SEEDS)
+        mine.reset()
+    wait, interrupts = venv._pool.finish_rollout, [True, False]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr(venv._pool, "finish_rollout", interrupted)
+    mine.collect(n_step=50, random=random)
+    with pytest.raises(KeyboardInterrupt):
+        mine.collect(n_step=50, random=random)
+    with pytest.raises(AssertionError, match="prefetching"):
+        venv.reset()
+    mine.collect(n_step=50, random=random)
+    if random:
+        assert len(mine.buffer) == 100 and set(np.unique(mine.buffer.act).tolist()) == {0, 1}
+    else:
+        other.collect(n_step=100)
+        assert_same_buffer(mine.buffer, other.buffer)
+    interrupts.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        mine.collect(n_step=50)
+    assert mine.reset() is not None
+    assert venv.step(np.zeros(5, int))[1].shape == (5,)  # the environments are free
+    land(mine)
+
+
 def test_a_reset_drops_what_is_in_flight(venv: RayVectorEnv) -> None:
     collector, _ = pair(venv, Exact)
     collector.collect(n_step=50)
