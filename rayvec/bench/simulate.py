@@ -66,6 +66,12 @@ class Nodes:
                 )
             )
 
+    def cores(self, count: int, most: int) -> int:
+        """Returns how many cores so many nodes have each, up to a number; simulated ones have as many as that."""
+        if self.simulated:
+            return most
+        return min(most, int(sorted(self._cpus, reverse=True)[count - 1]))
+
     def grow(self, count: int, cores: int) -> None:
         """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
         while self._keeper is not None and self._count < count:
