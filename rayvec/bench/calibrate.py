@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,11 @@ class Measured:
     check_observations: list[Observation] = field(default_factory=list)
     search_observations: list[Observation] = field(default_factory=list)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether all that a check needs has been measured."""
+        return bool(self.check_observations and self.search_observations)
+
     def fit(self) -> Fit:
         """Fits the model."""
         return fit(self.observations, self.shared_cores, self.policy_s)
@@ -75,6 +80,8 @@ def read_measured(path: Path) -> Measured:
     """
     content = Results.read(path, "model").extra
     try:
+        if content.get("interrupted"):
+            raise ValueError(f"interrupted after {len(content['observations'])} settings")
         call_s, row_s = content["policy_s"]
         shared = content["shared_cores"]
         return Measured(
@@ -131,7 +138,12 @@ def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
 
 
 def measure_settings(
-    settings: Sequence[Setting], nodes: Nodes, cores: int, window_s: float, ticker: Ticker
+    settings: Sequence[Setting],
+    nodes: Nodes,
+    cores: int,
+    window_s: float,
+    ticker: Ticker,
+    keep: Callable[[list[Observation]], None] = lambda found: None,
 ) -> list[Observation]:
     """Measures settings, those that can share environments in turns, and returns the quickest turn of each.
 
@@ -143,6 +155,7 @@ def measure_settings(
         cores: Of each node.
         window_s: Seconds of each setting at least; every turn holds some calls too.
         ticker: Advanced by 1 for each setting.
+        keep: Called with what there is so far, whenever there is more.
     """
     from rayvec.bench.peers import peer_process
 
@@ -160,6 +173,7 @@ def measure_settings(
         for each in turns.values():
             quickest = min(each, key=lambda observation: observation.step_s)
             found.append(replace(quickest, turns_s=tuple(turn.step_s for turn in each)))
+        keep(found)
     return found
 
 

@@ -14,6 +14,8 @@ from rayvec.bench.model import Costs, Fit, Setting, alone_s, cpu_s, jitter_s, sh
 
 __all__ = ["Observation", "fit", "fit_line"]
 
+_LEAST_CROWDING = 0.5
+"""Half of a call's CPU time is used on the way there, before the last environment begins: no step hides that."""
 _COLDS = tuple(0.05 * step for step in range(41))
 """By what shares calls may take longer after a sleep; the one that explains most is taken."""
 
@@ -171,6 +173,11 @@ def _fit_wall(costs: Costs, observations: Sequence[Observation], found: Fit, sha
         rest.append(each.step_s - known_s)
         features.append((setting.calls, setting.envs, *shared, setting.num_bytes))
     latency_s, per_env_s, crowding, queueing, byte_s = fit_line(features, rest, relative_to=overheads)
+    if shared_cores is not None and crowding < _LEAST_CROWDING:
+        crowding = _LEAST_CROWDING
+        rest = [each - crowding * waits[2] for each, waits in zip(rest, features, strict=True)]
+        others = [(*waits[:2], *waits[3:]) for waits in features]
+        latency_s, per_env_s, queueing, byte_s = fit_line(others, rest, relative_to=overheads)
     return replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing, byte_s=byte_s)
 
 

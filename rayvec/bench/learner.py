@@ -68,6 +68,10 @@ class LearnerBench:
         """Measures, prints the table, and writes the files."""
         check(self)
         check_any(self, "num_learners", "algorithm", "way", "hidden_sizes")
+        if self.address is not None:
+            from rayvec.bench.simulate import reachable
+
+            reachable(self.address)
         if self.device == "cuda":
             from rayvec.learners.base import torch_device
 

@@ -192,8 +192,11 @@ class Fit:
         return self.policy_call_s + rows * self.policy_row_s
 
     def free_cores(self, nodes: int, shared_cores: int) -> float:
-        """Returns the cores that are left for steps on a machine that simulates so many nodes, a tenth at least."""
-        return max(0.1 * shared_cores, shared_cores - self.others - nodes * self.others_per_node)
+        """Returns the cores that are left for steps on a machine that simulates so many nodes.
+
+        Half at least: whoever would always work gets no more of a core than whoever wants it as well.
+        """
+        return max(0.5 * shared_cores, shared_cores - self.others - nodes * self.others_per_node)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values."""

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayvec.bench.scaling import check_any, parse_jitter
+from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, plain
 
 if TYPE_CHECKING:
     from rayvec.bench.calibrate import Measured
+    from rayvec.bench.fitting import Observation
     from rayvec.bench.model import Cluster, Fit
     from rayvec.bench.results import Results
     from rayvec.bench.simulate import Nodes
@@ -83,6 +85,15 @@ class Model:
         """Measures, fits, predicts."""
         check(self)
         check_any(self, "nodes", "step_duration")
+        if self.fit is not None and self.address is not None:
+            raise ConfigError(
+                message(
+                    "--fit takes measurements from a file, --address makes them.",
+                    expected="one of the two",
+                    got=f"--fit {self.fit} and --address {self.address}",
+                    remedy="Leave one out.",
+                )
+            )
         sigma = parse_jitter(self.jitter)
         from rayvec.bench.results import Results
         from rayvec.bench.terminal import console
@@ -93,8 +104,12 @@ class Model:
         try:
             self._measure_and_tell(sigma, results, terminal)
         except KeyboardInterrupt:
-            kept = f"go on with --fit {results.path}" if "observations" in results.extra else "nothing was kept"
-            raise KeyboardInterrupt(f"interrupted; {kept}") from None
+            kept = results.extra.get("observations", [])
+            is_fitted = kept and not results.extra.get("interrupted")
+            said = f"{len(kept)} settings are in {results.path}" if kept else "nothing was finished"
+            raise KeyboardInterrupt(
+                f"interrupted; {said}{f', go on with --fit {results.path}' if is_fitted else ''}"
+            ) from None
 
     def _measure_and_tell(self, sigma: float, results: Results, terminal: Any) -> None:
         from rayvec.bench.calibrate import measure_policy, read_measured
@@ -105,10 +120,12 @@ class Model:
         policy = measure_policy(self.obs_size, self.hidden_size) if self.hidden_size else (0.0, 0.0)
         measured = replace(read_measured(self.fit), policy_s=policy) if self.fit is not None else None
         with ExitStack() as stack:
-            is_known = measured is not None and (not self.check or measured.search_observations)
-            where = None if is_known else self._begin(stack, terminal)
+            if measured is None or (self.check and not measured.is_checked):
+                where = self._begin(stack, measured, terminal)
+            else:
+                where = None
             if measured is None:
-                measured = self._measure(where, policy, sigma, terminal)
+                measured = self._measure(where, policy, sigma, results, terminal)
             found = measured.fit()
             errors = fit_errors(found, measured.observations, measured.shared_cores)
             results.extra |= {**asdict(measured), "fit": found.as_dict(), "fit_error": statistics.median(errors)}
@@ -125,8 +142,17 @@ class Model:
         results.write()
         terminal.print(f"written: {results.path}, {results.write_csv()}")
 
-    def _begin(self, stack: ExitStack, terminal: Any) -> Nodes:
+    def _begin(self, stack: ExitStack, measured: Measured | None, terminal: Any) -> Nodes:
         """Returns the nodes that are measured on, if there are enough and there is memory for them."""
+        if measured is not None and measured.shared_cores is None:
+            raise ConfigError(
+                message(
+                    "A model is checked where it was fitted.",
+                    expected="--check together with --address, or a file that holds the check already",
+                    got=f"--fit {self.fit}, of a cluster",
+                    remedy="Leave --fit out, or --check.",
+                )
+            )
         from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, FIT_NODES, FIT_WORKERS
         from rayvec.bench.simulate import check_memory, nodes
 
@@ -139,15 +165,23 @@ class Model:
         terminal.print(f"Measured on {where.describe(where.cores(max(FIT_NODES), max(FIT_WORKERS)))}.")
         return where
 
-    def _measure(self, where: Any, policy: tuple[float, float], sigma: float, terminal: Any) -> Measured:
+    def _measure(
+        self, where: Any, policy: tuple[float, float], sigma: float, results: Results, terminal: Any
+    ) -> Measured:
         from rayvec.bench.calibrate import FIT_NODES, FIT_WORKERS, Measured, fit_settings, measure_settings
         from rayvec.bench.terminal import ticking
 
         cores = where.cores(max(FIT_NODES), max(FIT_WORKERS))
         todo = fit_settings(sigma, 4 * self.obs_size, cores)
         terminal.print(f"measuring {len(todo)} settings on 1 and 2 nodes, about 4 minutes")
+
+        def keep(found: list[Observation]) -> None:
+            results.extra |= {"interrupted": True, "observations": [asdict(each) for each in found]}
+            results.write()
+
         with ticking(len(todo), terminal) as ticker:
-            observations = measure_settings(todo, where, cores, self.window, ticker)
+            observations = measure_settings(todo, where, cores, self.window, ticker, keep)
+        del results.extra["interrupted"]
         return Measured(observations, len(os.sched_getaffinity(0)) if where.simulated else None, policy)
 
     def _predict(self, found: Fit, network: Cluster, results: Results, terminal: Any, sigma: float) -> None:

@@ -17,7 +17,7 @@ from rayvec.bench.hosted.host import MARK
 from rayvec.cluster import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError, NodeLostError, message
 
-__all__ = ["Nodes", "check_memory", "nodes"]
+__all__ = ["Nodes", "check_memory", "nodes", "reachable"]
 
 _PROBE_S = 20.0
 _PROBE = """
@@ -97,7 +97,7 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
     """
     mark = uuid.uuid4().hex
     if address is not None:
-        yield Nodes(address, {MARK: mark}, cpus=_probe(address))
+        yield Nodes(address, {MARK: mark}, cpus=reachable(address))
         return
     directory = tempfile.mkdtemp(prefix="rayvec-", dir="/tmp")
     Path(directory, "ray").mkdir()
@@ -171,8 +171,8 @@ class Keeper:
         self._process.stdout.close()
 
 
-def _probe(address: str) -> list[float]:
-    """Returns the cores of each node; Ray itself would try for minutes to reach it, so another process tries.
+def reachable(address: str) -> list[float]:
+    """Returns the cores of each node of a cluster, by a process that gives up where Ray would try for minutes.
 
     Raises:
         ConfigError: No Ray answers.

@@ -188,7 +188,7 @@ def test_costs_are_found_on_a_cluster_too() -> None:
 def test_others_on_the_cores_make_steps_slower() -> None:
     setting = Setting(4, 2)
     assert CROWDED.free_cores(4, 2) == pytest.approx(2 - 0.1 - 0.16)
-    assert replace(CROWDED, others=9.0).free_cores(4, 2) == pytest.approx(0.2)
+    assert replace(CROWDED, others=9.0).free_cores(4, 2) == 1.0
     alone = replace(CROWDED, others=0.0, others_per_node=0.0)
     wave_s = TRUTH.driver.crowding * (
         (4 * 3e-5 * 2.0 + 4 * (4e-5 + 2 * 1e-5) * 1.5 + 8 * (2e-5 + 5e-6) * 1.25) * (1 / 1.74 - 1 / 2)
@@ -286,5 +286,19 @@ def test_a_check_that_was_measured_is_held_against_the_model_again(
 def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     Results("model", {}, path).write()
-    with pytest.raises(ConfigError, match="observations"):
+    with pytest.raises(ConfigError, match="policy_s"):
         read_measured(path)
+    Results("model", {}, path, extra={"interrupted": True, "observations": [{}]}).write()
+    with pytest.raises(ConfigError, match="interrupted after 1 settings"):
+        read_measured(path)
+
+
+def test_a_cluster_s_model_is_not_checked_on_simulated_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observations = [asdict(observe(setting)) for setting in fit_settings(most_workers=2)]
+    path = tmp_path / "model.json"
+    extra = {"observations": observations, "shared_cores": None, "policy_s": [0.0, 0.0]}
+    Results("model", {}, path, extra=extra).write()
+    assert main(["bench", "model", "--fit", str(path), "--check", "--out", str(tmp_path / "out")]) == 2
+    assert "checked where it was fitted" in capsys.readouterr().err
