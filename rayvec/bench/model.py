@@ -133,7 +133,7 @@ class Costs:
         per_env_s: Wall time per step of an environment, likewise.
         crowding: Wall time for each second of CPU time of a call that is spread over shared cores.
         queueing: Wall time for each second of CPU time of a chunk's step that finds no core free.
-        oversleep_share: What a step takes longer for each second of its duration.
+        oversleep_share: What a step takes longer for each second of its duration, of 10 ms at most.
         byte_s: Wall time per byte that travels, both sides together.
         driver_cold: By what share a call takes the driver more CPU time after a sleep of 10 ms or more.
         node_cold: Likewise of a node's actor.
@@ -244,7 +244,8 @@ def slowest_s(costs: Costs, setting: Setting) -> float:
     steps = setting.envs / setting.calls  # of one worker between two calls
     spread = math.hypot(costs.spread_s, jitter_s(setting))
     late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
-    return setting.envs * (setting.step_s * (1.0 + costs.oversleep_share) + costs.oversleep_s) + late
+    over_s = costs.oversleep_s + costs.oversleep_share * min(setting.step_s, _COLD_AFTER_S)
+    return setting.envs * (setting.step_s + over_s) + late
 
 
 def alone_s(costs: Costs, setting: Setting) -> float:

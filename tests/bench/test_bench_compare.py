@@ -72,6 +72,7 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
             "scaling": "weak",
             "samples_per_s": rate,
             "update_ms": 1,
+            "update_ms_all": [1, 2],
         }
         for n, rate in ((1, 100.0), (4, 300.0))
     ]
