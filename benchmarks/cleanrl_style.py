@@ -9,8 +9,8 @@ They need torch and Gymnasium alone. Nothing is logged or saved while training, 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -212,7 +212,13 @@ def sac(
 def main() -> None:
     """Trains SAC once and keeps what it came to."""
     began_s = time.monotonic()
-    env_id, total_steps, seed, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env_id", help="of environments with continuous actions")
+    parser.add_argument("total_steps", type=int)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    env_id, total_steps, seed, directory = options.env_id, options.total_steps, options.seed, options.directory
     directory.mkdir(parents=True, exist_ok=True)
     policy: list[Act] = []
     with (directory / "metrics.jsonl").open("w") as metrics:

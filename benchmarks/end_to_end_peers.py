@@ -11,7 +11,7 @@ Tianshou's in its ``test/discrete/test_ppo_discrete.py`` and ``test/continuous/t
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -269,8 +269,15 @@ LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
 
 def main() -> None:
     """Learns."""
-    name, task, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    LIBRARIES[name](task, seed, Judge(TASKS[task], seed, float(sys.argv[4]), float(sys.argv[5])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("began_s", type=float)
+    parser.add_argument("limit_s", type=float, help="of wall time, after which it gives up")
+    options = parser.parse_args()
+    judge = Judge(TASKS[options.task], options.seed, options.began_s, options.limit_s)
+    LIBRARIES[options.library](options.task, options.seed, judge)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is clipped and read, and the optimizer's step. PPO's learner captures no CUDA gr
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from measure import heading, markdown
+from measure import heading, markdown, spread
 from sac_peers import A, B, D
 from torch import Tensor
 
@@ -78,8 +77,8 @@ def ppo(minibatch: int, device: str, *, compile: bool) -> tuple[PPOLearner, Call
     return learner, lambda: learner._step(learner._gradients(rows, minibatch))
 
 
-def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> float:
-    """Returns the median over `repeats` of updates per second, by the clock of the host around a synchronised run."""
+def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> list[float]:
+    """Returns updates per second of each repeat, by the clock of the host around a synchronised run."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(min(20, count)):
         function(*arguments)
@@ -91,7 +90,7 @@ def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repe
             function(*arguments)
         synchronize()
         rates.append(count / (time.perf_counter() - begin))
-    return statistics.median(rates)
+    return rates
 
 
 def in_bf16(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
@@ -149,7 +148,8 @@ def ppo_rows(options: argparse.Namespace) -> Iterator[list[str]]:
             rates = []
             for compile in (False, True):
                 learner, update = ppo(minibatch, options.device, compile=compile)
-                rates.append(minibatch * updates_per_s(cast(update), (), options.repeats, options.updates))
+                found = updates_per_s(cast(update), (), options.repeats, options.updates)
+                rates.append([minibatch * each for each in found])
             moved, operations = ppo_roofline(learner, minibatch)
             yield line(f"Nature-CNN, {minibatch} frames, {dtype}", rates, moved, operations)
 
@@ -159,9 +159,9 @@ def precisions(device: str) -> list[tuple[str, Callable[..., Callable[..., Tenso
     return [("fp32", lambda function: function), ("bf16", lambda function: in_bf16(function, device))]
 
 
-def line(name: str, rates: list[float], moved: float, operations: float) -> list[str]:
-    """Returns the cells of a line: eager, compiled and captured rates, and the roofline."""
-    figures = [f"{rate:,.0f}" for rate in rates] + ["none"] * (3 - len(rates))
+def line(name: str, rates: list[list[float]], moved: float, operations: float) -> list[str]:
+    """Returns the cells of a line: eager, compiled and captured rates with their spread, and the roofline."""
+    figures = [spread(each) for each in rates] + ["none"] * (3 - len(rates))
     return [name, *figures, f"{moved / 1e6:.1f}", f"{operations / 1e9:.2f}"]
 
 

@@ -6,8 +6,9 @@
 #
 # and prints the line that lets `rayvec bench compare` find them. A peer whose packages can't be installed is left out.
 set -uo pipefail
-if [ $# -lt 1 ]; then
+if [ $# -lt 1 ] || [ "${1#-}" != "$1" ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    case ${1-} in -h | --help) exit 0 ;; esac
     exit 2
 fi
 directory=$1

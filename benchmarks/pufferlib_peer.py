@@ -8,25 +8,34 @@ For each number of seconds on its standard input it steps for so long, with rand
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
+from typing import Any
 
 import gymnasium
 import numpy as np
-import pufferlib.emulation
-import pufferlib.vector
 from measure import cpu_s, simulated_cluster, tree
 
 
-def make_env(env_id: str) -> pufferlib.emulation.GymnasiumPufferEnv:
+def make_env(env_id: str) -> Any:
     """Returns an environment in PufferLib's form, which resets by itself."""
+    import pufferlib.emulation
+
     return pufferlib.emulation.GymnasiumPufferEnv(env_creator=gymnasium.make, env_args=[env_id])
 
 
 def main() -> None:
     """Serves the benchmark until it hangs up."""
-    env_id, num_envs, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env_id")
+    parser.add_argument("num_envs", type=int)
+    parser.add_argument("workers", type=int)
+    options = parser.parse_args()
+    env_id, num_envs, workers = options.env_id, options.num_envs, options.workers
+    import pufferlib.vector
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed is no answer
     before = set(tree(os.getpid()))

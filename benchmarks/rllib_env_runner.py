@@ -5,6 +5,7 @@ DIRECTORY/bin/python benchmarks/rllib_env_runner.py CartPole-v1 64 256 256
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -12,13 +13,18 @@ import time
 
 def main() -> None:
     """Samples for as many seconds as each line of standard input says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env_id")
+    parser.add_argument("num_envs", type=int)
+    parser.add_argument("hidden", type=int, nargs="*", help="units of each hidden layer")
+    options = parser.parse_args()
     import torch
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
     from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
     torch.set_num_threads(1)
-    env_id, num_envs, hidden = sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]]
+    env_id, num_envs, hidden = options.env_id, options.num_envs, options.hidden
     config = (
         PPOConfig()
         .environment(env_id)

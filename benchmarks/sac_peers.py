@@ -9,6 +9,7 @@ actions, two hidden layers. This file imports only what its peer needs, so that 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -314,7 +315,12 @@ PEERS: dict[str, Callable[[int], Updates]] = {
 
 def main() -> None:
     """Serves one peer."""
-    name, width, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PEERS)
+    parser.add_argument("width", type=int, help="of the two hidden layers")
+    parser.add_argument("threads", type=int, help="and cores")
+    options = parser.parse_args()
+    name, width, threads = options.name, options.width, options.threads
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # XLA heeds no number of threads
     if not name.startswith("JAX"):
         import torch

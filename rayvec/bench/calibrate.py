@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayvec.bench.model import Fit, Observation, Setting, fit
+from rayvec.bench.fitting import Observation, fit, fit_line
+from rayvec.bench.model import Fit, Setting
 from rayvec.bench.results import Results
 from rayvec.errors import ConfigError, message
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECK_NODES",
-    "FIT_CORES",
+    "CHECK_WORKERS",
+    "FIT_NODES",
+    "FIT_WORKERS",
     "Measured",
     "check_settings",
     "fit_settings",
@@ -31,8 +34,8 @@ __all__ = [
     "read_measured",
 ]
 
-FIT_CORES = 4
-"""Of each simulated node."""
+FIT_NODES, FIT_WORKERS = (1, 2), (1, 2, 8)
+"""What the model is fitted to. On 2 nodes of 8 workers shared cores are as crowded as where the model is checked."""
 CHECK_NODES, CHECK_WORKERS = (4, 8), 2
 _DURATIONS_S = (0.01, 0.001)
 _CHUNKS = (16, 128)
@@ -46,14 +49,23 @@ class Measured:
     """What a model is fitted to, as a result file keeps it.
 
     Attributes:
-        observations: Of simulated nodes.
-        shared_cores: Of the machine that simulated them.
+        observations: Of nodes, simulated or of a cluster.
+        shared_cores: Of the machine that simulated them; None of a cluster.
         policy_s: Seconds of a forward pass of the policy, and of each of its rows.
+        check_observations: What the fitted model is held against, if that has been measured.
+        search_observations: Every setting for a few environments, likewise.
     """
 
     observations: list[Observation]
-    shared_cores: int
+    shared_cores: int | None
     policy_s: tuple[float, float] = (0.0, 0.0)
+    check_observations: list[Observation] = field(default_factory=list)
+    search_observations: list[Observation] = field(default_factory=list)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether all that a check needs has been measured."""
+        return bool(self.check_observations and self.search_observations)
 
     def fit(self) -> Fit:
         """Fits the model."""
@@ -68,11 +80,17 @@ def read_measured(path: Path) -> Measured:
     """
     content = Results.read(path, "model").extra
     try:
-        observations = [
-            Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content["observations"]
-        ]
+        if content.get("interrupted"):
+            raise ValueError(f"interrupted after {len(content['observations'])} settings")
         call_s, row_s = content["policy_s"]
-        return Measured(observations, int(content["shared_cores"]), (call_s, row_s))
+        shared = content["shared_cores"]
+        return Measured(
+            _observations(content["observations"]),
+            None if shared is None else int(shared),
+            (call_s, row_s),
+            _observations(content.get("check_observations", [])),
+            _observations(content.get("search_observations", [])),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             message(
@@ -84,6 +102,13 @@ def read_measured(path: Path) -> Measured:
         ) from error
 
 
+def _observations(content: Sequence[dict[str, Any]]) -> list[Observation]:
+    return [
+        Observation(**{**each, "setting": Setting(**each["setting"]), "turns_s": tuple(each.get("turns_s", ()))})
+        for each in content
+    ]
+
+
 def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> Iterator[Setting]:
     """Yields what is measured on nodes and workers of one kind, from the driver and in chunks."""
     for step_s in durations_s:
@@ -92,14 +117,15 @@ def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> 
             yield replace(base, step_s=step_s, inference="worker", chunk_steps=chunk_steps)
 
 
-def fit_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
-    """Returns what the model is fitted to: one and two nodes, few workers, some with several environments."""
+def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = max(FIT_WORKERS)) -> list[Setting]:
+    """Returns what the model is fitted to: one and two nodes, few and many workers, some with several environments."""
     found: list[Setting] = []
-    for nodes in (1, 2):
-        for workers in (1, 2, 4):
+    for nodes in FIT_NODES:
+        for workers in sorted({min(count, most_workers) for count in FIT_WORKERS}):
             found += _of_topology(Setting(nodes, workers, sigma=sigma, obs_bytes=obs_bytes))
-    found += _of_topology(Setting(1, 2, envs=4, sigma=sigma, obs_bytes=obs_bytes), (0.001,))
-    found += _of_topology(Setting(1, 2, sigma=sigma, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes)), (0.001,))
+    two = Setting(1, min(2, most_workers), sigma=sigma, obs_bytes=obs_bytes)
+    found += _of_topology(replace(two, envs=4), (0.001,))
+    found += _of_topology(replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes)), (0.001,))
     return found
 
 
@@ -112,7 +138,12 @@ def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
 
 
 def measure_settings(
-    settings: Sequence[Setting], nodes: Nodes, cores: int, window_s: float, ticker: Ticker
+    settings: Sequence[Setting],
+    nodes: Nodes,
+    cores: int,
+    window_s: float,
+    ticker: Ticker,
+    keep: Callable[[list[Observation]], None] = lambda found: None,
 ) -> list[Observation]:
     """Measures settings, those that can share environments in turns, and returns the quickest turn of each.
 
@@ -124,6 +155,7 @@ def measure_settings(
         cores: Of each node.
         window_s: Seconds of each setting at least; every turn holds some calls too.
         ticker: Advanced by 1 for each setting.
+        keep: Called with what there is so far, whenever there is more.
     """
     from rayvec.bench.peers import peer_process
 
@@ -138,7 +170,10 @@ def measure_settings(
                     ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
                     turns[setting].append(_observe(process, setting, window_s / _TURNS))
                     ticker.advance(1.0 / _TURNS)
-        found += [min(each, key=lambda observation: observation.step_s) for each in turns.values()]
+        for each in turns.values():
+            quickest = min(each, key=lambda observation: observation.step_s)
+            found.append(replace(quickest, turns_s=tuple(turn.step_s for turn in each)))
+        keep(found)
     return found
 
 
@@ -164,6 +199,7 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
     seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.envs * setting.step_s))
     window = process.do("measure", seconds=seconds, with_split=True)
     steps = window["steps"] / setting.num_envs
+    own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
     return Observation(
         setting,
         step_s=window["elapsed_s"] / steps,
@@ -172,14 +208,14 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
         node_s=window["node_cpu_s"] / steps / setting.nodes,
         worker_s=window["worker_cpu_s"] / steps / (setting.nodes * setting.workers),
         spread_s=window["step_spread_s"],
+        others=max(0.0, window["machine_cpu_s"] - own_s) / window["elapsed_s"],
     )
 
 
 def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
     """Returns seconds of a forward pass of a net of two tanh layers in NumPy, and of each of its rows."""
-    from rayvec.bench.hosted.adapters import Task
     from rayvec.bench.hosted.emulated import EmulatedEnv
-    from rayvec.bench.model import fit_line
+    from rayvec.bench.hosted.task import Task
 
     matrices = Task(1, hidden_size=hidden_size).net(EmulatedEnv(obs_size=obs_size).observation_space)
     sizes, times = (1, 8, 64, 256), []

@@ -12,7 +12,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, plain
 
 if TYPE_CHECKING:
-    from rayvec.bench.model import Fit
+    from rayvec.bench.model import Cluster, Fit
 
 __all__ = ["Cost", "Instance", "Mix", "cheapest", "read_prices"]
 
@@ -165,6 +165,12 @@ class Cost:
     gpu_samples_per_s: Positive | None = None
     """What a GPU learns from, in samples a second (rayvec bench learner --device cuda)."""
 
+    network_latency_us: Annotated[float, Bounds(0)] | None = None
+    """As of rayvec bench model: one way between machines, beside what was measured."""
+
+    network_gbit: Positive | None = None
+    """As of rayvec bench model: bandwidth of the driver's network, beside what was measured."""
+
     cpu_samples_per_s: Positive | None = None
     """What a core learns from that does nothing else (rayvec bench learner)."""
 
@@ -233,22 +239,26 @@ class Cost:
                 )
             )
         from rayvec.bench.calibrate import read_measured
+        from rayvec.bench.plan import cluster_beside
 
-        found = read_measured(self.fit).fit()
+        measured = read_measured(self.fit)
+        found, network = measured.fit(), cluster_beside(measured, self.network_latency_us, self.network_gbit)
         rates = {"gpu": self.gpu_samples_per_s or 0.0, "cpu": self.cpu_samples_per_s or 0.0}
 
         def enough(mix: Mix) -> bool:
-            return suffices(mix, float(self.steps_per_s or 0.0), found, self.step_duration, rates)
+            return suffices(mix, float(self.steps_per_s or 0.0), found, self.step_duration, rates, network)
 
         return enough, f"{self.steps_per_s:,.0f} steps/s, sampled and learned from"
 
 
-def suffices(mix: Mix, steps_per_s: float, found: Fit, step_s: float, samples_per_s: Mapping[str, float]) -> bool:
+def suffices(
+    mix: Mix, steps_per_s: float, found: Fit, step_s: float, samples_per_s: Mapping[str, float], network: Cluster
+) -> bool:
     """Says whether machines sample and learn from so many steps a second.
 
     GPUs learn first; what they don't do is learned by cores, which then sample nothing. A GPU takes a core to feed it.
     """
-    from rayvec.bench.model import Cluster, Setting
+    from rayvec.bench.model import Setting
     from rayvec.bench.model import steps_per_s as predicted
 
     gpus = mix.gpus if samples_per_s["gpu"] else 0
@@ -261,5 +271,5 @@ def suffices(mix: Mix, steps_per_s: float, found: Fit, step_s: float, samples_pe
         return False
     workers = max(1, math.ceil(sampling / mix.nodes))
     setting = Setting(mix.nodes, workers, inference="worker", chunk_steps=128, step_s=step_s)
-    each = predicted(found, setting, Cluster()) / setting.num_envs
+    each = predicted(found, setting, network) / setting.num_envs
     return sampling * each >= steps_per_s

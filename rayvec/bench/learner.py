@@ -68,6 +68,10 @@ class LearnerBench:
         """Measures, prints the table, and writes the files."""
         check(self)
         check_any(self, "num_learners", "algorithm", "way", "hidden_sizes")
+        if self.address is not None:
+            from rayvec.bench.simulate import reachable
+
+            reachable(self.address)
         if self.device == "cuda":
             from rayvec.learners.base import torch_device
 
@@ -153,18 +157,28 @@ def show(results: Results, terminal: Any) -> None:
     for row in results.rows:
         single = one.get((row["algorithm"], row["way"]))
         if "failed" in row:
-            lines.append((row["algorithm"], row["way"], str(row["num_learners"]), "failed, see below", "", "", ""))
+            lines.append((row["algorithm"], row["way"], str(row["num_learners"]), "failed, see below", "", "", "", ""))
             continue
         speedup = row["samples_per_s"] / single if single else None
         row["efficiency"] = speedup / row["num_learners"] if speedup else None
         lines.append(
             (
                 *(row["algorithm"], row["way"], str(row["num_learners"]), f"{row['samples_per_s']:,.0f}"),
-                *(f"{row['update_ms']:.1f}", f"{speedup:.2f}" if speedup else ""),
+                *(f"{row['update_ms']:.1f}", f"{min(row['update_ms_all']):.1f} to {max(row['update_ms_all']):.1f}"),
+                f"{speedup:.2f}" if speedup else "",
                 f"{100 * row['efficiency']:.0f}%" if speedup else "",
             )
         )
-    header = ("algorithm", "by", "ranks or threads", "samples/s", "update, ms", "times one", "efficiency")
+    header = (
+        "algorithm",
+        "by",
+        "ranks or threads",
+        "samples/s",
+        "update, ms",
+        "lowest to highest",
+        "times one",
+        "efficiency",
+    )
     show_table(terminal, f"{results.rows[0]['scaling']} scaling", header, lines)
     cores = max((row.get("cores", 0) for row in results.rows), default=0)
     if cores and max(row["num_learners"] for row in results.rows) > cores:

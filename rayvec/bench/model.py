@@ -1,42 +1,43 @@
-"""A model of what a step costs: fitted to measurements on few nodes, it predicts many.
+"""A model of what a step costs: from costs that were fitted to few nodes, it predicts many.
 
 Everything here is a pure function of numbers. A step of all environments takes the slowest worker's own work, which
 the model knows from the step duration and its variance, and beside it:
 
 - driver inference: a latency, the driver's CPU time (per call and per node), the node's (per frame and per worker),
-  the worker's wake-up, and what bytes cost;
+  the worker's wake-up, and what bytes cost. A process that slept for long finds its caches cold, and takes longer;
 - worker inference: per step the inference and bookkeeping of a worker, and per chunk of T steps a call (per chunk, per
   node, per byte), divided by T.
 
 On a cluster every node has cores of its own, and only the driver's CPU time adds up over nodes. Nodes *simulated* on
-one machine share its cores. Then what all processes compute for a call, nodes and workers in one wave, is divided by
-the number of cores; sleepers that wake between two calls of a chunk wait for a core as often as all are taken, which
-is their share of the cores' time; and nothing is quicker than all CPU time together spread over the cores.
+one machine share its cores, of which Ray's own processes on each node, and whatever else runs there, take a part. Then
+what all processes compute for a call, nodes and workers in one wave, is divided by the cores that are left; sleepers
+that wake between two calls of a chunk wait for a core as often as all are taken, which is their share of the cores'
+time; and nothing is quicker than all CPU time together spread over the cores.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 __all__ = [
     "ASSUMPTIONS",
     "Cluster",
     "Costs",
     "Fit",
-    "Observation",
     "Setting",
+    "alone_s",
+    "cpu_s",
     "expected_maximum",
-    "fit",
-    "fit_line",
+    "jitter_s",
     "predict_step_s",
     "recommend",
     "settings_for",
+    "shared_s",
+    "slowest_s",
+    "stepping_s",
     "steps_per_s",
 ]
 
@@ -48,6 +49,7 @@ ASSUMPTIONS = (
     "Nodes do not fail, and weights are published so rarely that they cost nothing.",
 )
 _CHUNKS = (8, 16, 32, 64, 128, 256)
+_COLD_AFTER_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Setting:
         """Calls of the driver for each step."""
         return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
 
+    @property
+    def rest(self) -> float:
+        """For how much of 10 ms, after which caches are as cold as they get, processes sleep in a step."""
+        return min(1.0, self.envs * self.step_s / _COLD_AFTER_S)
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -110,29 +117,6 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A setting and what was measured of it, each per step of all environments.
-
-    Attributes:
-        setting: Which.
-        step_s: Wall time.
-        work_s: Time that a worker's environments took, sleep and oversleep.
-        driver_s: CPU time of the driver.
-        node_s: CPU time of a node's actor.
-        worker_s: CPU time of a worker.
-        spread_s: Standard deviation of what an environment's step takes.
-    """
-
-    setting: Setting
-    step_s: float
-    work_s: float
-    driver_s: float
-    node_s: float
-    worker_s: float
-    spread_s: float
-
-
-@dataclass(frozen=True)
 class Costs:
     """Seconds, for one kind of inference; *per call* means per step from the driver, or per chunk.
 
@@ -144,13 +128,18 @@ class Costs:
         worker_call_s: CPU time of a worker per call.
         env_s: CPU time of a worker per step of an environment.
         oversleep_s: What a step takes longer than it is meant to.
-        oversleep_share: The same for each second of its duration.
         spread_s: Standard deviation of what a step takes.
         latency_s: Wall time per call beside CPU time: switches, wake-ups, waiting in queues.
         per_env_s: Wall time per step of an environment, likewise.
         crowding: Wall time for each second of CPU time of a call that is spread over shared cores.
         queueing: Wall time for each second of CPU time of a chunk's step that finds no core free.
+        oversleep_share: What a step takes longer for each second of its duration, of 10 ms at most.
         byte_s: Wall time per byte that travels, both sides together.
+        driver_cold: By what share a call takes the driver more CPU time after a sleep of 10 ms or more.
+        node_cold: Likewise of a node's actor.
+        worker_cold: Likewise of a worker, of its call and its steps.
+        driver_idle: Cores that the driver takes between the calls of a chunk, for Ray's threads in it.
+        node_idle: Likewise of a node's actor.
     """
 
     call_s: float = 0.0
@@ -167,6 +156,11 @@ class Costs:
     queueing: float = 1.0
     oversleep_share: float = 0.0
     byte_s: float = 0.0
+    driver_cold: float = 0.0
+    node_cold: float = 0.0
+    worker_cold: float = 0.0
+    driver_idle: float = 0.0
+    node_idle: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,12 +172,16 @@ class Fit:
         worker: Where the workers do.
         policy_call_s: Of a forward pass.
         policy_row_s: Of each of its rows.
+        others: Cores of a machine that simulates nodes which somebody else takes.
+        others_per_node: Likewise for each node: Ray's own processes.
     """
 
     driver: Costs
     worker: Costs
     policy_call_s: float = 0.0
     policy_row_s: float = 0.0
+    others: float = 0.0
+    others_per_node: float = 0.0
 
     def of(self, setting: Setting) -> Costs:
         """Returns the costs of a setting's kind of inference."""
@@ -192,6 +190,13 @@ class Fit:
     def policy_s(self, rows: float) -> float:
         """Returns what a forward pass of so many rows takes."""
         return self.policy_call_s + rows * self.policy_row_s
+
+    def free_cores(self, nodes: int, shared_cores: int) -> float:
+        """Returns the cores that are left for steps on a machine that simulates so many nodes.
+
+        Half at least: whoever would always work gets no more of a core than whoever wants it as well.
+        """
+        return max(0.5 * shared_cores, shared_cores - self.others - nodes * self.others_per_node)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -211,68 +216,72 @@ def expected_maximum(count: float) -> float:
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def fit_line(
-    features: Sequence[Sequence[float]], values: Sequence[float], relative_to: Sequence[float] | None = None
-) -> list[float]:
-    """Returns coefficients of at least 0 that explain the values.
+def cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
+    """Returns the CPU time of the driver, of a node's actor and of a worker for calls, each per step of all.
 
-    Least squares over every subset of the features, since there are few; the best with no negative coefficient.
-
-    Args:
-        features: A row for each value.
-        values: To explain.
-        relative_to: What the error of each is taken relative to; by default the values themselves.
+    What a worker uses for its environments between two calls of a chunk is :func:`stepping_s`.
     """
-    x, y = np.array(features, float), np.array(values, float)
-    weight = 1.0 / np.maximum(np.abs(y if relative_to is None else np.array(relative_to, float)), 1e-9)
-    best, least = np.zeros(x.shape[1]), math.inf
-    for size in range(1, x.shape[1] + 1):
-        for columns in itertools.combinations(range(x.shape[1]), size):
-            found, *_ = np.linalg.lstsq(x[:, columns] * weight[:, None], y * weight, rcond=None)
-            if (found < 0).any():
-                continue
-            error = float((((x[:, columns] @ found) - y) * weight) @ (((x[:, columns] @ found) - y) * weight))
-            if error < 0.999 * least:
-                best, least = np.zeros(x.shape[1]), error
-                best[list(columns)] = found
-    return [float(value) for value in best]
-
-
-def _cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
-    """Returns the CPU time of the driver, of a node's actor and of a worker, each per step of all environments."""
     calls = setting.calls
     return (
-        calls * (costs.call_s + setting.nodes * costs.frame_s),
-        calls * (costs.node_call_s + setting.workers * costs.node_worker_s),
-        calls * costs.worker_call_s + setting.envs * costs.env_s,
+        calls * (costs.call_s + setting.nodes * costs.frame_s) * (1.0 + costs.driver_cold * setting.rest),
+        calls * (costs.node_call_s + setting.workers * costs.node_worker_s) * (1.0 + costs.node_cold * setting.rest),
+        calls * costs.worker_call_s * (1.0 + costs.worker_cold * setting.rest),
     )
 
 
-def _jitter_s(setting: Setting) -> float:
+def stepping_s(costs: Costs, setting: Setting) -> float:
+    """Returns the CPU time of a worker for a step of its environments."""
+    return setting.envs * costs.env_s * (1.0 + costs.worker_cold * setting.rest)
+
+
+def jitter_s(setting: Setting) -> float:
     """Returns the standard deviation of step durations as they are meant to be."""
     return setting.step_s * math.sqrt(math.expm1(setting.sigma**2))
 
 
-def _slowest_s(costs: Costs, setting: Setting) -> float:
+def slowest_s(costs: Costs, setting: Setting) -> float:
     """Returns what the slowest worker's environments take, averaged over the steps between two calls."""
     steps = setting.envs / setting.calls  # of one worker between two calls
-    spread = math.hypot(costs.spread_s, _jitter_s(setting))
+    spread = math.hypot(costs.spread_s, jitter_s(setting))
     late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
-    return setting.envs * (setting.step_s * (1.0 + costs.oversleep_share) + costs.oversleep_s) + late
+    over_s = costs.oversleep_s + costs.oversleep_share * min(setting.step_s, _COLD_AFTER_S)
+    return setting.envs * (setting.step_s + over_s) + late
+
+
+def alone_s(costs: Costs, setting: Setting) -> float:
+    """Returns the CPU time that passes one after another also where cores are shared: driver's and own worker's."""
+    call_s = setting.calls * costs.call_s * (1.0 + costs.driver_cold * setting.rest)
+    return call_s + (stepping_s(costs, setting) if setting.inference == "worker" else 0.0)
+
+
+def shared_s(costs: Costs, setting: Setting, shared_cores: int, free_cores: float) -> tuple[float, float]:
+    """Returns what is spread over shared cores: the CPU time of a call's wave, and of steps that find no core free."""
+    driver_s, node_s, worker_s = cpu_s(costs, setting)
+    workers, own_s = setting.nodes * setting.workers, stepping_s(costs, setting)
+    frames_s = driver_s - setting.calls * costs.call_s * (1.0 + costs.driver_cold * setting.rest)
+    wave_s = frames_s + setting.nodes * node_s + workers * worker_s
+    if setting.inference == "driver":
+        return (wave_s + workers * own_s) / free_cores, 0.0
+    stepped_s = setting.envs * (setting.step_s + costs.oversleep_s) + own_s
+    idle = costs.driver_idle + setting.nodes * costs.node_idle
+    taken = (workers * own_s / stepped_s + idle + shared_cores - free_cores) / shared_cores
+    return wave_s / free_cores, own_s * min(1.0, taken)
 
 
 def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
     """Returns the wall time of one step of all environments."""
     costs = found.of(setting)
-    driver_s, node_s, worker_s = _cpu_s(costs, setting)
-    work_s = _slowest_s(costs, setting) + setting.envs * costs.per_env_s
+    driver_s, node_s, worker_s = cpu_s(costs, setting)
+    own_s = stepping_s(costs, setting)
+    work_s = slowest_s(costs, setting) + setting.envs * costs.per_env_s
     busy_s = 0.0  # of each core
     if cluster.shared_cores is None:
-        beside_s = driver_s + node_s + worker_s
+        beside_s = driver_s + node_s + worker_s + own_s
     else:
-        wave_s, queue_s = _shared_s(costs, setting, cluster.shared_cores)
-        beside_s = _alone_s(costs, setting) + costs.crowding * wave_s + costs.queueing * queue_s
-        busy_s = (driver_s + setting.nodes * (node_s + setting.workers * worker_s)) / cluster.shared_cores
+        free_cores = found.free_cores(setting.nodes, cluster.shared_cores)
+        wave_s, queue_s = shared_s(costs, setting, cluster.shared_cores, free_cores)
+        beside_s = alone_s(costs, setting) + costs.crowding * wave_s + costs.queueing * queue_s
+        busy_s = (driver_s + setting.nodes * (node_s + setting.workers * (worker_s + own_s))) / free_cores
     travel_s = setting.num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
     travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
     if setting.inference == "worker":
@@ -280,7 +289,7 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
         return max(busy_s, work_s + beside_s + travel_s + policy_s)
     policy_s = found.policy_s(setting.num_envs / setting.groups) if setting.policy else 0.0
     if setting.groups == 2:  # one group steps while the driver works for the other
-        hidden_s = driver_s if cluster.shared_cores is None else costs.call_s
+        hidden_s = driver_s if cluster.shared_cores is None else alone_s(costs, setting)
         return max(busy_s, work_s + beside_s - hidden_s + travel_s, 2.0 * (policy_s + driver_s))
     return max(busy_s, work_s + beside_s + travel_s + policy_s)
 
@@ -288,74 +297,6 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
 def steps_per_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
     """Returns environment steps per second."""
     return setting.num_envs / predict_step_s(found, setting, cluster)
-
-
-def fit(observations: Sequence[Observation], shared_cores: int, policy: tuple[float, float] = (0.0, 0.0)) -> Fit:
-    """Fits costs to observations on nodes that share cores.
-
-    Args:
-        observations: Of both kinds of inference, of some numbers of nodes, workers and environments, and of two
-            sizes of what an environment returns.
-        shared_cores: Of the machine.
-        policy: Seconds of a forward pass, and of each row.
-    """
-    kinds = {kind: [each for each in observations if each.setting.inference == kind] for kind in ("driver", "worker")}
-    return Fit(_fit_kind(kinds["driver"], shared_cores), _fit_kind(kinds["worker"], shared_cores), *policy)
-
-
-def _fit_kind(observations: Sequence[Observation], shared_cores: int) -> Costs:
-    small = min((each.setting.obs_bytes for each in observations), default=0)
-    plain = [each for each in observations if each.setting.obs_bytes == small]
-    if not plain:
-        return Costs()
-    settings = [each.setting for each in plain]
-    calls = [setting.calls for setting in settings]
-    # What a process uses of its own accord, such as Ray's heartbeats, grows with time, not with calls.
-    own = [each.step_s for each in plain]
-    rows = list(zip(calls, settings, own, strict=True))
-    call_s, frame_s, _ = fit_line([(c, c * s.nodes, t) for c, s, t in rows], _of(plain, "driver_s"))
-    node_call_s, node_worker_s, _ = fit_line([(c, c * s.workers, t) for c, s, t in rows], _of(plain, "node_s"))
-    worker_call_s, env_s, _ = fit_line([(c, s.envs, t) for c, s, t in rows], _of(plain, "worker_s"))
-    fewest = min(s.nodes * s.workers for s in settings)  # there nobody waits for a core
-    alone = [each for each in plain if each.setting.nodes * each.setting.workers == fewest]
-    late = [max(1e-9, each.work_s / each.setting.envs - each.setting.step_s) for each in alone]
-    oversleep_s, oversleep_share = fit_line([(1.0, each.setting.step_s) for each in alone], late)
-    spreads = [math.sqrt(max(0.0, each.spread_s**2 - _jitter_s(each.setting) ** 2)) for each in plain]
-    costs = Costs(
-        *(call_s, frame_s, node_call_s, node_worker_s, worker_call_s, env_s),
-        oversleep_s=oversleep_s,
-        oversleep_share=oversleep_share,
-        spread_s=float(np.median(spreads)),
-    )
-    rest = [each.step_s - _slowest_s(costs, each.setting) - _alone_s(costs, each.setting) for each in observations]
-    overheads = [each.step_s - each.setting.envs * each.setting.step_s for each in observations]
-    features = [
-        (s.calls, s.envs, *_shared_s(costs, s, shared_cores), s.num_bytes) for s in _of(observations, "setting")
-    ]
-    latency_s, per_env_s, crowding, queueing, byte_s = fit_line(features, rest, relative_to=overheads)
-    return replace(costs, latency_s=latency_s, per_env_s=per_env_s, crowding=crowding, queueing=queueing, byte_s=byte_s)
-
-
-def _of(observations: Sequence[Observation], name: str) -> list[Any]:
-    return [getattr(each, name) for each in observations]
-
-
-def _alone_s(costs: Costs, setting: Setting) -> float:
-    """Returns the CPU time that passes one after another also where cores are shared: driver's and own worker's."""
-    stepping_s = setting.envs * costs.env_s if setting.inference == "worker" else 0.0
-    return setting.calls * costs.call_s + stepping_s
-
-
-def _shared_s(costs: Costs, setting: Setting, shared_cores: int) -> tuple[float, float]:
-    """Returns what is spread over shared cores: the CPU time of a call's wave, and of steps that find no core free."""
-    _, node_s, worker_s = _cpu_s(costs, setting)
-    workers, own_s = setting.nodes * setting.workers, setting.envs * costs.env_s
-    in_wave_s = worker_s if setting.inference == "driver" else setting.calls * costs.worker_call_s
-    wave_s = setting.nodes * (setting.calls * costs.frame_s + node_s) + workers * in_wave_s
-    if setting.inference == "driver":
-        return wave_s / shared_cores, 0.0
-    taken = workers * own_s / (shared_cores * (setting.envs * (setting.step_s + costs.oversleep_s) + own_s))
-    return wave_s / shared_cores, own_s * min(1.0, taken)
 
 
 def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Setting]:

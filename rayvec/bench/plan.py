@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayvec.bench.scaling import check_any, parse_jitter
+from rayvec.errors import ConfigError, message
 from rayvec.fields import Bounds, check, plain
 
 if TYPE_CHECKING:
-    from rayvec.bench.model import Cluster, Fit, Observation, Setting
+    from rayvec.bench.calibrate import Measured
+    from rayvec.bench.fitting import Observation
+    from rayvec.bench.model import Cluster, Fit
     from rayvec.bench.results import Results
+    from rayvec.bench.simulate import Nodes
 
-__all__ = ["Model"]
+__all__ = ["Model", "cluster_beside"]
 
 Count = Annotated[int, Bounds(1)]
 Positive = Annotated[float, Bounds(0, above=True)]
-_CHECK_LIMIT = 0.25
-_SEARCH_LIMIT = 0.9
+_LATENCY_US, _GBIT = 100.0, 10.0
+"""Of the network that is predicted for, where nodes were simulated on one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Predict steps/s on a cluster that one doesn't have, from measurements on one and two simulated nodes.
+    """Predict steps/s on a cluster that one doesn't have, from measurements on one and two nodes.
 
     Says also which inference, chunk length, groups, workers and environments per worker are best there.
     """
@@ -53,11 +57,13 @@ class Model:
     envs_per_core: Count = 1
     """Environments for each core, to recommend settings for."""
 
-    network_latency_us: Annotated[float, Bounds(0)] = 100.0
-    """Microseconds one way between nodes, beside what this machine's own network takes."""
+    network_latency_us: Annotated[float, Bounds(0)] | None = None
+    """Microseconds one way between nodes, beside what was measured; unset: 100 where nodes were simulated on one
+    machine, 0 where a cluster was measured."""
 
-    network_gbit: Positive = 10.0
-    """Bandwidth of the driver's network in Gbit/s."""
+    network_gbit: Positive | None = None
+    """Bandwidth of the driver's network in Gbit/s, beside the bytes' cost that was measured; unset: 10 where nodes
+    were simulated, without limit where a cluster was measured."""
 
     window: Positive = 1.0
     """Seconds of a window at least."""
@@ -66,7 +72,11 @@ class Model:
     """Use the measurements in this model.json, rather than measure."""
 
     check: bool = False
-    """Hold the fitted model against four and eight simulated nodes, and its recommendation against a search."""
+    """Hold the fitted model against four and eight nodes, and its recommendation against a search; what --fit holds
+    of that is not measured again."""
+
+    address: str | None = None
+    """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
 
     out: Path = Path("runs/bench-model")
     """Directory for model.json and model.csv."""
@@ -75,6 +85,15 @@ class Model:
         """Measures, fits, predicts."""
         check(self)
         check_any(self, "nodes", "step_duration")
+        if self.fit is not None and self.address is not None:
+            raise ConfigError(
+                message(
+                    "--fit takes measurements from a file, --address makes them.",
+                    expected="one of the two",
+                    got=f"--fit {self.fit} and --address {self.address}",
+                    remedy="Leave one out.",
+                )
+            )
         sigma = parse_jitter(self.jitter)
         from rayvec.bench.results import Results
         from rayvec.bench.terminal import console
@@ -85,54 +104,88 @@ class Model:
         try:
             self._measure_and_tell(sigma, results, terminal)
         except KeyboardInterrupt:
-            kept = f"go on with --fit {results.path}" if "observations" in results.extra else "nothing was kept"
-            raise KeyboardInterrupt(f"interrupted; {kept}") from None
+            kept = results.extra.get("observations", [])
+            is_fitted = kept and not results.extra.get("interrupted")
+            said = f"{len(kept)} settings are in {results.path}" if kept else "nothing was finished"
+            raise KeyboardInterrupt(
+                f"interrupted; {said}{f', go on with --fit {results.path}' if is_fitted else ''}"
+            ) from None
 
     def _measure_and_tell(self, sigma: float, results: Results, terminal: Any) -> None:
-        from rayvec.bench.calibrate import (
-            FIT_CORES,
-            Measured,
-            fit_settings,
-            measure_policy,
-            measure_settings,
-            read_measured,
-        )
+        from rayvec.bench.calibrate import measure_policy, read_measured
+        from rayvec.bench.checking import Check, fit_errors
         from rayvec.bench.model import ASSUMPTIONS
-        from rayvec.bench.simulate import nodes
-        from rayvec.bench.terminal import ticking
 
         checks: list[dict[str, Any]] = []
         policy = measure_policy(self.obs_size, self.hidden_size) if self.hidden_size else (0.0, 0.0)
         measured = replace(read_measured(self.fit), policy_s=policy) if self.fit is not None else None
         with ExitStack() as stack:
-            where: Any = stack.enter_context(nodes()) if measured is None or self.check else None
+            if measured is None or (self.check and not measured.is_checked):
+                where = self._begin(stack, measured, terminal)
+            else:
+                where = None
             if measured is None:
-                todo = fit_settings(sigma, 4 * self.obs_size)
-                terminal.print(f"measuring {len(todo)} settings on 1 and 2 simulated nodes, about 3 minutes")
-                with ticking(len(todo), terminal) as ticker:
-                    observations = measure_settings(todo, where, FIT_CORES, self.window, ticker)
-                measured = Measured(observations, len(os.sched_getaffinity(0)), policy)
+                measured = self._measure(where, policy, sigma, results, terminal)
             found = measured.fit()
             errors = fit_errors(found, measured.observations, measured.shared_cores)
             results.extra |= {**asdict(measured), "fit": found.as_dict(), "fit_error": statistics.median(errors)}
             results.write()
             if self.check:
-                checks = self._check(found, where, sigma, results, terminal)
+                checks = Check(found, measured, where, self.window, terminal, results).run(sigma, 4 * self.obs_size)
         results.extra["checks"] = checks
-        self._predict(found, results, terminal, sigma)
+        network = cluster_beside(measured, self.network_latency_us, self.network_gbit)
+        self._predict(found, network, results, terminal, sigma)
         terminal.print("Assumptions:")
         for text in ASSUMPTIONS:
             terminal.print(f"  - {text}")
-        results.notes = list(ASSUMPTIONS)
+        results.notes = [*results.notes, *ASSUMPTIONS]
         results.write()
         terminal.print(f"written: {results.path}, {results.write_csv()}")
 
-    def _cluster(self) -> Cluster:
-        from rayvec.bench.model import Cluster
+    def _begin(self, stack: ExitStack, measured: Measured | None, terminal: Any) -> Nodes:
+        """Returns the nodes that are measured on, if there are enough and there is memory for them."""
+        if measured is not None and measured.shared_cores is None:
+            raise ConfigError(
+                message(
+                    "A model is checked where it was fitted.",
+                    expected="--check together with --address, or a file that holds the check already",
+                    got=f"--fit {self.fit}, of a cluster",
+                    remedy="Leave --fit out, or --check.",
+                )
+            )
+        from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, FIT_NODES, FIT_WORKERS
+        from rayvec.bench.simulate import check_memory, nodes
 
-        return Cluster(None, self.network_latency_us * 1e-6, self.network_gbit * 1e9 / 8)
+        most_nodes = max(CHECK_NODES) if self.check else max(FIT_NODES)
+        if self.address is None:
+            most_envs = max(max(FIT_NODES) * max(FIT_WORKERS), max(CHECK_NODES) * CHECK_WORKERS)
+            check_memory(most_nodes, {"rayvec": 14.0}, most_envs)
+        where = stack.enter_context(nodes(self.address))
+        where.check(most_nodes, CHECK_WORKERS)
+        terminal.print(f"Measured on {where.describe(where.cores(max(FIT_NODES), max(FIT_WORKERS)))}.")
+        return where
 
-    def _predict(self, found: Fit, results: Results, terminal: Any, sigma: float) -> None:
+    def _measure(
+        self, where: Any, policy: tuple[float, float], sigma: float, results: Results, terminal: Any
+    ) -> Measured:
+        from rayvec.bench.calibrate import FIT_NODES, FIT_WORKERS, Measured, fit_settings, measure_settings
+        from rayvec.bench.terminal import ticking
+
+        cores = where.cores(max(FIT_NODES), max(FIT_WORKERS))
+        todo = fit_settings(sigma, 4 * self.obs_size, cores)
+        terminal.print(f"measuring {len(todo)} settings on 1 and 2 nodes, about 4 minutes")
+
+        def keep(found: list[Observation]) -> None:
+            results.extra |= {"interrupted": True, "observations": [asdict(each) for each in found]}
+            results.write()
+
+        with ticking(len(todo), terminal) as ticker:
+            observations = measure_settings(todo, where, cores, self.window, ticker, keep)
+        del results.extra["interrupted"]
+        return Measured(observations, len(os.sched_getaffinity(0)) if where.simulated else None, policy)
+
+    def _predict(self, found: Fit, network: Cluster, results: Results, terminal: Any, sigma: float) -> None:
+        from rayvec.bench.checking import describe
         from rayvec.bench.model import Setting, recommend, steps_per_s
         from rayvec.bench.results import old_design
         from rayvec.bench.terminal import show_table
@@ -144,14 +197,13 @@ class Model:
                 base = Setting(count, self.cores_per_node, step_s=step_s, sigma=sigma, obs_bytes=4 * self.obs_size)
                 ideal = count * self.cores_per_node / step_s
                 rates = {
-                    kind: steps_per_s(found, replace(base, inference=kind), self._cluster())
-                    for kind in ("driver", "worker")
+                    kind: steps_per_s(found, replace(base, inference=kind), network) for kind in ("driver", "worker")
                 }
                 before = old.get((count, step_s)) if self.cores_per_node == 48 else None
                 num_envs = count * self.cores_per_node * self.envs_per_core
                 with_policy = replace(base, policy=self.hidden_size > 0)
-                best = recommend(found, with_policy, num_envs, self.cores_per_node, self._cluster())
-                best_rate = steps_per_s(found, best, self._cluster())
+                best = recommend(found, with_policy, num_envs, self.cores_per_node, network)
+                best_rate = steps_per_s(found, best, network)
                 results.rows.append(
                     {
                         "nodes": count,
@@ -181,110 +233,18 @@ class Model:
         title = f"Recommended for {self.envs_per_core} environments a core and {policy}"
         show_table(terminal, title, ("nodes", "step, s", "setting", "steps/s"), advice)
 
-    def _check(self, found: Fit, where: Any, sigma: float, results: Results, terminal: Any) -> list[dict[str, Any]]:
-        """Measures what the model was not fitted to, and says how far off it is."""
-        from rayvec.bench.calibrate import CHECK_NODES, CHECK_WORKERS, FIT_CORES, check_settings, measure_settings
-        from rayvec.bench.model import Cluster
-        from rayvec.bench.simulate import check_memory
-        from rayvec.bench.terminal import show_table, ticking
 
-        cores, shared = max(FIT_CORES, CHECK_WORKERS), len(os.sched_getaffinity(0))
-        check_memory(max(CHECK_NODES), {"rayvec": 14.0}, max(CHECK_NODES) * cores)
-        base = [replace(setting, nodes=2) for setting in check_settings(sigma, 4 * self.obs_size)]
-        todo = [*dict.fromkeys(base), *check_settings(sigma, 4 * self.obs_size)]
-        with ticking(len(todo), terminal) as ticker:
-            measured = measure_settings(todo, where, cores, self.window, ticker)
-        results.extra["check_observations"] = [asdict(each) for each in measured]
-        results.write()
-        checks = compare_overheads(found, measured, Cluster(shared))
-        show_table(
-            terminal,
-            f"Overhead per step, ms: fitted to 1 and 2 nodes; at most {100 * _CHECK_LIMIT:.0f}% off is asked",
-            ("setting", "step,\nms", "measured", "model", "off", "as on\n2 nodes", "off", "beats that\nand ideal"),
-            [
-                (
-                    *(each["name"], f"{1e3 * each['step_duration_s']:g}", f"{1e3 * each['measured_s']:.3f}"),
-                    *(f"{1e3 * each['model_s']:.3f}", f"{100 * each['model_off']:+.0f}%"),
-                    *(f"{1e3 * each['as_on_2_s']:.3f}", f"{100 * each['as_on_2_off']:+.0f}%"),
-                    "yes" if each["beats_both"] else "no",
-                )
-                for each in checks
-            ],
-        )
-        within = sum(abs(each["model_off"]) <= _CHECK_LIMIT for each in checks)
-        terminal.print(f"{within} of {len(checks)} cells within {100 * _CHECK_LIMIT:.0f}%")
-        return [*checks, self._search(found, where, shared, sigma, terminal)]
+def cluster_beside(measured: Measured, latency_us: float | None, gbit: float | None) -> Cluster:
+    """Returns the cluster that is predicted for: its network as given, or else after what was measured.
 
-    def _search(self, found: Fit, where: Any, shared: int, sigma: float, terminal: Any) -> dict[str, Any]:
-        """Measures every setting for 8 environments on 2 nodes, and says how good the recommended one is."""
-        from rayvec.bench.calibrate import FIT_CORES, measure_settings
-        from rayvec.bench.model import Cluster, Setting, recommend, settings_for
-        from rayvec.bench.terminal import ticking
-
-        base = Setting(2, 1, step_s=0.001, sigma=sigma, obs_bytes=4 * self.obs_size)
-        todo = list(settings_for(base, 8, FIT_CORES))
-        with ticking(len(todo), terminal) as ticker:
-            measured = measure_settings(todo, where, FIT_CORES, self.window, ticker)
-        rates = {each.setting: each.setting.num_envs / each.step_s for each in measured}
-        chosen = recommend(found, base, 8, FIT_CORES, Cluster(shared))
-        best = max(rates, key=lambda setting: rates[setting])
-        share = rates[chosen] / rates[best]
-        terminal.print(
-            f"Of {len(rates)} settings for 8 environments on 2 nodes, steps of 1 ms, the best is {describe(best)} with "
-            f"{rates[best]:,.0f} steps/s; recommended is {describe(chosen)} with {rates[chosen]:,.0f}, "
-            f"{100 * share:.0f}% of it (at least {100 * _SEARCH_LIMIT:.0f}% is asked)"
-        )
-        return {"name": "search", "best": asdict(best), "chosen": asdict(chosen), "share": share}
-
-
-def describe(setting: Setting) -> str:
-    """Says a setting in words."""
-    how = f"worker, T={setting.chunk_steps}" if setting.inference == "worker" else f"driver, groups={setting.groups}"
-    return f"{how}, {setting.workers} workers x {setting.envs}"
-
-
-def compare_overheads(found: Fit, measured: Sequence[Observation], shared: Cluster) -> list[dict[str, Any]]:
-    """Returns, for each observation on more than two nodes, what the model and the two naive guesses say.
-
-    The overhead is the time per step of all environments less the step duration. *Ideal* says that there is none, *as
-    on 2 nodes* that it is what was measured there.
+    Args:
+        measured: On nodes that were simulated on one machine, or on a cluster, whose network is in the measurements.
+        latency_us: One way, beside what was measured.
+        gbit: Bandwidth of the driver's network, likewise.
     """
-    from rayvec.bench.model import predict_step_s
+    from rayvec.bench.model import Cluster
 
-    def overhead(each: Observation) -> float:
-        return each.step_s - each.setting.envs * each.setting.step_s
-
-    on_two = {each.setting: overhead(each) for each in measured if each.setting.nodes == 2}
-    found_checks = []
-    for each in measured:
-        setting = each.setting
-        if setting.nodes == 2:
-            continue
-        truth = overhead(each)
-        model = predict_step_s(found, setting, shared) - setting.envs * setting.step_s
-        same = on_two[replace(setting, nodes=2)]
-        found_checks.append(
-            {
-                "name": f"{setting.nodes} nodes, {describe(setting)}",
-                "step_duration_s": setting.step_s,
-                "measured_s": truth,
-                "model_s": model,
-                "model_off": model / truth - 1.0,
-                "as_on_2_s": same,
-                "as_on_2_off": same / truth - 1.0,
-                "beats_both": bool(abs(model - truth) < min(abs(same - truth), abs(truth))),
-            }
-        )
-    return found_checks
-
-
-def fit_errors(found: Fit, observations: Sequence[Observation], shared: int) -> list[float]:
-    """Returns by what share of the overhead the model is off, for each observation that it was fitted to."""
-    from rayvec.bench.model import Cluster, predict_step_s
-
-    errors = []
-    for each in observations:
-        meant = each.setting.envs * each.setting.step_s
-        said = predict_step_s(found, each.setting, Cluster(shared)) - meant
-        errors.append(abs(said / max(each.step_s - meant, 1e-9) - 1.0))
-    return errors
+    simulated = measured.shared_cores is not None
+    latency_us = latency_us if latency_us is not None else _LATENCY_US if simulated else 0.0
+    gbit = gbit if gbit is not None else _GBIT if simulated else math.inf
+    return Cluster(None, latency_us * 1e-6, gbit * 1e9 / 8)

@@ -74,10 +74,22 @@ def _lines(axis: Any, rows: Sequence[Row], step_s: float, value: str, scale: flo
         style = {"linestyle": "--"} if way == "floor" else {"marker": "o"}
         if points:
             axis.plot(*zip(*points, strict=True), label=way, color=_COLORS.get(way), markersize=4, **style)
+        hollow = [
+            (r["nodes"], scale * r[value])
+            for r in rows
+            if (r["way"], r["step_duration_s"]) == (way, step_s) and r["marked"] and way != "floor"
+        ]
+        if hollow:
+            axis.plot(*zip(*hollow, strict=True), "o", color=_COLORS.get(way), markersize=4, markerfacecolor="white")
     axis.set_title(f"step {step_s:g} s")
     axis.set_xscale("log", base=2)
     _whole_ticks(axis, {row["nodes"] for row in rows})
     axis.set_xlabel("nodes")
+
+
+def _hollow_means(rows: Sequence[Row]) -> str:
+    """Explains hollow points where there are any."""
+    return "; hollow: more cores than this machine can emulate" if any(row["marked"] for row in rows) else ""
 
 
 def _whole_ticks(axis: Any, values: set[int]) -> None:
@@ -99,7 +111,7 @@ def _plot_efficiency(rows: Sequence[Row], path: Path) -> Path:
         axis.set_ylim(0, 105)
     axes[0].set_ylabel("efficiency, %")
     _legend(figure, axes)
-    figure.suptitle("Steps/s over (cores / step duration)")
+    figure.suptitle("Steps/s over (cores / step duration)" + _hollow_means(rows))
     return _save(figure, path)
 
 
@@ -116,7 +128,7 @@ def _plot_steps(rows: Sequence[Row], path: Path) -> Path:
         axis.yaxis.set_minor_formatter(NullFormatter())
     axes[0].set_ylabel("steps/s")
     _legend(figure, axes)
-    figure.suptitle("Steps/s over nodes")
+    figure.suptitle("Steps/s over nodes" + _hollow_means(rows))
     return _save(figure, path)
 
 

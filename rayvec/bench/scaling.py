@@ -196,7 +196,7 @@ class Scaling:
 
 
 def emulated_task(settings: Scaling, way: str, num_nodes: int, address: str) -> dict[str, Any]:
-    """Returns the fields of a :class:`~rayvec.bench.hosted.adapters.Task` for a way of stepping."""
+    """Returns the fields of a :class:`~rayvec.bench.hosted.task.Task` for a way of stepping."""
     num_envs = num_nodes * settings.cores_per_node
     return {
         "num_envs": num_envs,

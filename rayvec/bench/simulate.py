@@ -17,7 +17,7 @@ from rayvec.bench.hosted.host import MARK
 from rayvec.cluster import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError, NodeLostError, message
 
-__all__ = ["Nodes", "check_memory", "nodes"]
+__all__ = ["Nodes", "check_memory", "nodes", "reachable"]
 
 _PROBE_S = 20.0
 _PROBE = """
@@ -66,6 +66,12 @@ class Nodes:
                 )
             )
 
+    def cores(self, count: int, most: int) -> int:
+        """Returns how many cores so many nodes have each, up to a number; simulated ones have as many as that."""
+        if self.simulated:
+            return most
+        return min(most, int(sorted(self._cpus, reverse=True)[count - 1]))
+
     def grow(self, count: int, cores: int) -> None:
         """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
         while self._keeper is not None and self._count < count:
@@ -91,7 +97,7 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
     """
     mark = uuid.uuid4().hex
     if address is not None:
-        yield Nodes(address, {MARK: mark}, cpus=_probe(address))
+        yield Nodes(address, {MARK: mark}, cpus=reachable(address))
         return
     directory = tempfile.mkdtemp(prefix="rayvec-", dir="/tmp")
     Path(directory, "ray").mkdir()
@@ -165,8 +171,8 @@ class Keeper:
         self._process.stdout.close()
 
 
-def _probe(address: str) -> list[float]:
-    """Returns the cores of each node; Ray itself would try for minutes to reach it, so another process tries.
+def reachable(address: str) -> list[float]:
+    """Returns the cores of each node of a cluster, by a process that gives up where Ray would try for minutes.
 
     Raises:
         ConfigError: No Ray answers.

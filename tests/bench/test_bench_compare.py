@@ -72,6 +72,7 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
             "scaling": "weak",
             "samples_per_s": rate,
             "update_ms": 1,
+            "update_ms_all": [1, 2],
         }
         for n, rate in ((1, 100.0), (4, 300.0))
     ]
@@ -94,6 +95,9 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
         ("model --cores-per-node 0", ["cores_per_node"]),
         ("model --step-duration -1", ["step_duration"]),
         ("model --fit nowhere.json", ["nowhere.json"]),
+        ("model --fit nowhere.json --address 127.0.0.1:1", ["--address", "one of the two"]),
+        ("model --address 127.0.0.1:1", ["127.0.0.1:1", "ray start --head"]),
+        ("learner --address 127.0.0.1:1", ["127.0.0.1:1", "ray start --head"]),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:

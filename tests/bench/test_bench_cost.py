@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayvec.bench.cost import PRICES, Instance, Mix, cheapest, mix_of, read_prices, suffices
-from rayvec.bench.model import Costs, Fit
+from rayvec.bench.model import Cluster, Costs, Fit
 from rayvec.cli import main
 
 FIT = Fit(Costs(), Costs())
@@ -63,7 +63,13 @@ def test_nothing_is_cheaper(types: list[tuple[int, int, int]], cpus: int, gpus: 
     ],
 )
 def test_what_machines_do(mix: Mix, steps_per_s: float, rates: dict[str, float], enough: bool) -> None:
-    assert suffices(mix, steps_per_s, FIT, 0.01, rates) is enough
+    assert suffices(mix, steps_per_s, FIT, 0.01, rates, Cluster()) is enough
+
+
+def test_a_slow_network_takes_more_machines() -> None:
+    mix, rates = Mix({"a": 1}, 10, 1, 1.0), {"gpu": 1e4, "cpu": 0.0}
+    assert suffices(mix, 890.0, FIT, 0.01, rates, Cluster(latency_s=1e-4))
+    assert not suffices(mix, 890.0, FIT, 0.01, rates, Cluster(latency_s=0.064))  # 1 ms for each of 128 steps
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def assert_schema(content: dict[str, Any]) -> None:
         for name, kind in ROW.items():
             assert isinstance(row[name], kind), name
         assert row["efficiency"] == pytest.approx(row["steps_per_s"] / (row["cores"] / row["step_duration_s"]))
-        assert set(row["split"]) <= set(STATES) and sum(row["split"].values()) == pytest.approx(1.0)
+        assert list(row["split"]) == list(STATES) and sum(row["split"].values()) == pytest.approx(1.0)
         assert row["steps_per_s"] > 0 and row["simulated"]
 
 
@@ -75,7 +75,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     ways = {row["way"]: row for row in content["rows"]}
     assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-driver", "rayvec-worker"]
     assert ways["rayvec-driver"]["transport"] == "tcp x 1"
-    assert all(row["split"]["unattributed"] <= 0.05 for way, row in ways.items() if way != "floor")
+    assert all(row["split"]["unattributed"] <= 0.05 for row in ways.values())
     assert ways["rayvec-worker"]["split"]["inference"] > 0
     assert "simulated nodes of 2 cores on this machine" in printed and "tcp x 1" in printed
     with (out / "scaling.csv").open() as file:

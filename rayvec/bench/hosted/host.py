@@ -20,15 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.bench.hosted.adapters import ADAPTERS, Adapter, ClusterFloor, Floor, Task
-from rayvec.bench.hosted.split import split, split_ahead
+from rayvec.bench.hosted.adapters import ADAPTERS
+from rayvec.bench.hosted.cpu import machine_cpu_s, ticks_cpu_s
+from rayvec.bench.hosted.floors import ClusterFloor, Floor
+from rayvec.bench.hosted.split import STATES, split, split_ahead
+from rayvec.bench.hosted.task import Adapter, Task
 
 __all__ = ["MARK", "main"]
 
 MARK = "RAYVEC_BENCH_MARK"
 """Environment variable that the processes of one benchmark have in common, Ray's among them."""
 _WARM_CALLS = 2
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def marked() -> set[int]:
@@ -43,16 +45,6 @@ def marked() -> set[int]:
     return found
 
 
-def cpu_s(pids: set[int]) -> float:
-    """Returns the CPU time that these processes have used so far, in seconds; of those that have ended, none."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / _TICKS_PER_S
-
-
 class Host:
     """Serves requests about one adapter."""
 
@@ -65,6 +57,8 @@ class Host:
         begin = time.monotonic()
         self._adapter = ADAPTERS[peer](Task(**task))
         self._pids = marked() - self._before
+        if isinstance(self._adapter, Adapter):
+            self._adapter.rest()
         return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
 
     def start_learner(self, way: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -101,13 +95,19 @@ class Host:
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
         if isinstance(self._adapter, Floor | ClusterFloor):
-            before = cpu_s(self._pids)
+            before = ticks_cpu_s(self._pids)
             steps, elapsed, rate, inside = self._adapter.measure(seconds)
-            used = {"cpu_s": cpu_s(self._pids) - before, "driver_cpu_s": 0.0, "node_cpu_s": 0.0, "worker_cpu_s": 0.0}
-            shares = {"environment": inside, "driver": 1.0 - inside}
+            used = {
+                "cpu_s": ticks_cpu_s(self._pids) - before,
+                "driver_cpu_s": 0.0,
+                "node_cpu_s": 0.0,
+                "worker_cpu_s": 0.0,
+            }
+            shares = dict.fromkeys(STATES, 0.0) | {"environment": inside, "driver": 1.0 - inside}
             return {"steps": steps, "elapsed_s": elapsed, "steps_per_s": rate, **used, "split": shares}
+        self._adapter.wake()
         self._adapter.settle()
-        before_s = self._cpu_s()
+        nodes_s, before_s = self._adapter.kinds_cpu_s(), self._own_cpu_s()
         calls, inference, steps = [], [], 0
         begin = now = time.monotonic()
         while now - begin < seconds:
@@ -117,17 +117,20 @@ class Host:
             calls.append((asked, now))
             if with_split and (inference_s := self._adapter.call_inference_s()) is not None:
                 inference.append(inference_s)
-        used = {name: after - before_s[name] for name, after in self._cpu_s().items()}
+        used = {name: after - before_s[name] for name, after in self._own_cpu_s().items()}  # before others are asked
+        kinds = zip(("node_cpu_s", "worker_cpu_s"), self._adapter.kinds_cpu_s(), nodes_s, strict=True)
+        used |= {name: after - earlier for name, after, earlier in kinds}
         self._adapter.settle()  # what is under way is not counted: it ends after the window
+        self._adapter.rest()
         found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), **used, "split": None}
         if with_split:
             found |= _divide(self._adapter, calls, inference, used["driver_cpu_s"] / len(calls))
         return found
 
-    def _cpu_s(self) -> dict[str, float]:
-        nodes_s, workers_s = self._adapter.kinds_cpu_s()
-        own = {"cpu_s": cpu_s(self._pids), "driver_cpu_s": time.process_time()}
-        return {**own, "node_cpu_s": nodes_s, "worker_cpu_s": workers_s}
+    def _own_cpu_s(self) -> dict[str, float]:
+        """CPU time so far of what was started for this peer, of this process, and of the whole machine."""
+        started_s = ticks_cpu_s(self._pids)
+        return {"cpu_s": started_s, "driver_cpu_s": time.process_time(), "machine_cpu_s": machine_cpu_s()}
 
     def close(self) -> dict[str, Any]:
         """Ends what was started."""

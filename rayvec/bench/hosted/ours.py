@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import pickle
 import time
 from collections.abc import Sequence
@@ -14,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.bench.hosted.adapters import Adapter, Task
+from rayvec.bench.hosted.cpu import NodeProcesses
+from rayvec.bench.hosted.task import Adapter, Task
 
 __all__ = ["Ours"]
 
@@ -79,8 +78,7 @@ class Ours(Adapter):
         self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
         self._steps = task.chunk_steps
         self._chunk: Any = None
-        pids = self.env.worker_pids().values()
-        self._pids = [each[0] for each in pids], [pid for each in pids for pid in each[1:]]
+        self._processes = self._node_processes()
         self._offsets = self._clock_offsets() if task.env_id is None else np.zeros(task.num_envs)
 
     def advance(self) -> int:
@@ -119,9 +117,15 @@ class Ours(Adapter):
         self._task = replace(self._task, inference=inference)
 
     def kinds_cpu_s(self) -> tuple[float, float]:
-        """CPU time so far of all nodes' actors, and of all workers, where they are processes of this machine."""
-        actors, workers = self._pids
-        return sum(map(_on_cpu_s, actors)), sum(map(_on_cpu_s, workers))
+        """CPU time so far of all nodes' actors, and of all workers."""
+        return self._processes.cpu_s()
+
+    def _node_processes(self) -> NodeProcesses:
+        import ray.util
+
+        here, pids, nodes = ray.util.get_node_ip_address(), self.env.worker_pids(), self.env.topology.nodes
+        away = [node.node_id for node in nodes if node.address != here]
+        return NodeProcesses({node.node_id: pids[node.name] for node in nodes}, away)
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
         """Seconds of inference of each worker in the last call, ``float64 [workers]``; None where there is none."""
@@ -200,6 +204,7 @@ class Ours(Adapter):
 
     def close(self) -> None:
         """Ends it."""
+        self._processes.close()
         self.env.close()
 
 
@@ -214,16 +219,6 @@ def _columns(chunk: Any, columns: slice) -> Any:
             name: getattr(chunk, name)[:, columns] for name in ("obs", "act", "rew", "terminated", "truncated", "valid")
         },
     )
-
-
-def _on_cpu_s(pid: int) -> float:
-    """Returns the CPU time of all threads of a process, to the nanosecond."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/schedstat") as file:
-                total += int(file.read().split()[0])
-    return total * 1e-9
 
 
 def _median_s(function: Any) -> float:
