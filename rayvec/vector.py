@@ -106,6 +106,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         address: str | None = None,
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
+        self._pending: str | None = None
+        self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
@@ -147,7 +149,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
-        self._pending: str | None = None
         self._rollouts = 0
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
@@ -473,8 +474,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them.
+
+        It waits for nothing that is pending, and warns where that is a reset, a step or a call, whose result is lost,
+        unless a wait for it has timed out.
+        """
+        pending, self._pending = self._pending, None
         self._pool.close()
+        if pending in ("reset", "step", "call") and not self._late:
+            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
 
     def __enter__(self) -> Self:
         """Returns itself; leaving the block closes it."""
@@ -487,6 +495,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def __del__(self) -> None:
         """Closes what was not closed."""
         if not getattr(self, "closed", True) and not sys.is_finalizing():
+            self._pending = None  # nobody is left who could wait for it
             self.close()
 
     # What the public methods share.
@@ -524,8 +533,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         try:
             return function()
         except NotReady as error:
+            self._late = True
             raise multiprocessing.TimeoutError(str(error)) from error
         except Exception:
+            self._pending = None
             self.close()
             raise
 
@@ -570,6 +581,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise AlreadyPendingCallError(
                 f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
             )
+        self._late = False
 
 
 def make_vec(

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -170,7 +170,8 @@ class TestEnd:
             env.reset_async()
         elif pending == "call":
             env.call_async("slow", 0.2)
-        within(DEADLINE_S, env.close)
+        with nullcontext() if pending is None else pytest.warns(UserWarning, match=pending):
+            within(DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
         wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "its shared memory is gone")
         gc.collect()
