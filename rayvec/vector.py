@@ -585,7 +585,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
 
 def make_vec(
-    env_id: str | EnvSpec,
+    id: str | EnvSpec,
     num_envs: int = 1,
     *,
     vector_kwargs: Mapping[str, Any] | None = None,
@@ -595,7 +595,7 @@ def make_vec(
     """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
-        env_id: Id or spec.
+        id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
         num_envs: How many environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
@@ -609,11 +609,22 @@ def make_vec(
     >>> envs.close()
     """
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
-    env_kwargs = {**ours.pop("env_kwargs", {}), **kwargs}
-    env = RayVecEnv(env_id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
+    env_kwargs: dict[str, Any] = {}
+    if isinstance(id, EnvSpec):
+        id = deepcopy(id)
+        env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
+        num_envs = env_kwargs.pop("num_envs", num_envs)
+        ours = env_kwargs.pop("vector_kwargs", {}) | ours
+        wrappers = env_kwargs.pop("wrappers", wrappers)
+        env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec
+    env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
+    env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
     env.spec = deepcopy(env.spec)
     assert env.spec is not None
     env.spec.kwargs.update(env_kwargs)
+    for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
+        if value != usual:
+            env.spec.kwargs[name] = value
     return env
 
 
