@@ -17,6 +17,7 @@ from rayvec.pools.memory import ArrayLayout
 from rayvec.types import RawInfo, Topology, Tree
 
 __all__ = [
+    "ActionTypeError",
     "InfoMerger",
     "batched_observations",
     "check_number",
@@ -25,6 +26,10 @@ __all__ = [
     "parse_autoreset_mode",
     "split_groups",
 ]
+
+
+class ActionTypeError(ConfigError, TypeError):
+    """One action where each environment takes one."""
 
 
 class InfoMerger(VectorEnv[Any, Any, Any]):
@@ -88,7 +93,8 @@ def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[
     else:
         raise ConfigError(
             message(
-                "observation_mode says how single spaces are batched.",
+                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+                f"space, actual got {mode}.",
                 expected="'same', 'different', or a tuple (batched space, single space)",
                 got=repr(mode),
                 remedy="Leave it out where all environments have the same space.",
@@ -99,15 +105,18 @@ def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[
 
 
 def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
-    if spaces.actions_differ is not None:
-        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
     if mode == "same" and spaces.observations:
         differ = next(i for i, space in enumerate(spaces.observations) if space != single)
-        _raise_spaces(
-            "observation",
-            f"{spaces.observations[differ]} in environment {differ}",
-            "Pass observation_mode='different' where only bounds differ.",
+        raise RuntimeError(
+            message(
+                "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
+                expected=f"{single}, as in environment 0",
+                got=f"{spaces.observations[differ]} in environment {differ}",
+                remedy="If this is intentional, use `observation_mode='different'` instead.",
+            )
         )
+    if spaces.actions_differ is not None:
+        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
 
 
 def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
@@ -140,39 +149,43 @@ def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[
     except ValueError as error:
         leaves, got = [], str(error)
     if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
-        raise _action_error(got, space)
+        single = any(leaf.ndim == 0 for leaf in leaves)
+        raise (ActionTypeError if single else ConfigError)(_action_message(got, space))
     return layout.tree(leaves)
 
 
 def check_number(got: int, count: int, space: Space[Any]) -> None:
     """Refuses another number of actions than of environments."""
     if got != count:
-        raise _action_error(f"{got} actions", space)
+        raise ConfigError(_action_message(f"{got} actions", space))
 
 
-def _action_error(got: str, space: Space[Any]) -> ConfigError:
-    return ConfigError(
-        message(
-            "Every environment takes one action.",
-            expected=f"an element of {space}",
-            got=got,
-            remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
-        )
+def _action_message(got: str, space: Space[Any]) -> str:
+    return message(
+        "Every environment takes one action.",
+        expected=f"an element of {space}",
+        got=got,
+        remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
     )
 
 
 def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    """Returns ``options["reset_mask"]`` if it is one; errors are of the types that Gymnasium raises."""
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        raise TypeError(_mask_message(num_envs, f"{type(mask).__name__} of {getattr(mask, 'dtype', 'no dtype')}"))
-    if mask.shape != (num_envs,) or not mask.any():
-        raise ValueError(_mask_message(num_envs, f"shape {mask.shape}, {int(mask.sum())} True"))
+    """Returns ``options["reset_mask"]`` if it is one; errors are of Gymnasium's types and begin in its words."""
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}", num_envs))
+    if mask.shape != (num_envs,):
+        raise ValueError(_mask_message(f"must have shape `({num_envs},)`", f"{mask.shape}", num_envs))
+    if mask.dtype != np.bool_:
+        raise TypeError(_mask_message("must have `dtype=np.bool_`", f"{mask.dtype}", num_envs))
+    if not mask.any():
+        rule = "must contain a boolean array with at least one True value"
+        raise ValueError(_mask_message(rule, f"reset_mask={mask}", num_envs))
     return mask
 
 
-def _mask_message(num_envs: int, got: str) -> str:
+def _mask_message(rule: str, got: str, num_envs: int) -> str:
     return message(
-        "options['reset_mask'] says which environments to reset.",
+        f"`options['reset_mask']` {rule}, got {got}.",
         expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
         got=got,
         remedy="Pass terminated | truncated, as step returned them.",

@@ -106,6 +106,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         address: str | None = None,
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
+        self._pending: str | None = None
+        self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
@@ -147,7 +149,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
-        self._pending: str | None = None
         self._rollouts = 0
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
@@ -473,8 +474,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them.
+
+        It waits for nothing that is pending, and warns where that is a reset, a step or a call, whose result is lost,
+        unless a wait for it has timed out.
+        """
+        pending, self._pending = self._pending, None
         self._pool.close()
+        if pending in ("reset", "step", "call") and not self._late:
+            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
 
     def __enter__(self) -> Self:
         """Returns itself; leaving the block closes it."""
@@ -487,6 +495,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def __del__(self) -> None:
         """Closes what was not closed."""
         if not getattr(self, "closed", True) and not sys.is_finalizing():
+            self._pending = None  # nobody is left who could wait for it
             self.close()
 
     # What the public methods share.
@@ -524,8 +533,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         try:
             return function()
         except NotReady as error:
+            self._late = True
             raise multiprocessing.TimeoutError(str(error)) from error
         except Exception:
+            self._pending = None
             self.close()
             raise
 
@@ -570,10 +581,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise AlreadyPendingCallError(
                 f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
             )
+        self._late = False
 
 
 def make_vec(
-    env_id: str | EnvSpec,
+    id: str | EnvSpec,
     num_envs: int = 1,
     *,
     vector_kwargs: Mapping[str, Any] | None = None,
@@ -583,7 +595,7 @@ def make_vec(
     """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
-        env_id: Id or spec.
+        id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
         num_envs: How many environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
@@ -597,11 +609,22 @@ def make_vec(
     >>> envs.close()
     """
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
-    env_kwargs = {**ours.pop("env_kwargs", {}), **kwargs}
-    env = RayVecEnv(env_id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
+    env_kwargs: dict[str, Any] = {}
+    if isinstance(id, EnvSpec):
+        id = deepcopy(id)
+        env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
+        num_envs = env_kwargs.pop("num_envs", num_envs)
+        ours = env_kwargs.pop("vector_kwargs", {}) | ours
+        wrappers = env_kwargs.pop("wrappers", wrappers)
+        env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec
+    env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
+    env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
     env.spec = deepcopy(env.spec)
     assert env.spec is not None
     env.spec.kwargs.update(env_kwargs)
+    for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
+        if value != usual:
+            env.spec.kwargs[name] = value
     return env
 
 

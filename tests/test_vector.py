@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -139,17 +140,16 @@ class TestSeeds:
             done = expected[2] | expected[3]
 
     @pytest.mark.parametrize(
-        ("mask", "error"),
-        [
-            ([True] * 4, TypeError),
-            (np.ones(4), TypeError),
-            (np.ones(3, bool), ValueError),
-            (np.zeros(4, bool), ValueError),
-            (np.ones((4, 1), bool), ValueError),
-        ],
+        "mask",
+        [[True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
+        ids=repr,
     )
-    def test_a_wrong_mask_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any, error: Any) -> None:
-        with pytest.raises(error) as caught:
+    def test_a_wrong_mask_is_explained_in_the_words_of_gymnasium(
+        self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any
+    ) -> None:
+        with pytest.raises((TypeError, ValueError)) as expected:
+            pair[1].reset(options={"reset_mask": mask})
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))) as caught:
             pair[0].reset(options={"reset_mask": mask})
         assert_explained(caught.value)
         pair[0].reset()
@@ -317,6 +317,21 @@ class TestDifferingSpaces:
                 make_vec([CountingEnv], observation_mode=mode)
             assert_explained(caught.value)
 
+    @pytest.mark.parametrize(
+        ("mode", "words"),
+        [
+            ("other", "Invalid `observation_mode`"),
+            ("same", "the sub-environments observation spaces are not equivalent"),
+            ("same", "If this is intentional, use `observation_mode='different'` instead."),
+        ],
+    )
+    def test_errors_say_it_in_the_words_of_gymnasium(self, make_vec: MakeVec, mode: str, words: str) -> None:
+        fns = [partial(SpaceEnv, spaces.Box(0.0, high, (2,))) for high in (1.0, 9.0)]
+        with pytest.raises((ValueError, RuntimeError), match=words) as theirs:
+            SyncVectorEnv(fns, observation_mode=mode)
+        with pytest.raises(theirs.type, match=words):
+            make_vec(fns, observation_mode=mode)
+
 
 class TestActions:
     @pytest.fixture(scope="class")
@@ -361,6 +376,12 @@ class TestActions:
             env.step(actions)
         assert_explained(caught.value)
         env.step(np.zeros((3, 2), np.float32))
+
+    @pytest.mark.parametrize("action", [0, np.zeros(()), None])
+    def test_one_action_for_all_is_gymnasiums_error_too(self, env: RayVecEnv, action: Any) -> None:
+        with pytest.raises(TypeError) as caught:
+            env.step(action)
+        assert_explained(caught.value)
 
     def test_lists_are_as_good_as_arrays(self, env: RayVecEnv) -> None:
         env.step([[0.0, 0.5]] * 3)

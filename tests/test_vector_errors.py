@@ -8,7 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from kinds import in_lockstep, within
 from odd_envs import OwnError, SlowCall, TellsPid, TwoFaced
 from vector_kit import DEADLINE_S, assert_explained, pids_of
@@ -170,7 +171,8 @@ class TestEnd:
             env.reset_async()
         elif pending == "call":
             env.call_async("slow", 0.2)
-        within(DEADLINE_S, env.close)
+        with nullcontext() if pending is None else pytest.warns(UserWarning, match=pending):
+            within(DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
         wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "its shared memory is gone")
         gc.collect()
@@ -284,6 +286,24 @@ class TestConstruction:
             with closing(sync):
                 in_lockstep(env, sync.unwrapped, 20)
                 assert env.spec is not None and env.spec.id == "CartPole-v1"
+
+    def test_the_spec_of_an_environment_makes_another(self, ray_cluster: object) -> None:
+        options = {"num_nodes": 1, "workers_per_node": 1, "autoreset_mode": AutoresetMode.SAME_STEP}
+        wrappers = (gymnasium.wrappers.TimeAwareObservation,)
+        with (
+            rayvec.make_vec(id="CartPole-v1", num_envs=3, wrappers=wrappers, max_episode_steps=5, **options) as first,
+            rayvec.make_vec(first.spec) as second,
+        ):
+            assert first.spec == second.spec and second.num_envs == 3
+            assert second.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+            in_lockstep(first, second, 12)
+
+    def test_a_spec_of_gymnasiums_vector_environment(self, ray_cluster: object) -> None:
+        with closing(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync", max_episode_steps=3)) as sync:
+            spec = deepcopy(sync.spec)
+            with rayvec.make_vec(spec, num_nodes=1, workers_per_node=1) as env:
+                in_lockstep(env, sync.unwrapped, 10)
+            assert spec == sync.spec
 
     def test_specs_and_wrappers(self, make_vec: MakeVec) -> None:
         wrappers = (gymnasium.wrappers.FlattenObservation, partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4))

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, cast
 
 import cloudpickle
 import gymnasium
@@ -18,7 +18,7 @@ from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Poli
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import CollectStats, ReplayBuffer
-from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
+from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
 from rayvec.chunks import counted_ends
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _made = itertools.count()
 
 
-class Collector(tianshou.data.Collector[Any]):
+class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     """Collects steps into a buffer, as ``tianshou.data.Collector`` does, a chunk at a time.
 
     Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and the buffer is filled by whole
@@ -100,7 +100,7 @@ class Collector(tianshou.data.Collector[Any]):
             on_episode_done_hook,
             on_step_hook,
             raise_on_nan_in_buffer,
-            collect_stats_class,
+            cast(type[TCollectStats], collect_stats_class),
         )
         self._inference = inference
         self._unbiased = unbiased

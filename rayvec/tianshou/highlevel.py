@@ -37,7 +37,7 @@ class RayCollectorFactory(CollectorFactory):
         vector_env: BaseVectorEnv,
         buffer: ReplayBuffer | None = None,
         exploration_noise: bool = False,
-    ) -> Collector:
+    ) -> Collector[Any]:
         """Makes a collector.
 
         Args:

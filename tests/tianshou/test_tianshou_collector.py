@@ -104,6 +104,12 @@ def box_policy() -> Exact:
 
 
 class TestSteps:
+    def test_stats_may_be_named_as_a_type_argument(self, venvs: dict[str, RayVectorEnv]) -> None:
+        collector = Collector[CollectStats](Exact(), venvs["drift"])
+        assert isinstance(collector, Collector) and isinstance(collector, tianshou.data.Collector)
+        collector.reset()
+        assert type(collector.collect(n_step=10)) is CollectStats
+
     def test_fills_the_same_buffer(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs)
         for n_step in (5, 52, 1, 300):
