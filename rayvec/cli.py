@@ -206,15 +206,19 @@ def main(args: Sequence[str] | None = None) -> int:
         command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
         command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
-        print(f"rayvec: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
     except Exception as error:
         text = _explanation(error)
         if text is None:
             raise
-        print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        _print_error(text, error)
         return 1 if _is_failure(error) else 2
     return 0
+
+
+def _print_error(text: str, error: BaseException) -> None:
+    print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 def _mentioned(args: Sequence[str]) -> frozenset[str]:

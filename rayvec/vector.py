@@ -473,8 +473,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
-        self._pool.close()
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them.
+
+        Args:
+            timeout: Seconds that the environments get to end what they are at and close, 10 by default; after it,
+                their workers are killed.
+            terminate: Whether they are killed at once, without being closed.
+        """
+        self._pool.close(0.0 if terminate else timeout)
 
     def __enter__(self) -> Self:
         """Returns itself; leaving the block closes it."""
