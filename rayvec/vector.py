@@ -107,17 +107,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     ) -> None:
         self.closed = True  # until everything stands; __del__ asks
         check_choice("groups", groups, (1, 2, "auto"))
-        check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        if step_timeout_s is not None and not step_timeout_s > 0:
-            raise ConfigError(
-                message(
-                    "step_timeout_s is how long a worker may take for a step of its environments.",
-                    expected="seconds, more than 0, or None for no limit",
-                    got=repr(step_timeout_s),
-                    remedy="Leave it out, or pass several times what the slowest step takes.",
-                )
-            )
+        supervision = Supervision.of(on_env_error, step_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
@@ -129,7 +120,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
             preload=preload,
-            supervision=Supervision(on_env_error == "restart", step_timeout_s),
+            supervision=supervision,
             rehost=on_node_loss == "rehost",
             address=address,
         )

@@ -15,7 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from odd_envs import OddInfo, OneInfo
-from vector_kit import TOPOLOGIES, assert_explained
+from vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, assert_identical
@@ -329,13 +329,8 @@ class TestActions:
     @pytest.fixture(scope="class")
     @classmethod
     def dicts(cls, make_class_vec: MakeVec) -> Any:
-        fns = env_fns(3, spaces.Discrete(2), spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)}))
-        sync = SyncVectorEnv(fns)
-        env = make_class_vec(fns, 2, 1)
-        for e in (env, sync):
-            e.reset(seed=0)
-        yield env, sync
-        sync.close()
+        actions = spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)})
+        yield from beside_sync(make_class_vec, env_fns(3, spaces.Discrete(2), actions))
 
     @pytest.mark.parametrize(
         "actions",
