@@ -123,7 +123,7 @@ class TestStates:
         env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
         env.reset(seed=[0, 0])
         env.step(np.zeros(2, int))
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"environments \[0, 1\] must be reset first"):
             env.step(np.zeros(2, int))
         env.reset(options={"reset_mask": np.array([True, True])})
         env.step(np.zeros(2, int))
