@@ -206,15 +206,19 @@ def main(args: Sequence[str] | None = None) -> int:
         command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
         command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
-        print(f"rayvec: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
     except Exception as error:
         text = _explanation(error)
         if text is None:
             raise
-        print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        _print_error(text, error)
         return 1 if _is_failure(error) else 2
     return 0
+
+
+def _print_error(text: str, error: BaseException) -> None:
+    print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 def _mentioned(args: Sequence[str]) -> frozenset[str]:
@@ -231,12 +235,20 @@ def _explanation(error: Exception) -> str | None:
         return message(
             "An environment is made and stepped without raising.",
             expected="no exception",
-            got=" ".join(str(error.__cause__).split("\n\n", 1)[0].split()),
+            got=_what_and_where(str(error.__cause__)),
             remedy="Correct the environment or what is passed to it.",
         )
     if isinstance(error, OSError) and hasattr(error, "__notes__"):  # the disk of a run
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _what_and_where(text: str) -> str:
+    """Returns on one line what an ``EnvError`` says, with the line of code that raised instead of the traceback."""
+    what, _, traceback = text.partition("\n\n")
+    of_worker = traceback.split("\n\n\n", 1)[0]  # what follows is how it came from there to here
+    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
+    return ", ".join([" ".join(what.split()), *lines[-1:]])
 
 
 def _is_failure(error: Exception) -> bool:

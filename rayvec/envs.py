@@ -203,7 +203,7 @@ def _spec_of(env_id: str) -> EnvSpec:
                 "An environment is named by the id it is registered with.",
                 expected="a registered id, or 'module:Id-v0' with the module that registers it",
                 got=f"{env_id!r} ({error})",
-                remedy="Check the spelling; gymnasium.pprint_registry() lists the ids.",
+                remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
             )
         ) from error
 

@@ -161,7 +161,7 @@ class RemoteFailure:
         except Exception:
             pickled = None
         return cls(
-            type_name=f"{type(error).__module__}.{type(error).__qualname__}",
+            type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             text=str(error),
             pickled=pickled,
             remote_traceback="".join(traceback.format_exception(error)),

@@ -69,7 +69,7 @@ def train(config: TrainConfig) -> TrainResult:
         ConfigError: The settings can't work, or the directory exists.
         LearnerError: A loss or a gradient was not finite, or a rank was lost. Like every error of a run that has
             begun, it has a note that says how to go on from the last checkpoint.
-        KeyboardInterrupt: Training was interrupted; the message says how to go on.
+        KeyboardInterrupt: Training was interrupted; the message, or a note, says how to go on.
     """
     return _run(config, free_run_dir(config), None)
 
@@ -88,7 +88,7 @@ def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
         ConfigError: `run_dir` is not the directory of a run, another process is at work in it, or a change of
             what is learned.
         CheckpointError: Its checkpoint is missing or damaged.
-        KeyboardInterrupt: Training was interrupted; the message says how to go on.
+        KeyboardInterrupt: Training was interrupted; the message, or a note, says how to go on.
     """
     run_dir = Path(run_dir)
     with locked(run_dir):
@@ -103,8 +103,9 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> Tr
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch_threads(config.learner_threads))
         env = stack.enter_context(make_env(config))
+        stack.enter_context(ended_by_interrupt(env))
         learner = stack.enter_context(open_learner(config, env))
-        collector = stack.enter_context(contextlib.closing(_begin(config, env, learner, progress, state)))
+        collector = _begin(config, env, learner, progress, state)
 
         def checkpoint() -> dict[str, Any]:
             progress.wall_s = time.monotonic() - began_s
@@ -137,12 +138,13 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> Tr
                     save_checkpoint(run_dir, checkpoint())
                     saved_s = time.monotonic()
             save_checkpoint(run_dir, checkpoint())
-        if stop.requested:
-            raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; {how_to_go_on}")
-        collector.close()
-        policy = greedy_policy(learner.module, learner.weights())
-        evaluation = evaluate(env, policy, config.eval_episodes, seed=config.eval_seed(), inference=config.inference)
-        logger.log_evaluation(progress.steps, evaluation.return_mean)
+        if not stop.requested:
+            collector.close()
+            policy, seed = greedy_policy(learner.module, learner.weights()), config.eval_seed()
+            evaluation = evaluate(env, policy, config.eval_episodes, seed=seed, inference=config.inference)
+            logger.log_evaluation(progress.steps, evaluation.return_mean)
+    if stop.requested:  # once everything is closed in order
+        raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; {how_to_go_on}")
     result = TrainResult(run_dir, progress.steps, time.monotonic() - began_s, evaluation.return_mean)
     save_result(run_dir, config, asdict(result), evaluation.returns.tolist())
     return result
@@ -189,11 +191,21 @@ class Laps:
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
-    """Adds a note to every error that passes."""
+    """Adds a note to every error and interrupt that passes."""
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         error.add_note(note)
+        raise
+
+
+@contextlib.contextmanager
+def ended_by_interrupt(env: RayVecEnv) -> Iterator[None]:
+    """Lets a Ctrl-C that passes end the workers at once, whatever they are at."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        env.close(terminate=True)
         raise
 
 

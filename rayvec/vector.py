@@ -109,17 +109,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending: str | None = None
         self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
-        check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        if step_timeout_s is not None and not step_timeout_s > 0:
-            raise ConfigError(
-                message(
-                    "step_timeout_s is how long a worker may take for a step of its environments.",
-                    expected="seconds, more than 0, or None for no limit",
-                    got=repr(step_timeout_s),
-                    remedy="Leave it out, or pass several times what the slowest step takes.",
-                )
-            )
+        supervision = Supervision.of(on_env_error, step_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
@@ -131,7 +122,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
             preload=preload,
-            supervision=Supervision(on_env_error == "restart", step_timeout_s),
+            supervision=supervision,
             rehost=on_node_loss == "rehost",
             address=address,
         )
@@ -478,9 +469,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
         It waits for nothing that is pending, and warns where that is a reset, a step or a call, whose result is lost,
         unless a wait for it has timed out.
+
+        Args:
+            timeout: Seconds that the environments get to end what they are at and close, 10 by default; after it,
+                their workers are killed.
+            terminate: Whether they are killed at once, without being closed.
         """
         pending, self._pending = self._pending, None
-        self._pool.close()
+        self._pool.close(0.0 if terminate else timeout)
         if pending in ("reset", "step", "call") and not self._late:
             gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
 

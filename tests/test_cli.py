@@ -94,7 +94,10 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("breaks", ["RuntimeError: the", "wears out", "worker 0", ", environment "]),
+        (
+            "breaks",
+            ["RuntimeError: the", "wears out", "worker 0", ", environment ", 'wrap.py", line ', ", in reward. Remedy"],
+        ),
         ("goes_blind", ["finite numbers", "nan"]),
     ],
 )

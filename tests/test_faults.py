@@ -468,13 +468,16 @@ def test_on_node_loss_raise(make_vec: Any) -> None:
     assert env.closed
 
 
+def number_of(node: Any, env: RayVecEnv) -> int:
+    return [each.node_id for each in env.topology.nodes].index(node.node_id)
+
+
 def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:
     """The whole node goes; its environments go on elsewhere, the others never notice."""
     extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 6, nodes=3, workers=1)
     env.reset(seed=1)
-    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
-    lost = [2 * number, 2 * number + 1]
+    lost = list(env.topology.nodes[number_of(extra, env)].env_range)
     ray_cluster.remove_node(extra, allow_graceful=False)
     until = time.monotonic() + DEADLINE_S
     info: dict[str, Any] = {}
@@ -491,8 +494,7 @@ def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_clust
     extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 6, nodes=3, workers=1)
     env.reset(seed=1)
-    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
-    lost = [2 * number, 2 * number + 1]
+    lost = list(env.topology.nodes[number_of(extra, env)].env_range)
     weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
     env.rollout_async(weights, 4000, 0, 0)  # too many steps to come along with the answer
     wait_for_parts(env)
@@ -509,7 +511,7 @@ def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluste
     env = make_vec([long_env] * 3, nodes=3, workers=1)
     env.reset(seed=1)
     make_vec([long_env] * 64, nodes=None, workers=None)  # takes every core that is left
-    number = [node.node_id for node in env.topology.nodes].index(extra.node_id)
+    number = number_of(extra, env)
     ray_cluster.remove_node(extra, allow_graceful=False)
     kill(env, number)
     with pytest.raises(NodeLostError, match="No other node has a free core"):

@@ -17,6 +17,7 @@ from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from test_faults import wait_for_parts
 from test_rollout import assert_same_chunk
+from vector_kit import pids_of
 from waiting import alive, wait_until
 
 from rayvec.collector import Collector
@@ -223,13 +224,23 @@ def test_environments_close_with_a_chunk_in_flight(make_vec: MakeVec, tmp_path: 
     collector.collect(n_step=2 * 3)
     (tmp_path / "gate").touch()
     env.close()
-    until = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < until, "a process was left behind"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(alive, pids)), "no process is left")
     with pytest.raises(gymnasium.error.ClosedEnvironmentError):
         collector.collect(n_step=2 * 3)
     collector.close()
+
+
+@pytest.mark.parametrize("how", [{"timeout": 0.1}, {"terminate": True}], ids=["timeout", "terminate"])
+def test_they_are_ended_if_a_chunk_takes_longer_than_one_would_wait(
+    gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    """The gate never opens, and the time that is waited by default is longer than this test may take."""
+    monkeypatch.setattr("rayvec.pools.ray._CLOSE_S", 1e4)
+    collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
+    pids = [pid for node in pids_of(gated) for pid in node]
+    collector.collect(n_step=4 * 3)
+    gated.close(**how)
+    wait_until(lambda: not any(map(alive, pids)), "no process is left")
 
 
 def test_a_node_lost_in_flight_acts_again_with_the_same_weights(make_vec: MakeVec, tmp_path: Path) -> None:

@@ -318,3 +318,38 @@ def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> No
     state = load_run(run_dir)[1]
     assert state["progress"]["steps"] == list(read_metrics(metrics))[-1]["steps"] >= 3 * 1024
     assert (run_dir / "learning_curve.png").stat().st_size > 0
+
+
+STUCK = """
+import time
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Stuck(CartPoleEnv):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        while self.steps > 60:
+            time.sleep(1)
+        return super().step(action)
+
+gymnasium.register("Stuck-v0", Stuck)
+"""
+
+
+def test_the_second_ctrl_c_waits_for_no_environment(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    run_dir = tmp_path / "a"
+    arguments = ["train", "impala", "--env-id=stuck:Stuck-v0", "--num-steps=50", f"--run-dir={run_dir}"]
+    with running(arguments, tmp_path) as command:
+        metrics = run_dir / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) == 1)
+        command.process.send_signal(signal.SIGINT)
+        command.wait_until(lambda: "Ctrl-C again" in command.stderr.read_text())
+        assert command.interrupt() == 130
+        assert_nothing_left(command)
+    assert command.stderr.read_text().endswith(
+        f"\nrayvec: interrupted\ngo on with: rayvec train impala --resume {run_dir}\n"
+    )
+    assert load_run(run_dir)[1]["progress"]["steps"] == 0  # what was there before

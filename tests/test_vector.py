@@ -15,8 +15,8 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
-from odd_envs import OddInfo, OneInfo
-from vector_kit import TOPOLOGIES, assert_explained
+from odd_envs import KeepsActions, OddInfo, OneInfo
+from vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, assert_identical
@@ -344,13 +344,8 @@ class TestActions:
     @pytest.fixture(scope="class")
     @classmethod
     def dicts(cls, make_class_vec: MakeVec) -> Any:
-        fns = env_fns(3, spaces.Discrete(2), spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)}))
-        sync = SyncVectorEnv(fns)
-        env = make_class_vec(fns, 2, 1)
-        for e in (env, sync):
-            e.reset(seed=0)
-        yield env, sync
-        sync.close()
+        actions = spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)})
+        yield from beside_sync(make_class_vec, env_fns(3, spaces.Discrete(2), actions))
 
     @pytest.mark.parametrize(
         "actions",
@@ -383,10 +378,13 @@ class TestActions:
             env.step(action)
         assert_explained(caught.value)
 
-    def test_lists_are_as_good_as_arrays(self, env: RayVecEnv) -> None:
-        env.step([[0.0, 0.5]] * 3)
-        env.step([np.zeros(2, np.float32)] * 3)
-        env.step(tuple(np.zeros((3, 2), np.float32)))
+    def test_lists_are_as_good_as_arrays(self, make_vec: MakeVec) -> None:
+        env = make_vec([KeepsActions] * 3, 2, 1, autoreset_mode="SameStep")
+        env.reset(seed=0)
+        numbers = np.arange(18.0).reshape(3, 3, 2) / 4
+        for actions in (numbers[0].tolist(), list(numbers[1].astype(np.float32)), tuple(numbers[2])):
+            env.step(actions)
+        assert_identical(np.array(env.get_attr("kept")), numbers.swapaxes(0, 1))
 
     def test_every_data_type_arrives_as_it_was(self, make_vec: MakeVec) -> None:
         fns = env_fns(3, spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,), np.float32))

@@ -16,7 +16,7 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 from kinds import ARRAY_SPACES, env_fns, within
 from odd_envs import SlowCall
-from vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, pids_of
+from vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, beside_sync, pids_of
 from waiting import alive, wait_until
 
 from rayvec.testing import CountingEnv, assert_identical
@@ -133,7 +133,7 @@ class TestStates:
         env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
         env.reset(seed=[0, 0])
         env.step(np.zeros(2, int))
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"environments \[0, 1\] must be reset first"):
             env.step(np.zeros(2, int))
         env.reset(options={"reset_mask": np.array([True, True])})
         env.step(np.zeros(2, int))
@@ -175,13 +175,7 @@ class TestAttributes:
     @pytest.fixture(scope="class")
     @classmethod
     def pair(cls, make_class_vec: MakeVec) -> Any:
-        fns = env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array")
-        sync = SyncVectorEnv(fns)
-        env = make_class_vec(fns, 2, 1)
-        for e in (env, sync):
-            e.reset(seed=0)
-        yield env, sync
-        sync.close()
+        yield from beside_sync(make_class_vec, env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array"))
 
     def test_calls(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
         env, sync = pair

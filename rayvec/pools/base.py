@@ -16,6 +16,7 @@ from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 
+from rayvec.errors import ConfigError, check_choice, message
 from rayvec.types import StepBatch, Tree
 
 if TYPE_CHECKING:
@@ -51,6 +52,25 @@ class Supervision:
 
     restart: bool = False
     step_timeout_s: float | None = None
+
+    @classmethod
+    def of(cls, on_env_error: str, step_timeout_s: float | None) -> Supervision:
+        """Returns what the arguments of a vector environment ask for.
+
+        Raises:
+            ConfigError: They can't work.
+        """
+        check_choice("on_env_error", on_env_error, ("raise", "restart"))
+        if step_timeout_s is not None and not step_timeout_s > 0:
+            raise ConfigError(
+                message(
+                    "step_timeout_s is how long a worker may take for a step of its environments.",
+                    expected="seconds, more than 0, or None for no limit",
+                    got=repr(step_timeout_s),
+                    remedy="Leave it out, or pass several times what the slowest step takes.",
+                )
+            )
+        return cls(on_env_error == "restart", step_timeout_s)
 
 
 RAISE = Supervision()

@@ -503,13 +503,17 @@ class RayPool:
             pids[node.handle.slice.name] = found
         return pids
 
-    def close(self) -> None:
-        """Closes the environments and ends every worker and actor; may be called again."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments and ends every worker and actor; may be called again.
+
+        Args:
+            timeout_s: After this long, 10 s by default, they are ended by force.
+        """
         for node in self._nodes:
             with contextlib.suppress(OSError):
                 node.pool.close()
         closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
         for handle, ref in zip(self._handles, closing, strict=False):
             try:
                 handle.get(ref, _left(deadline))

@@ -78,8 +78,8 @@ class RayVectorEnv(BaseVectorEnv):
         address: str | None = None,
     ) -> None:
         self.is_closed = True  # until everything stands; __del__ asks
-        check_choice("on_env_error", on_env_error, ("raise", "restart"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+        supervision = Supervision.of(on_env_error, step_timeout_s)
         factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
         self.env_num = factory.num_envs
         self.wait_num = wait_num or self.env_num
@@ -100,7 +100,7 @@ class RayVectorEnv(BaseVectorEnv):
             worker_per_env=self.is_async,
             claim_cpus=False,
             preload=preload,
-            supervision=Supervision(on_env_error == "restart", step_timeout_s),
+            supervision=supervision,
             rehost=on_node_loss == "rehost",
             address=address,
         )

@@ -131,9 +131,11 @@ def test_what_is_not_plain_is_refused_wherever_it_stands(what: str, place: str) 
 @given(data=st.binary(max_size=64))
 def test_garbage_is_a_value_or_an_error_never_more(data: bytes) -> None:
     try:
-        codec.decode(data)
+        value = codec.decode(data)
     except Exception as error:
         assert not isinstance(error, (MemoryError, SystemError))
+    else:
+        assert_identical(codec.decode(codec.encode(value)), value)
 
 
 def test_what_arrives_is_never_unpickled(tmp_path: Any) -> None:

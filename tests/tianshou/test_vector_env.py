@@ -286,7 +286,14 @@ class TestInterface:
 
     @pytest.mark.parametrize(
         "arguments",
-        [{"on_env_error": "ignore"}, {"on_node_loss": 1}, {"workers_per_node": 0}, {"env_fns": []}, {"env_fns": "x"}],
+        [
+            {"on_env_error": "ignore"},
+            {"step_timeout_s": 0},
+            {"on_node_loss": 1},
+            {"workers_per_node": 0},
+            {"env_fns": []},
+            {"env_fns": "x"},
+        ],
     )
     def test_arguments_that_we_refuse(self, ray_cluster: object, arguments: dict[str, Any]) -> None:
         with pytest.raises(ConfigError) as caught:
