@@ -29,7 +29,7 @@ class NodePart(NamedTuple):
     Attributes:
         times: Of each of its workers.
         edges: Of its part, where that stays in the object store.
-        chunk: Its part, or else a reference to it.
+        chunk: A reference to its part if there are edges; else its part, which is a chunk from each of its workers.
     """
 
     times: tuple[RolloutTimes, ...]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from rayvec.pools.memory import ALIGN_BYTES, SharedBlock
+from rayvec.pools.memory import SharedBlock, aligned
 
 __all__ = ["BulkReceiver", "BulkSender", "dumps"]
 
@@ -51,6 +53,21 @@ class BulkSender:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._block: SharedBlock | None = None
+        self._used = 0  # bytes of the block
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Allocates an array for the next :meth:`send`, after which it may be written over.
+
+        It lies in the block if there is room for it, as there is where the last objects were as large: then it is
+        not copied when it is sent.
+        """
+        dtype = np.dtype(dtype)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        start, stop = self._used, self._used + aligned(num_bytes)
+        if num_bytes < _IN_BAND_BYTES or dtype.hasobject or self._block is None or stop > self._block.num_bytes:
+            return np.empty(shape, dtype)
+        self._used = stop
+        return self._block.arrays["bytes"][start : start + num_bytes].view(dtype).reshape(shape)
 
     def send(self, value: Any, *, bulk: bool = False) -> None:
         """Sends `value`; if `bulk`, arrays of 32 KiB or more are copied once, into the block.
@@ -66,28 +83,40 @@ class BulkSender:
             buffers.append(view)
             return False
 
-        head = dumps(value, keep_small, buffers.clear)
-        if not buffers:
-            self._pipe.send_bytes(b"\0" + head)
-            return
-        bounds = np.cumsum([0, *(-(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES for view in buffers)]).tolist()
-        fresh = self._ensure(bounds[-1])
-        assert self._block is not None
-        target = self._block.arrays["bytes"]
-        for start, view in zip(bounds, buffers, strict=False):
-            target[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
-        places = [(start, view.nbytes) for start, view in zip(bounds, buffers, strict=False)]
-        self._pipe.send_bytes(b"\1" + pickle.dumps((head, places, self._block.fields if fresh else None)))
-        if fresh:
-            reduction.send_handle(self._pipe, self._block.fd, None)
+        try:
+            head = dumps(value, keep_small, buffers.clear)
+            if not buffers:
+                self._pipe.send_bytes(b"\0" + head)
+                return
+            arrays = [np.frombuffer(view, np.uint8) for view in buffers]
+            fresh = self._ensure(arrays)
+            assert self._block is not None
+            places = [(self._place(array), array.nbytes) for array in arrays]
+            self._pipe.send_bytes(b"\1" + pickle.dumps((head, places, self._block.fields if fresh else None)))
+            if fresh:
+                reduction.send_handle(self._pipe, self._block.fd, None)
+        finally:
+            self._used = 0
 
-    def _ensure(self, num_bytes: int) -> bool:
-        if self._block is not None and self._block.arrays["bytes"].nbytes >= num_bytes:
-            return False
+    def _ensure(self, arrays: Sequence[NDArray[np.uint8]]) -> bool:
+        """Makes a block with room for all of these, unless those that are not in this one have room in it."""
         if self._block is not None:
+            missing = sum(aligned(array.nbytes) for array in arrays if self._block.offset(array) is None)
+            if self._used + missing <= self._block.num_bytes:
+                return False
             self._block.close()
-        self._block = SharedBlock({"bytes": (np.uint8, (num_bytes,))})
+        self._block = SharedBlock({"bytes": (np.uint8, (sum(aligned(array.nbytes) for array in arrays),))})
+        self._used = 0
         return True
+
+    def _place(self, array: NDArray[np.uint8]) -> int:
+        """Returns where in the block an array lies, copied if it must be."""
+        assert self._block is not None
+        start = self._block.offset(array)
+        if start is None:
+            start, self._used = self._used, self._used + aligned(array.nbytes)
+            self._block.arrays["bytes"][start : start + array.nbytes] = array
+        return start
 
 
 class BulkReceiver:

@@ -30,17 +30,23 @@ __all__ = [
     "Field",
     "Semaphore",
     "SharedBlock",
+    "aligned",
     "index_tree",
     "split_actions",
     "tree_writer",
 ]
 
-ALIGN_BYTES = 64
+_ALIGN_BYTES = 64
 _CONTAINERS = (spaces.Dict, spaces.Tuple)
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 Field = tuple[DTypeLike, tuple[int, ...]]
 """Data type and shape of one array in a block."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Returns how much room so many bytes take in a block."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class SharedBlock:
@@ -57,11 +63,12 @@ class SharedBlock:
         offsets, size = {}, 0
         for name, (dtype, shape) in self.fields.items():
             offsets[name] = size
-            size += -(-np.dtype(dtype).itemsize * math.prod(shape) // ALIGN_BYTES) * ALIGN_BYTES
+            size += aligned(np.dtype(dtype).itemsize * math.prod(shape))
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, max(size, ALIGN_BYTES))
-        buffer = mmap.mmap(self.fd, max(size, ALIGN_BYTES))
+            os.ftruncate(self.fd, max(size, _ALIGN_BYTES))
+        self.num_bytes = max(size, _ALIGN_BYTES)
+        buffer = mmap.mmap(self.fd, self.num_bytes)
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets
         self.arrays: dict[str, NDArray[Any]] = {
@@ -74,6 +81,11 @@ class SharedBlock:
         dtype, shape = self.fields[name]
         row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
         return self._address + self._offsets[name] + row * row_bytes
+
+    def offset(self, array: NDArray[Any]) -> int | None:
+        """Returns where in the block an array begins, in bytes; None if it lies elsewhere."""
+        start = array.ctypes.data - self._address
+        return start if 0 <= start < self.num_bytes else None
 
     def close(self) -> None:
         """Gives the file descriptor back; the memory goes when the last array over it does."""

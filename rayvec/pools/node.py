@@ -18,7 +18,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.chunks import edges_of
+from rayvec.chunks import edges_of, join_chunks
 from rayvec.cluster import CLUSTER_MARK
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
@@ -112,18 +112,22 @@ class NodeActor:
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Chunk | None]:
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Chunk | tuple[Chunk, ...] | None]:
         """Lets the workers take steps with a policy.
 
         Returns:
             Two values, of which the driver need not fetch the second: the workers' times and, if asked for, the
-            chunk's edges; and the chunk.
+            chunk's edges; and the chunk, or, without edges, those of the workers, which the driver joins with those of
+            other nodes. Ray has copied them before the next call begins, and with it the next chunk.
         """
 
-        def take() -> tuple[Any, Chunk]:
+        def take() -> tuple[Any, Chunk | tuple[Chunk, ...]]:
             assert self._pool is not None
-            chunk, times = self._pool.rollout(key, num_steps, first_step, noise_seed)
-            return (times, edges_of(chunk) if with_edges else None), chunk
+            chunks, times = self._pool.rollout(key, num_steps, first_step, noise_seed)
+            if not with_edges:
+                return (times, None), chunks
+            chunk = join_chunks(chunks)
+            return (times, edges_of(chunk)), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

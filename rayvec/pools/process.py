@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.chunks import join_chunks
 from rayvec.envs import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import RAISE, PoolSpaces, Supervision
@@ -299,20 +298,22 @@ class ProcessPool(PoolClient):
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, tuple[RolloutTimes, ...]]:
+    ) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
         """Lets every worker take steps with a policy over its own slice.
 
         A worker that ends meanwhile, where workers are restarted, takes its steps once more, from new episodes.
 
         Returns:
-            Their joint chunk, its columns in the order of environments, with global ids; and each worker's times.
+            The chunk of each worker, in the order of environments, with global ids; and its times. Large arrays are
+            views of memory that the next rollout writes to: who keeps them copies them before.
         """
         self._snapshot()
         command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key])
         packed = self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None)
-        chunk = join_chunks([part.unpack() for part in packed])
-        self.stepped_by_another(chunk.last_obs)
-        return chunk, tuple(part.times for part in packed)
+        chunks = tuple(part.unpack() for part in packed)
+        last_obs = None if self.layout is not None else np.concatenate([chunk.last_obs for chunk in chunks])
+        self.stepped_by_another(last_obs)
+        return chunks, tuple(part.times for part in packed)
 
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""

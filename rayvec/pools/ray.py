@@ -403,7 +403,7 @@ class RayPool:
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].edges is None:
-            chunk = join_chunks([part.chunk for part in parts])
+            chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
             edges = edges_of(chunk)
         else:
             every = [part.edges for part in parts if part.edges is not None]

@@ -254,6 +254,7 @@ class Worker:
             weights_version=weights_version,
             begun=begun,
             stopwatch=stopwatch,
+            empty=self._sender.empty,
         )
         times = stopwatch.read()
         return PackedChunk(

@@ -82,6 +82,39 @@ def test_what_can_not_be_pickled_is_an_error_and_nothing_is_sent(ends: tuple[Bul
     assert receiver.recv() == "next"
 
 
+def test_what_is_allocated_for_sending_is_not_copied(ends: tuple[BulkSender, BulkReceiver]) -> None:
+    sender, receiver = ends
+    other = np.arange(10_000.0)
+    for size in (50_000, 50_000, 90_000, 60_000):
+        ours, small = sender.empty((size // 8,), np.float64), sender.empty((3,), np.int32)
+        ours[:], small[:] = size, size
+        sender.send((ours, other, small), bulk=True)
+        theirs, copied, few = receiver.recv()
+        assert (theirs == size).all() and (copied == other).all() and (few == size).all()
+    ours = sender.empty((7_500,), np.float64)
+    ours[:] = 1
+    sender.send((ours, other), bulk=True)
+    theirs, copied = receiver.recv()
+    ours[:] = 2
+    assert (theirs == 2).all() and (copied == other).all()
+
+
+def test_what_is_allocated_and_not_sent_is_forgotten(ends: tuple[BulkSender, BulkReceiver]) -> None:
+    sender, receiver = ends
+    sender.send(np.zeros(10_000), bulk=True)
+    receiver.recv()
+    for _ in range(3):
+        array = sender.empty((10_000,), np.float64)
+        with pytest.raises(Exception, match="pickle"):
+            sender.send((array, (i for i in range(3))), bulk=True)
+    array = sender.empty((10_000,), np.float64)
+    array[:] = 3
+    sender.send(array, bulk=True)
+    theirs = receiver.recv()
+    array[:] = 4
+    assert (theirs == 4).all()
+
+
 def test_blocks_are_given_back(ends: tuple[BulkSender, BulkReceiver]) -> None:
     sender, receiver = ends
     sender.send(np.zeros(50_000), bulk=True)
