@@ -45,7 +45,7 @@ Field = tuple[DTypeLike, tuple[int, ...]]
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns how much room so many bytes take in a block."""
+    """Returns how much room so many bytes take in shared memory."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -67,8 +67,7 @@ class SharedBlock:
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, max(size, _ALIGN_BYTES))
-        self.num_bytes = max(size, _ALIGN_BYTES)
-        buffer = mmap.mmap(self.fd, self.num_bytes)
+        buffer = mmap.mmap(self.fd, max(size, _ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets
         self.arrays: dict[str, NDArray[Any]] = {
@@ -81,11 +80,6 @@ class SharedBlock:
         dtype, shape = self.fields[name]
         row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
         return self._address + self._offsets[name] + row * row_bytes
-
-    def offset(self, array: NDArray[Any]) -> int | None:
-        """Returns where in the block an array begins, in bytes; None if it lies elsewhere."""
-        start = array.ctypes.data - self._address
-        return start if 0 <= start < self.num_bytes else None
 
     def close(self) -> None:
         """Gives the file descriptor back; the memory goes when the last array over it does."""

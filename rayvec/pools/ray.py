@@ -1,7 +1,7 @@
 """The pool of a cluster: one actor for each node, each with a process pool, joined into one.
 
 The driver reaches the node it runs on through shared memory, which that node's actor lends it, and other nodes
-through a stream each. What is rare (starting, calls) and what is large (chunks, weights) goes through Ray.
+through a stream each. What is rare (starting, calls) and what is large (weights, other nodes' chunks) goes through Ray.
 """
 
 from __future__ import annotations

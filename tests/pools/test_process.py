@@ -75,7 +75,7 @@ def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
 
 def taken(pool: ProcessPool, *args: Any) -> Chunk:
     """What a rollout of all workers makes together, in memory of its own."""
-    return join_chunks(pool.rollout(*args)[0])
+    return join_chunks(pool.unpack(pool.rollout(*args)))
 
 
 @pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (7, 3), (4, 4), (10, 4)])
