@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rayvec.errors import ConfigError, message
 from rayvec.noise import NO_NOISE, NoiseSpec, keyed_noise
@@ -25,6 +25,10 @@ from rayvec.types import Chunk, RolloutTimes, StepBatch, Tree, as_slice, tree_le
 from rayvec.types.infos import ChunkInfo, ChunkInfos
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
+
+
+Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
+"""Allocates an array of a shape and data type, as ``np.empty`` does."""
 
 
 class ActingPolicy(Protocol):
@@ -150,6 +154,7 @@ def rollout(
     weights_version: int = 0,
     begun: NDArray[np.int64] | None = None,
     stopwatch: Stopwatch | None = None,
+    empty: Empty = np.empty,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment of `pool`.
 
@@ -168,9 +173,10 @@ def rollout(
         begun: Ids of environments whose episode the policy has not seen the beginning of; a policy that remembers
             forgets what it remembers of them, and of those that are reset from now on.
         stopwatch: Told where the time goes.
+        empty: Allocates the chunk's large arrays.
 
     Returns:
-        The chunk, in newly allocated memory.
+        The chunk; it shares no memory with the pool.
     """
     n, now = pool.num_envs, time.perf_counter
     stopwatch = stopwatch or Stopwatch()
@@ -180,7 +186,7 @@ def rollout(
     noise = keyed_noise(
         policy.noise, seed=noise_seed, env_ids=first_id + np.arange(n), first_step=first_step, num_steps=num_steps
     )
-    recorder = _Recorder(num_steps, n, first_id, pool.action_layout)
+    recorder = _Recorder(num_steps, n, first_id, pool.action_layout, empty)
     for ids in groups:
         pool.ready(ids)
     batches = [pool.recv(ids) for ids in groups]
@@ -235,8 +241,11 @@ def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | No
 class _Recorder:
     """Writes what happens into the arrays of a chunk."""
 
-    def __init__(self, num_steps: int, num_envs: int, first_id: int, action_layout: ArrayLayout | None) -> None:
+    def __init__(
+        self, num_steps: int, num_envs: int, first_id: int, action_layout: ArrayLayout | None, empty: Empty
+    ) -> None:
         self._action_layout = action_layout
+        self._empty = empty
         self._lead = (num_steps, num_envs)
         self._first_id = first_id
         self._rew = np.zeros(self._lead)
@@ -261,8 +270,8 @@ class _Recorder:
         self._counts.append(len(ids))
         self.columns.append(as_slice(ids))
         if group == 0:
-            self._obs = _empty_like(obs, self._lead)
-            self._last_obs = _empty_like(obs, self._lead[1:])
+            self._obs = _empty_like(obs, self._lead, self._empty)
+            self._last_obs = _empty_like(obs, self._lead[1:], self._empty)
 
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         _assign(self._obs, (t, self.columns[group]), obs)
@@ -276,8 +285,8 @@ class _Recorder:
             _check_rows(actions, extras, self._counts[group], self._action_layout)
             self._checked[group] = shapes
         if self._act is None:
-            self._act = _empty_like(actions, self._lead)
-            self._extras = {name: _empty_like(extra, self._lead) for name, extra in extras.items()}
+            self._act = _empty_like(actions, self._lead, self._empty)
+            self._extras = {name: _empty_like(extra, self._lead, self._empty) for name, extra in extras.items()}
         _assign(self._act, (t, self.columns[group]), actions)
         for name, extra in extras.items():
             self._extras[name][t, self.columns[group]] = extra
@@ -349,7 +358,7 @@ class _Recorder:
         )
 
     def _stack_finals(self) -> Tree:
-        stacked = _empty_like(self._last_obs, (len(self._finals),))
+        stacked = _empty_like(self._last_obs, (len(self._finals),), self._empty)
         write = tree_writer(stacked)
         for row, (_, _, obs) in enumerate(self._finals):
             write(row, obs)
@@ -380,9 +389,9 @@ def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, acti
         )
 
 
-def _empty_like(tree: Tree, leading: tuple[int, ...]) -> Tree:
+def _empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty) -> Tree:
     """Allocates arrays shaped like a batch, its one leading axis replaced by others."""
-    return tree_map(lambda leaf: np.empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
+    return tree_map(lambda leaf: empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
 
 
 def _assign(target: Tree, index: Any, source: Tree) -> None:

@@ -140,7 +140,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
-        self._rollouts = 0
         self._pending_groups: set[int] = set()
         self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
@@ -378,7 +377,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         Until then the environments are busy, but weights may be published: the next chunk that is asked for begins
         with them. That may be while one is under way: the workers then go from one to the other by themselves.
         """
-        if self._pending == "rollout" and self._rollouts == 1:
+        if self._pending == "rollout" and self._pool.acting.has_room:
             check_count("num_steps", num_steps)
         else:
             self._begin_rollout(num_steps)
@@ -386,7 +385,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
         )
         self._pending = "rollout"
-        self._rollouts += 1
 
     def rollout_wait(self, timeout: float | None = None) -> Rollout:
         """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
@@ -397,8 +395,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         self._assert_pending("rollout")
         result = self._guarded(lambda: self._pool.finish_rollout(timeout))
-        self._rollouts -= 1
-        if not self._rollouts:
+        if not self._pool.acting.num_under_way:
             self._pending = None
         self._driver.note_absence()
         return result

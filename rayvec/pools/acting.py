@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rayvec.errors import NodeLostError
+from rayvec.pools.bulk import MOST_CHUNKS
 from rayvec.pools.remote import NodeHandle
 from rayvec.types import ChunkEdges, RolloutTimes
 
@@ -29,7 +30,8 @@ class NodePart(NamedTuple):
     Attributes:
         times: Of each of its workers.
         edges: Of its part, where that stays in the object store.
-        chunk: Its part, or else a reference to it.
+        chunk: A reference to its part if there are edges; else its part, a chunk from each of its workers, maybe in
+            memory that the next but one writes to.
     """
 
     times: tuple[RolloutTimes, ...]
@@ -67,11 +69,11 @@ class _Flight:
             times, edges = handle.get(refs[0], None if deadline is None else max(0.0, deadline - began_s))
         finally:
             self.waited_s += time.monotonic() - began_s
-        return NodePart(times, edges, handle.get(refs[1]) if edges is None else refs[1])
+        return NodePart(times, edges, handle.unpack(handle.get(refs[1])) if edges is None else refs[1])
 
 
 class ActingNodes:
-    """The policies that nodes hold, their weights, and the chunks under way, two at most.
+    """The policies that nodes hold, their weights, and the chunks under way, `MOST_CHUNKS` at most.
 
     Args:
         nodes: Whoever has the handle of each node; handles may be replaced.
@@ -128,12 +130,22 @@ class ActingNodes:
             if weights is not None:
                 handle.call("publish", key, *weights)
 
+    @property
+    def num_under_way(self) -> int:
+        """How many chunks are under way."""
+        return len(self._flights)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another may be asked for."""
+        return len(self._flights) < MOST_CHUNKS
+
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool) -> None:
         """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it.
 
-        While one chunk is under way another may be asked for.
+        While one chunk is under way another may be asked for if there is room; the workers go on with it by themselves.
         """
-        assert len(self._flights) < 2, "one chunk under way, and one behind it"
+        assert self.has_room, "a chunk more than there is memory for"
         args = (key, num_steps, first_step, noise_seed, with_edges)
         asked = [(node.handle, _ask_rollout(node.handle, args)) for node in self._nodes]
         self._flights.append(_Flight(key, args, self._weights.get(key), asked))

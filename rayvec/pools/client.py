@@ -274,7 +274,7 @@ class PoolClient:
         """Takes note that another process has let the environments take steps, each reset within its last one.
 
         Args:
-            last_obs: Their observations, tree of ``[N, *obs_shape]``.
+            last_obs: Their observations, ``object [N]``, where they are no arrays; else they are in the block.
         """
         if self.layout is None:
             self.know_objects(last_obs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import select
 import signal
 import time
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import NotReady
-from rayvec.pools.bulk import BulkReceiver, dumps
+from rayvec.pools.bulk import dumps
 from rayvec.pools.plan import Part
 from rayvec.pools.wire import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
 from rayvec.types import RawInfo
@@ -133,7 +134,6 @@ class WorkerLink:
 
     def _take(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self._receiver = BulkReceiver(pipe)
         self._watched = int(self._pid[0])
         self._process = ProcessWatch(self._watched)
 
@@ -293,7 +293,7 @@ class WorkerLink:
     def _hear(self, number: int, slot: int) -> None:
         """Takes the reply that came with a command."""
         try:
-            reply: Reply = self._receiver.recv()
+            reply: Reply = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError) as error:
             raise self.lost() from error
         for note in reply.notes:
@@ -357,6 +357,5 @@ class WorkerLink:
 
     def close(self) -> None:
         """Closes the pipe, upon which the worker ends."""
-        self._receiver.close()
         self.pipe.close()
         self._process.close()

@@ -30,17 +30,23 @@ __all__ = [
     "Field",
     "Semaphore",
     "SharedBlock",
+    "aligned",
     "index_tree",
     "split_actions",
     "tree_writer",
 ]
 
-ALIGN_BYTES = 64
+_ALIGN_BYTES = 64
 _CONTAINERS = (spaces.Dict, spaces.Tuple)
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 Field = tuple[DTypeLike, tuple[int, ...]]
 """Data type and shape of one array in a block."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Returns how much room so many bytes take in shared memory."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class SharedBlock:
@@ -57,11 +63,11 @@ class SharedBlock:
         offsets, size = {}, 0
         for name, (dtype, shape) in self.fields.items():
             offsets[name] = size
-            size += -(-np.dtype(dtype).itemsize * math.prod(shape) // ALIGN_BYTES) * ALIGN_BYTES
+            size += aligned(np.dtype(dtype).itemsize * math.prod(shape))
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, max(size, ALIGN_BYTES))
-        buffer = mmap.mmap(self.fd, max(size, ALIGN_BYTES))
+            os.ftruncate(self.fd, max(size, _ALIGN_BYTES))
+        buffer = mmap.mmap(self.fd, max(size, _ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets
         self.arrays: dict[str, NDArray[Any]] = {

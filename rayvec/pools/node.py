@@ -18,7 +18,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.chunks import edges_of
+from rayvec.chunks import edges_of, join_chunks
 from rayvec.cluster import CLUSTER_MARK
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import PoolSpaces, Supervision
@@ -28,7 +28,7 @@ from rayvec.pools.process import ProcessPool, Workers
 from rayvec.pools.stream import FrameSocket, Listener
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
-from rayvec.types import Chunk, ChunkEdges, NodeSlice, RolloutTimes, StepBatch
+from rayvec.types import ChunkEdges, NodeSlice, RolloutTimes, StepBatch
 
 __all__ = ["FDS_PER_MESSAGE", "LEND_S", "NodeActor"]
 
@@ -52,6 +52,7 @@ class NodeActor:
         self._pool: ProcessPool | None = None
         self._tempdir: str | None = None
         self._listener: Listener | None = None
+        self._is_lent = False
         self._turn = threading.Lock()  # of the stream's thread and of calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
@@ -84,9 +85,10 @@ class NodeActor:
         return self._listener.port
 
     def lend(self, name: str) -> None:
-        """Hands the block, its event and the workers' pipes to the process listening on this abstract socket."""
+        """Hands the pool's descriptors to the process listening on this abstract socket."""
         assert self._pool is not None
         _hand_over(name, self._pool.fds)
+        self._is_lent = True
 
     def lend_pipe(self, index: int, name: str) -> None:
         """Hands the pipe of a worker that has been started anew to the process that is lent the others."""
@@ -112,18 +114,23 @@ class NodeActor:
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Chunk | None]:
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Any]:
         """Lets the workers take steps with a policy.
 
         Returns:
             Two values, of which the driver need not fetch the second: the workers' times and, if asked for, the
-            chunk's edges; and the chunk.
+            chunk's edges; and with edges the chunk, else one of each worker: which Ray copies before the next call
+            begins, or, for a driver that is lent the pool, packed where it lies.
         """
 
-        def take() -> tuple[Any, Chunk]:
+        def take() -> tuple[Any, Any]:
             assert self._pool is not None
-            chunk, times = self._pool.rollout(key, num_steps, first_step, noise_seed)
-            return (times, edges_of(chunk) if with_edges else None), chunk
+            packed = self._pool.rollout(key, num_steps, first_step, noise_seed)
+            times = tuple(part.times for part in packed)
+            if not with_edges:
+                return (times, None), packed if self._is_lent else self._pool.unpack(packed)
+            chunk = join_chunks(self._pool.unpack(packed))
+            return (times, edges_of(chunk)), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

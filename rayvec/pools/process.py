@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,18 +18,17 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.chunks import join_chunks
 from rayvec.envs import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import RAISE, PoolSpaces, Supervision
-from rayvec.pools.bulk import BulkReceiver, dumps
+from rayvec.pools.bulk import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
 from rayvec.pools.client import PoolClient
 from rayvec.pools.link import WorkerLink
 from rayvec.pools.memory import SharedBlock
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape, NodeBlock, Setup
 from rayvec.pools.worker import WorkerSpec, worker_main
-from rayvec.types import Chunk, RolloutTimes
+from rayvec.types import Chunk, Tree
 
 __all__ = ["ProcessPool", "Workers", "even_bounds", "worker_name"]
 
@@ -77,6 +77,7 @@ class Workers:
         self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
         self.supervision = supervision
         self._block: NodeBlock | None = None
+        self.memories: list[ChunkMemory] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["rayvec.pools.worker", *preload])
         self._specs = [
@@ -108,7 +109,7 @@ class Workers:
     def _hear(self, index: int, kind: type[Any]) -> Any:
         """Reads what a worker reports while it starts, which is of this kind unless it failed."""
         try:
-            said = BulkReceiver(self._pipes[index]).recv()
+            said = pickle.loads(self._pipes[index].recv_bytes())
         except (EOFError, ConnectionResetError) as error:
             raise WorkerLostError(
                 message(
@@ -134,8 +135,9 @@ class Workers:
         block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
         if state is not None:
             state.restore(block.results(slice(None))["obs"], block.arrays)
-        for pipe in self._pipes:
-            self._set_up(pipe, Setup(block.shape), [])
+        self.memories = [ChunkMemory() for _ in self._pipes]
+        for k in range(len(self._pipes)):
+            self._set_up(k, Setup(block.shape), [])
         for k in range(len(self._pipes)):
             self._hear(k, int)
         return block, [WorkerLink(block, k, pipe, self.where(k), self.first_id) for k, pipe in enumerate(self._pipes)]
@@ -160,14 +162,15 @@ class Workers:
         self._hear(index, PoolSpaces)
         self._block.forget(index)
         first_command = int(self._block.arrays["tail"][index])
-        self._set_up(self._pipes[index], Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
+        self._set_up(index, Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
         self._hear(index, int)
         return self._pipes[index]
 
-    def _set_up(self, pipe: Connection, setup: Setup, weights_fds: Sequence[int]) -> None:
+    def _set_up(self, index: int, setup: Setup, weights_fds: Sequence[int]) -> None:
         assert self._block is not None
+        pipe = self._pipes[index]
         pipe.send_bytes(dumps(setup))
-        for fd in (*self._block.fds, *weights_fds):
+        for fd in (*self._block.fds, *self.memories[index].fds, *weights_fds):
             reduction.send_handle(pipe, fd, None)
 
     @property
@@ -186,7 +189,9 @@ class Workers:
                 process.kill()
                 process.join()
             process.close()
-        self._pipes, self._processes = [], []
+        for memory in self.memories:
+            memory.close()
+        self._pipes, self._processes, self.memories = [], [], []
 
 
 class ProcessPool(PoolClient):
@@ -220,6 +225,7 @@ class ProcessPool(PoolClient):
         self._policies: dict[int, bytes] = {}
         self._weights: dict[int, SharedBlock] = {}
         self._versions: dict[int, int] = {}
+        self._num_rollouts = 0
         if state is not None and self.layout is None:
             self.know_objects(state.obs)
 
@@ -244,8 +250,9 @@ class ProcessPool(PoolClient):
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors of the block, its event and every worker's pipe, for a process that is lent the pool."""
-        return [*self._block.fds, *(link.pipe.fileno() for link in self._links)]
+        """Descriptors for a process that is lent the pool: of the block, its event, the pipes and chunk memories."""
+        pipes = [link.pipe.fileno() for link in self._links]
+        return [*self._block.fds, *pipes, *(fd for memory in self._workers.memories for fd in memory.fds)]
 
     @property
     def worker_pids(self) -> list[int]:
@@ -297,22 +304,30 @@ class ProcessPool(PoolClient):
         block.arrays["weights"][:] = weights
         self._versions[key] = version
 
-    def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int
-    ) -> tuple[Chunk, tuple[RolloutTimes, ...]]:
+    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[PackedChunk, ...]:
         """Lets every worker take steps with a policy over its own slice.
 
         A worker that ends meanwhile, where workers are restarted, takes its steps once more, from new episodes.
 
         Returns:
-            Their joint chunk, its columns in the order of environments, with global ids; and each worker's times.
+            The chunk of each worker, in the order of environments, with global ids, for :meth:`unpack`. It is there
+            for so long as `MOST_CHUNKS` allows: the rollout after the next writes over it.
         """
         self._snapshot()
-        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key])
-        packed = self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None)
-        chunk = join_chunks([part.unpack() for part in packed])
-        self.stepped_by_another(chunk.last_obs)
-        return chunk, tuple(part.times for part in packed)
+        turn = self._num_rollouts % MOST_CHUNKS
+        self._num_rollouts += 1
+        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key], turn)
+        packed = tuple(self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None))
+        last_obs: Tree = None
+        if self.layout is None:
+            last_obs = np.concatenate([chunk.last_obs for chunk in self.unpack(packed)])
+        self.stepped_by_another(last_obs)
+        return packed
+
+    def unpack(self, packed: Sequence[PackedChunk]) -> tuple[Chunk, ...]:
+        """Returns the chunks of the workers; their arrays may be views of the memory that they lie in."""
+        memories = self._workers.memories
+        return tuple(part.unpack(memory) for part, memory in zip(packed, memories, strict=True))
 
     def _snapshot(self) -> None:
         """Takes note of what is in the block, which whoever was lent the pool has left there."""

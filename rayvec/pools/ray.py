@@ -1,7 +1,7 @@
 """The pool of a cluster: one actor for each node, each with a process pool, joined into one.
 
 The driver reaches the node it runs on through shared memory, which that node's actor lends it, and other nodes
-through a stream each. What is rare (starting, calls) and what is large (chunks, weights) goes through Ray.
+through a stream each. What is rare (starting, calls) and what is large (weights, other nodes' chunks) goes through Ray.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class RayPool:
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].edges is None:
-            chunk = join_chunks([part.chunk for part in parts])
+            chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
             edges = edges_of(chunk)
         else:
             every = [part.edges for part in parts if part.edges is not None]

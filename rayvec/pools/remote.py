@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import ConfigError, NodeLostError, RemoteFailure, WorkerLostError, message
 from rayvec.pools.base import Autoreset, NotReady, Supervision
+from rayvec.pools.bulk import MOST_CHUNKS, ChunkMemory, PackedChunk
 from rayvec.pools.client import PoolClient
 from rayvec.pools.frames import Answer, FrameFormat
 from rayvec.pools.link import ProcessWatch, WorkerLink
@@ -29,7 +30,7 @@ from rayvec.pools.process import worker_name
 from rayvec.pools.stream import connect
 from rayvec.pools.supervision import RESTARTED
 from rayvec.pools.wire import BlockShape, NodeBlock
-from rayvec.types import NodeSlice, RawInfo, StepBatch, Tree, tree_map
+from rayvec.types import Chunk, NodeSlice, RawInfo, StepBatch, Tree, tree_map
 
 __all__ = ["LentPool", "NodeHandle", "NodePool", "StreamPool"]
 
@@ -49,11 +50,15 @@ class NodeHandle:
     Args:
         node_slice: Which environments it holds, on which node.
         supervision: What becomes of environments that raise, hang, or whose process ends.
+
+    Attributes:
+        memories: Where its workers' chunks lie, if it is lent to this process.
     """
 
     def __init__(self, node_slice: NodeSlice, supervision: Supervision) -> None:
         self.slice = node_slice
         self.supervision = supervision
+        self.memories: list[ChunkMemory] = []
         self.actor: Any = (
             ray.remote(NodeActor)
             .options(
@@ -86,6 +91,18 @@ class NodeHandle:
     def call(self, name: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Calls a method of the actor and waits."""
         return self.get(getattr(self.actor, name).remote(*args), timeout_s)
+
+    def unpack(self, chunks: Sequence[Chunk | PackedChunk]) -> tuple[Chunk, ...]:
+        """Returns the chunks of its workers; those that came packed are views of what the next but one is written to.
+
+        Raises:
+            NodeLostError: What they lie in has been given back, since another node has taken this one's place.
+        """
+        if len(self.memories) != len(chunks) and isinstance(chunks[0], PackedChunk):
+            raise self.lost(EOFError("its memory has been given back"))
+        return tuple(
+            part.unpack(self.memories[k]) if isinstance(part, PackedChunk) else part for k, part in enumerate(chunks)
+        )
 
     def wait_until_placed(self, timeout_s: float) -> None:
         """Waits until the actor runs.
@@ -183,14 +200,16 @@ class LentPool(PoolClient):
 
     def __init__(self, node: NodeHandle, shape: BlockShape) -> None:
         self._node = node
-        fds = self._borrow("lend", shape.num_workers + 2)
-        block = NodeBlock(shape, (fds[0], fds[1]))
+        pieces_at = 2 + shape.num_workers
+        fds = self._borrow("lend", pieces_at + MOST_CHUNKS * shape.num_workers)
+        block, pipes = NodeBlock(shape, (fds[0], fds[1])), fds[2:pieces_at]
+        node.memories = [ChunkMemory(fds[k : k + MOST_CHUNKS]) for k in range(pieces_at, len(fds), MOST_CHUNKS)]
         first_id = node.slice.env_range.start
         links = [
             WorkerLink(
                 block, k, Connection(fd), worker_name(node.slice.name, k, first_id, shape.worker_bounds), first_id
             )
-            for k, fd in enumerate(fds[2:])
+            for k, fd in enumerate(pipes)
         ]
         super().__init__(block, links, first_id, node.supervision, self._start_anew)
         self._actor = ProcessWatch(node.call("worker_pids")[0])
@@ -213,6 +232,9 @@ class LentPool(PoolClient):
         """Lets go of what was lent."""
         super().close()
         self._actor.close()
+        for memory in self._node.memories:
+            memory.close()
+        self._node.memories = []
 
     def _start_anew(self, index: int) -> Connection:
         return Connection(self._borrow("respawn", 1, index)[0])
@@ -245,7 +267,7 @@ def _too_few_fds(fds: list[int], count: int) -> ConfigError:
         os.close(fd)
     return ConfigError(
         message(
-            "The driver holds a file descriptor for each worker of its own node, and two more.",
+            "The driver holds some file descriptors for each worker of its own node, and two more.",
             expected=f"{count} descriptors",
             got=f"{len(fds)}: the actor ended, or the limit of open files is reached",
             remedy="Raise the limit: ulimit -n 65536.",

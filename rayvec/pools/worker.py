@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,14 +23,14 @@ import numpy as np
 
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import Autoreset, Supervision
-from rayvec.pools.bulk import BulkSender, dumps
+from rayvec.pools.bulk import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
 from rayvec.pools.memory import SharedBlock, split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.pools.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup
 from rayvec.rollout import ActingPolicy, Stopwatch, as_policy, rollout
-from rayvec.types import Chunk, ChunkInfos, RawInfo, RolloutTimes
+from rayvec.types import RawInfo
 
-__all__ = ["PackedChunk", "WorkerSpec", "worker_main"]
+__all__ = ["WorkerSpec", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
@@ -91,7 +91,6 @@ class Worker:
         self._spec = spec
         self._pipe = pipe
         self._where = f"node {spec.node}, worker {spec.index}"
-        self._sender = BulkSender(pipe)
         self._closed = False
         self._policies: dict[int, _HeldPolicy] = {}
         self._acted: int | None = None
@@ -99,18 +98,22 @@ class Worker:
             factory = pickle.loads(spec.factory)
             self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
         except EnvsFailed as failed:
-            self._sender.send(failed.failures[0][1])
+            self._say(failed.failures[0][1])
             raise EOFError from failed
         except Exception as error:
-            self._sender.send(RemoteFailure.capture(error, self._where))
+            self._say(RemoteFailure.capture(error, self._where))
             raise EOFError from error
-        self._sender.send(self.pool.spaces())
+        self._say(self.pool.spaces())
+
+    def _say(self, value: Any) -> None:
+        self._pipe.send_bytes(dumps(value))
 
     def run(self) -> None:
         """Takes the block, then serves commands until the client closes."""
         setup: Setup = pickle.loads(self._pipe.recv_bytes())
         shape = setup.shape
         block = NodeBlock(shape, (reduction.recv_handle(self._pipe), reduction.recv_handle(self._pipe)))
+        self._memory = ChunkMemory([reduction.recv_handle(self._pipe) for _ in range(MOST_CHUNKS)])
         for key, policy, size in setup.policies:
             self.load_policy(key, policy)
             if size is not None:
@@ -125,7 +128,7 @@ class Worker:
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         block.arrays["pid"][index] = os.getpid()
-        self._sender.send(os.getpid())
+        self._say(os.getpid())
         slot = setup.first_command % block.depth
         while not self._closed:
             while not go.acquire(_LOOK_S):
@@ -176,14 +179,13 @@ class Worker:
 
     def _send(self, reply: Reply) -> None:
         """Sends a reply; if it can't be pickled, that is what is sent."""
-        bulk = isinstance(reply.value, PackedChunk) and self.pool.layout is not None
         try:
-            self._sender.send(reply, bulk=bulk)
+            self._say(reply)
         except (OSError, EOFError):
             raise  # nobody is left to tell
         except Exception as error:
             where = f"{self._where}, in what an environment returned (infos, observations or results)"
-            self._sender.send(Reply(failures=((-1, RemoteFailure.capture(error, where)),)))
+            self._say(Reply(failures=((-1, RemoteFailure.capture(error, where)),)))
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Reply:
         try:
@@ -239,9 +241,12 @@ class Worker:
         if policy is not None:
             policy.close()
 
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int) -> PackedChunk:
-        """Takes steps with a policy over this worker's slice."""
+    def rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int, turn: int
+    ) -> PackedChunk:
+        """Takes steps with a policy over this worker's slice; the chunk lies where it is the turn."""
         stopwatch = Stopwatch()
+        self._memory.begin(turn)
         begun = np.arange(self.pool.num_envs) if key != self._acted else None
         self._acted = key
         chunk = rollout(
@@ -254,25 +259,10 @@ class Worker:
             weights_version=weights_version,
             begun=begun,
             stopwatch=stopwatch,
+            empty=self._memory.empty,
         )
         times = stopwatch.read()
-        return PackedChunk(
-            replace(chunk, infos=ChunkInfos(), reset_infos=ChunkInfos()), dumps((chunk.infos, chunk.reset_infos)), times
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PackedChunk:
-    """A chunk on its way: its arrays may travel through shared memory that is used again, its infos not."""
-
-    chunk: Chunk
-    infos: bytes
-    times: RolloutTimes
-
-    def unpack(self) -> Chunk:
-        """Returns the chunk; its arrays are still views."""
-        infos, reset_infos = pickle.loads(self.infos)
-        return replace(self.chunk, infos=infos, reset_infos=reset_infos)
+        return PackedChunk.of(chunk, self._memory, times)
 
 
 class _HeldPolicy:

@@ -47,6 +47,7 @@ from odd_envs import (
 )
 from waiting import alive, wait_until
 
+from rayvec.chunks import join_chunks
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.pools.base import Autoreset, Supervision
 from rayvec.pools.link import ProcessWatch
@@ -63,12 +64,18 @@ from rayvec.testing import (
     assert_identical,
     counting_errors,
 )
+from rayvec.types import Chunk
 
 DEADLINE_S = 20.0
 
 
 def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
     return ProcessPool.start(factory(fns), workers)
+
+
+def taken(pool: ProcessPool, *args: Any) -> Chunk:
+    """What a rollout of all workers makes together, in memory of its own."""
+    return join_chunks(pool.unpack(pool.rollout(*args)))
 
 
 @pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (7, 3), (4, 4), (10, 4)])
@@ -458,9 +465,26 @@ class TestRollout:
                 p.recv(np.arange(5))
             for k in range(3):
                 expected = rollout(serial, policy, 20, noise_seed=1, first_step=20 * k)
-                got, _ = pool.rollout(7, 20, 20 * k, 1)
+                got = taken(pool, 7, 20, 20 * k, 1)
                 for name in expected.__slots__:
                     assert_identical(getattr(got, name), getattr(expected, name), name)
+
+    def test_large_chunks_of_any_length_after_each_other(self) -> None:
+        """They are recorded where the last one of their size was, or where there is room."""
+        images = partial(SpaceEnv, spaces.Dict(image=spaces.Box(0, 255, (40, 40), np.uint8), all=spaces.Discrete(9)))
+        policy = TablePolicy()
+        with closing(SerialPool(factory([images] * 3))) as serial, closing(process_pool([images] * 3, 2)) as pool:
+            pool.load_policy(0, cloudpickle.dumps(policy))
+            for p in (serial, pool):
+                p.reset(np.arange(3), [0, 1, 2])
+                p.recv(np.arange(3))
+            first_step = 0
+            for num_steps in (20, 20, 60, 30, 1, 60, 61):
+                expected = rollout(serial, policy, num_steps, noise_seed=1, first_step=first_step)
+                got = taken(pool, 0, num_steps, first_step, 1)
+                for name in expected.__slots__:
+                    assert_identical(getattr(got, name), getattr(expected, name), name)
+                first_step += num_steps
 
     def test_policies_of_several_keys_and_versions(self) -> None:
         with closing(process_pool([CountingEnv] * 3, 2)) as pool:
@@ -470,7 +494,7 @@ class TestRollout:
             pool.load_policy(0, cloudpickle.dumps(first))
             pool.load_policy(1, cloudpickle.dumps(first))
             pool.publish(1, 5, second.weights())
-            by_first, by_second = pool.rollout(0, 30, 0, 3)[0], pool.rollout(1, 30, 0, 3)[0]
+            by_first, by_second = taken(pool, 0, 30, 0, 3), taken(pool, 1, 30, 0, 3)
             assert (by_first.weights_version, by_second.weights_version) == (0, 5)
             for chunk, policy in ((by_first, first), (by_second, second)):
                 logp = policy._logp[chunk.extras["state"], chunk.act]
@@ -483,7 +507,7 @@ class TestRollout:
             pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
             pool.reset(np.arange(1), [0])
             pool.recv(np.arange(1))
-            chunk, _ = pool.rollout(0, 4, 0, 0)
+            chunk = taken(pool, 0, 4, 0, 0)
             pool.rollout(0, 4, 4, 0)
             for info in chunk.infos:
                 assert_identical(info.info["large"], np.full(20_000, chunk.rew[info.t, info.n]))
