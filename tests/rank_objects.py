@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor
 
@@ -49,6 +50,44 @@ class Adder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total = state["total"].clone()
+
+
+class StopsOnce(Adder):
+    """Stops its process in a method, once: when there is a file `mark` with the name of the method."""
+
+    def __init__(self, ranks: Ranks, mark: Path) -> None:
+        super().__init__(ranks)
+        self._mark = mark
+
+    def tell(self) -> list[float]:
+        """Returns the total."""
+        self._stop("tell")
+        return self.total.tolist()  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._stop("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stop("load_state_dict")
+        super().load_state_dict(state)
+
+    def _stop(self, name: str) -> None:
+        if self._ranks.rank == 0 and self._mark.exists() and self._mark.read_text() == name:
+            self._mark.write_text("stopped")
+            fall("SIGSTOP")
+
+
+class Owner:
+    """An actor whose process owns what it puts in the object store."""
+
+    def put(self, value: Any) -> list[Any]:
+        """Returns a reference."""
+        return [ray.put(value)]
+
+    def pid(self) -> int:
+        """Returns the process."""
+        return os.getpid()
 
 
 class Holder:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayvec import PPOConfig, SACConfig, TrainConfig
+from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.errors import ConfigError
 from rayvec.fields import describe, field_names
@@ -149,6 +149,14 @@ def test_a_run_may_move_but_not_change() -> None:
     with pytest.raises(ConfigError, match=r"only changes of num_nodes, .*Got: gamma=0.5 after 0.98\. Remedy"):
         config.adjusted(num_nodes=1, gamma=0.5)
     assert set(ADJUSTABLE) < set(field_names(TrainConfig))
+
+
+@pytest.mark.parametrize("cls", [PPOConfig, IMPALAConfig, SACConfig])
+def test_more_ranks_than_environments_are_refused(cls: type[TrainConfig]) -> None:
+    """Those without one would only wait."""
+    config = cls(num_envs=4, num_learners=4)
+    with pytest.raises(ConfigError, match=r"at most num_envs = 4\. Got: 5\. Remedy: Lower num_learners"):
+        config.adjusted(num_learners=5)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(PPOConfig, "minibatch_size"), (SACConfig, "batch_size")])

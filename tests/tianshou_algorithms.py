@@ -279,6 +279,20 @@ class Jitter(torch.nn.Module):
         return obs + torch.randn_like(obs)
 
 
+class Flicker(torch.nn.Module):
+    """Draws one number for every row, which can't be told from a layer's own noise."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs * (1 + torch.randn(len(obs))[:, None])
+
+
+class Dust(torch.nn.Module):
+    """Draws for every row from a distribution that is not cut."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs + torch.empty(obs.shape).cauchy_()
+
+
 class Falls(torch.nn.Module):
     """Ends or stops the process, when it is one's turn, unless the file `mark` says that it was done before."""
 

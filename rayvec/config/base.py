@@ -97,7 +97,7 @@ class TrainConfig:
     nothing is collected ahead)."""
 
     num_learners: Count = 1
-    """Ranks that compute each update together; 1: the driver itself computes it."""
+    """Ranks that compute each update together, at most one for each environment; 1: the driver itself computes it."""
 
     learners_apart: bool = False
     """Put the learner's ranks, also a single one, on nodes where no environments step."""
@@ -123,6 +123,15 @@ class TrainConfig:
                     expected="an id that Gymnasium knows",
                     got="an empty string",
                     remedy='Pass one, for example env_id="CartPole-v1".',
+                )
+            )
+        if self.num_learners > self.num_envs:
+            raise ConfigError(
+                message(
+                    "Every rank learns from environments of its own.",
+                    expected=f"num_learners at most num_envs = {self.num_envs}",
+                    got=self.num_learners,
+                    remedy="Lower num_learners, or raise num_envs.",
                 )
             )
 

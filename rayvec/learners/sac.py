@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
 from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
 from rayvec.policies import Encoder, MLPActor, make_encoder
-from rayvec.types import Batch
+from rayvec.types import Batch, Chunk
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -166,7 +166,8 @@ class SACLearner:
             ``num_updates`` so far and ``replay_steps``, the transitions in the replay of all ranks.
 
         Raises:
-            LearnerError: A gradient is not finite. The weights are those before the failed step.
+            LearnerError: A reward is not finite, and nothing of the batch was stored; or a gradient is not finite, and
+                the weights are those before the failed step.
         """
         check_minibatch(self.ranks, self.config.batch_size)
         self._store(batch)
@@ -178,12 +179,19 @@ class SACLearner:
         return self._metrics(stats) if stats else {}
 
     def _store(self, batch: Batch) -> None:
-        """Puts the steps of a batch into the replay, and lets all ranks know how many there are now."""
+        """Puts the steps of a batch into the replay, and lets all ranks know how many there are now.
+
+        A reward that is not finite is refused before anything changes: it would lie in the replay, and so in every
+        checkpoint, until an update happens to draw it.
+        """
         known = self._replay.env_ids
         is_foreign = known is not None and any(not np.array_equal(known, chunk.env_ids) for chunk in batch.chunks)
         count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
-        news = torch.tensor([count, is_foreign], dtype=torch.int64, device=self._device)
-        num_steps, num_foreign = self.ranks.sum_(news).tolist()
+        bad = _bad_reward(batch.chunks)
+        news = torch.tensor([count, is_foreign, bad is not None], dtype=torch.int64, device=self._device)
+        num_steps, num_foreign, num_bad = self.ranks.sum_(news).tolist()
+        if num_bad:
+            self._refuse(bad)
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
         for chunk in batch.chunks:
@@ -199,6 +207,21 @@ class SACLearner:
         sizes = torch.zeros(sum(counts), dtype=torch.int64, device=self._device)
         sizes[first : self._bounds[1]] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
+
+    def _refuse(self, bad: tuple[int, int, float] | None) -> NoReturn:
+        """Raises the same on all ranks for a reward that this one, or another, found."""
+        found = torch.zeros(self.ranks.size, 4, dtype=torch.float64, device=self._device)
+        if bad is not None:
+            found[self.ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
+        _, env_id, step, reward = next(row for row in self.ranks.sum_(found).tolist() if row[0])
+        raise LearnerError(
+            message(
+                "A replay holds finite rewards, or updates would fail at some later time.",
+                expected="rewards that are finite in float32",
+                got=f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch",
+                remedy="Mend the environment's reward, or wrap it in one that replaces such rewards",
+            )
+        )
 
     def _step(self, minibatch: _Minibatch) -> Tensor:
         """Makes one update; returns its metrics, ``[7]``, 0 for what is about the actor where it did not touch that."""
@@ -369,6 +392,18 @@ class SACLearner:
         capacity_steps = -(-self.config.replay_size // self.config.num_envs)
         recorded = functools.partial(self.module.distribution.recorded, extras={})
         return ReplayBuffer(capacity_steps, self.module.encoder, recorded)
+
+
+def _bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:
+    """Returns the first reward that a replay can't hold as environment, step and reward; None if there is none."""
+    for number, chunk in enumerate(chunks):
+        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
+            bad = chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32))
+        if bad.any():
+            t, n = np.argwhere(bad)[0]
+            before = sum(len(each.valid) for each in chunks[:number])
+            return int(chunk.env_ids[n]), before + int(t), float(chunk.rew[t, n])
+    return None
 
 
 def _distribution(space: spaces.Space[Any]) -> Distribution:

@@ -18,7 +18,7 @@ from rayvec.parallel.rank_actor import pack, unpack
 from rayvec.parallel.rank_group import RankGroup
 from rayvec.parallel.ranks import Ranks
 from rayvec.parallel.shards import RemoteShard, fetch_shard, split_batch, split_refs
-from rayvec.types import Batch
+from rayvec.types import Batch, Chunk
 
 __all__ = ["LearnerGroup"]
 
@@ -107,7 +107,8 @@ class LearnerGroup:
             batch: Its chunks here, or in the object store, from where each rank fetches what it needs.
 
         Raises:
-            LearnerError: As the learner raises it, or ranks were lost again and again.
+            LearnerError: As the learner raises it, or ranks were lost again and again, or a chunk was lost with its
+                node; the ranks are then as before the update.
         """
         if not batch.chunks and not batch.chunk_refs:
             raise LearnerError(
@@ -208,7 +209,7 @@ class _RankLearner:
 
     def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
         """Learns; returns metrics, and on rank 0 the weights, so that nobody has to ask for them."""
-        batch = fetch_shard(shard, ray.get) if isinstance(shard, RemoteShard) else shard
+        batch = fetch_shard(shard, _fetch) if isinstance(shard, RemoteShard) else shard
         metrics = self._learner.update(batch)
         return metrics, self._learner.weights() if self._ranks.rank == 0 else None
 
@@ -242,3 +243,23 @@ class _RankLearner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learner.load_state_dict(state)
+
+
+def _fetch(ref: Any) -> Chunk:
+    """Returns a chunk that lies in the object store.
+
+    Raises:
+        LearnerError: It is gone, with the node or the process where it was taken.
+    """
+    try:
+        chunk: Chunk = ray.get(ref)
+    except ray.exceptions.ObjectLostError as error:
+        raise LearnerError(
+            message(
+                "A chunk that was left in the object store lies there until the update is done.",
+                expected="a chunk from each node where environments step",
+                got=f"{type(error).__name__}: a node or a process was lost with its part of the batch",
+                remedy="Leave this batch out and collect the next one, or go on from the last checkpoint",
+            )
+        ) from error
+    return chunk

@@ -53,6 +53,7 @@ _MOST_LOSSES = 3
 _GRACE_S = 5.0
 _PAUSE_S = 1.0
 _START_S = 60.0
+_ANSWER_S = 60.0
 _T = TypeVar("_T")
 _Call = tuple[str, list[tuple[Any, ...]]]
 
@@ -167,11 +168,11 @@ class RankGroup:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Calls a method of rank 0's object that changes nothing; returns the result. Raises as `run` does."""
-        return self._surely(lambda: self._gather([self._ranks[0].actor.call.remote(name, *args)])[0])
+        return self._surely(lambda: self._answers([self._ranks[0].actor.call.remote(name, *args)])[0])
 
     def ask_all(self, name: str) -> list[Any]:
         """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
-        return self._surely(lambda: self._call(name, [()] * self.num_ranks))
+        return self._surely(lambda: self._answers(self._begin(name, [()] * self.num_ranks)))
 
     def state_dict(self) -> Any:
         """Returns the state that all ranks have, in the driver's own memory. Raises as `run` does."""
@@ -184,7 +185,7 @@ class RankGroup:
 
         def load() -> None:
             pairs = zip(self._ranks, own, strict=True)
-            self._gather([rank.actor.load_state_dict.remote(ref, each) for rank, each in pairs])
+            self._answers([rank.actor.load_state_dict.remote(ref, each) for rank, each in pairs])
 
         self._surely(load)
         self._saved, self._saving, self._since = ref, None, []
@@ -227,7 +228,7 @@ class RankGroup:
         """Waits until the state after the last call lies where it outlives all ranks."""
         if self._saving is None:
             return
-        self._gather([self._saving])
+        self._answers([self._saving])
         self._saved, self._saving, self._since = self._saving, None, []
 
     def _start(self) -> None:
@@ -244,7 +245,7 @@ class RankGroup:
             if self._saved is None:
                 self._saving = self._ranks[0].actor.state_dict.remote()
                 self._keep_state()
-            self._gather([rank.actor.load_state_dict.remote(self._saved) for rank in self._ranks])
+            self._answers([rank.actor.load_state_dict.remote(self._saved) for rank in self._ranks])
             for call in self._since:
                 self._call(*call)
             if self._since:
@@ -307,17 +308,27 @@ class RankGroup:
     def _call(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._gather(self._begin(name, args))
 
-    def _gather(self, refs: list[Any]) -> list[Any]:
+    def _answers(self, refs: list[Any]) -> list[Any]:
+        """Waits as `_gather` does for calls in which no rank waits for another: for so long at most."""
+        return self._gather(refs, max(self._timeout_s, _ANSWER_S))
+
+    def _gather(self, refs: list[Any], first_s: float | None = None) -> list[Any]:
         """Waits for one result of each of the first ranks.
 
         All ranks compute together: once one has returned, the others do within the time that ranks wait for each
         other, and once one has failed, soon.
 
+        Args:
+            refs: Of the results.
+            first_s: How long to wait for the first of them, in seconds; by default without end.
+
         Raises:
             RankLostError: A rank is gone, or did not return in time.
             Exception: What was raised on a rank.
         """
-        first, others = ray.wait(refs, num_returns=1)
+        first, others = ray.wait(refs, num_returns=1, timeout=first_s)
+        if not first:
+            raise _lost(self._ranks[0], f"no answer within {first_s:g} s")
         if others:
             limit_s = self._timeout_s if _succeeded(first[0]) else _GRACE_S
             _, late = ray.wait(others, num_returns=len(others), timeout=limit_s)

@@ -10,6 +10,7 @@ the gradient of the whole batch.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ from tianshou.data import Batch, SequenceSummaryStats, to_numpy, to_torch_as
 from tianshou.utils.torch_utils import torch_train_mode
 from torch import Tensor
 
-from rayvec.parallel.ranks import ALONE, Ranks
+from rayvec.errors import LearnerError, message
+from rayvec.parallel.ranks import ALONE, Ranks, gather_counts
 from rayvec.tianshou.algorithm_state import AlgorithmState
 from rayvec.tianshou.draws import Cut, SlicedDraws
 from rayvec.tianshou.impala import IMPALA
@@ -88,7 +90,7 @@ class AlgorithmRank:
         """Computes this rank's part of an update, together with all others.
 
         Raises:
-            LearnerError: Another rank is gone, or the algorithm draws what can't be cut.
+            LearnerError: Another rank is gone, or the algorithm draws what can't be cut or was not.
         """
         self._state.set_numbers(update.numbers)
         self._fuse()
@@ -120,6 +122,7 @@ class AlgorithmRank:
             batch = algorithm._preprocess_batch(batch, AheadView(self._shard), np.arange(len(batch)))
             with torch_train_mode(algorithm):
                 stats = algorithm._update_with_batch(batch)
+        self._check_draws()
         weight = to_numpy(batch.weight)[: self._shard.stop - self._shard.start] if update.with_weight else None
         return stats, weight
 
@@ -258,6 +261,26 @@ class AlgorithmRank:
         torch.set_rng_state(torch.from_numpy(generators.torch.copy()))
         if generators.cuda_seed is not None and torch.cuda.is_available():
             torch.cuda.manual_seed_all(generators.cuda_seed)
+
+    def _check_draws(self) -> None:
+        """Finds out that something was drawn for this rank's rows alone: ranks have drawn different amounts then.
+
+        Raises:
+            LearnerError: On all ranks, if their generators have parted.
+        """
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        digests = gather_counts(self._ranks, zlib.crc32(torch.cat(states).numpy().tobytes()))
+        if len(set(digests)) > 1:
+            raise LearnerError(
+                message(
+                    "What a net or a loss draws for every row is drawn for the whole batch and cut.",
+                    expected="the same state of torch's generators on all ranks after an update",
+                    got=f"{len(set(digests))} different states on {self._ranks.size} ranks",
+                    remedy="Draw [rows, ...] with at least two dimensions, or update with the plain algorithm",
+                )
+            )
 
     # Gradients.
 

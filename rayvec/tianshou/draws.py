@@ -40,7 +40,9 @@ class SlicedDraws(TorchFunctionMode):
 
     A draw whose first dimension is not the number of rows (the noise of a layer, say) stays as it is: every rank draws
     the same. `torch.normal`, `torch.randn`, `torch.rand`, `torch.multinomial` and filling by `normal_`, `uniform_` and
-    `exponential_` are cut, with the bits that one rank would have drawn.
+    `exponential_` are cut, with the bits that one rank would have drawn. A draw of one dimension is not, however long,
+    since it may as well be a layer's, nor is one whose rows are a later dimension: where ranks have different numbers
+    of rows, their generators differ afterwards.
 
     Attributes:
         cut: The rows of the batch that is being computed; None: nothing is cut.
@@ -144,4 +146,8 @@ _UNCUT = {
     Tensor.bernoulli,
     Tensor.bernoulli_,
     Tensor.random_,
+    Tensor.cauchy_,
+    Tensor.geometric_,
+    Tensor.log_normal_,
+    torch.binomial,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import re
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -388,6 +389,43 @@ def test_a_reward_that_is_nan_stops_before_it_reaches_the_weights(action_space: 
         learner.update(Batch((chunk,), STATS))
     for ours, theirs in zip((*learner._nets.critic, *learner._nets.actor, learner._nets.target), before, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@SPACES
+@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39], ids=["nan", "infinite", "infinite in float32"])
+def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(
+    action_space: spaces.Space[Any], reward: float
+) -> None:
+    """Or it would lie in every checkpoint until an update draws it, which may be never."""
+    learner = make_learner(action_space)
+    learner.update(make_batch(action_space, 0))
+    before = learner.weights()
+    chunks = [make_chunk(action_space, seed) for seed in (1, 2)]
+    chunks[1].rew[3, 2] = reward
+    with pytest.raises(
+        LearnerError, match=rf"Got: {re.escape(str(reward))} from environment 2 at step 7 of the batch.*Remedy"
+    ):
+        learner.update(Batch(tuple(chunks), STATS))
+    np.testing.assert_array_equal(learner.weights(), before)
+    assert len(learner._replay) == learner._num_steps == 16
+    chunks[1].valid[3, 2] = False
+    assert learner.update(Batch(tuple(chunks), STATS))["replay_steps"] == 16 + 31
+
+
+def test_a_reward_that_is_not_finite_is_refused_on_all_ranks() -> None:
+    chunk = make_chunk(BOX, 0)
+    chunk.rew[1, 3] = np.inf
+
+    def work(ranks: ThreadRanks) -> tuple[str, int]:
+        learner = make_learner()
+        learner.ranks = ranks
+        with pytest.raises(LearnerError) as caught:
+            learner.update(Batch((chunk.columns(2 * ranks.rank, 2 * ranks.rank + 2),), STATS))
+        return str(caught.value), len(learner._replay)
+
+    (first, *others) = on_ranks(2, work)
+    assert "Got: inf from environment 3 at step 1" in first[0] and first[1] == 0
+    assert others == [first]
 
 
 @pytest.mark.parametrize(

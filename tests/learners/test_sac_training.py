@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import rayvec
 from rayvec import SACConfig
+from rayvec.errors import LearnerError
 from rayvec.runs import Progress, load_run, make_env, make_learner
 from rayvec.train import _begin
 
@@ -41,6 +43,19 @@ def test_resuming_goes_on_with_the_same_replay(tmp_path: Path) -> None:
     after = load_run(run_dir)[1]["learner"]
     assert after["num_updates"] == 128
     assert torch.equal(after["replay"]["rew"][:32], before["replay"]["rew"][:32])
+
+
+def test_a_reward_that_is_not_finite_ends_a_run_with_a_good_checkpoint(tmp_path: Path) -> None:
+    """Rewards are NaN after 40 steps of each environment; so few are drawn from the replay that it might go unseen."""
+    config = tiny(tmp_path / "a", batch_size=4, num_envs=4, update_to_data=0.1, total_steps=600)
+    failing = replace(config, wrappers=("wrap:goes_blind",), checkpoint_interval_s=0.0)
+    with pytest.raises(LearnerError, match=r"Got: nan from environment 0 at step 0 of the batch") as caught:
+        rayvec.train(failing)
+    assert caught.value.__notes__ == [f"go on with: rayvec train sac --resume {config.run_dir}"]
+    state = load_run(tmp_path / "a")[1]
+    assert state["progress"]["steps"] == 160 and state["learner"]["num_updates"] == 9
+    replay = state["learner"]["replay"]
+    assert replay["sizes"].tolist() == [40] * 4 and bool(replay["rew"].isfinite().all())
 
 
 def test_it_learns_pendulum(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ import ray
 from actor_critic_kit import DISCRETE, distance
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_objects import Owner
 from ranks_kit import STATS, N, make_batches, make_falling_learner, make_learner, make_lonely
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from waiting import alive, wait_until
 
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
@@ -129,6 +132,31 @@ def test_a_rank_that_falls_in_an_update_changes_no_number(
     assert [group.update(batch) for batch in batches] == expected
     assert mark.exists()
     np.testing.assert_array_equal(group.weights(), undisturbed.weights())
+
+
+def test_a_chunk_that_is_lost_in_the_object_store_is_told_and_nothing_else_is_lost(make_group: MakeGroup) -> None:
+    """As with a node that ends between collecting and learning."""
+    group = make_group(2)
+    lost, good = make_batches(DISCRETE, 2)
+    taken = {seat.node_id for seat in group.group.seats}
+    elsewhere = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in taken)
+    place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+    owner = ray.remote(Owner).options(num_cpus=0, scheduling_strategy=place).remote()
+
+    def put(part: Chunk) -> Any:
+        ballast = np.zeros((*part.rew.shape, 10_000))  # a small chunk would travel with its reference
+        large = dataclasses.replace(part, extras={**part.extras, "ballast": ballast})
+        return ray.get(owner.put.remote(large))[0]
+
+    batch = by_reference(lost, [0, 3, N], put)
+    before, pid = group.weights(), ray.get(owner.pid.remote())
+    ray.kill(owner)
+    wait_until(lambda: not alive(pid), "the end of the chunks' owner")
+    with pytest.raises(LearnerError, match=r"Got: OwnerDiedError.*Remedy: Leave this batch out"):
+        group.update(batch)
+    np.testing.assert_array_equal(group.weights(), before)
+    learner = make_learner(DISCRETE)
+    assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
 
 
 def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(make_group: MakeGroup) -> None:

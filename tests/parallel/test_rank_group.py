@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from rank_objects import Adder, Holder
+from rank_objects import Adder, Holder, StopsOnce
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import ConfigError, LearnerError
@@ -113,6 +113,28 @@ def test_ranks_that_were_killed_between_calls_are_started_again(make_group: Make
     for pid in group.pids:
         os.kill(pid, 9)
     assert group.run("add", [(1.0,), (2.0,)]) == [[6.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "then"),
+    [
+        (2, "state_dict", lambda group: group.run("tell")[0]),
+        (1, "tell", lambda group: group.ask("tell")),
+        (1, "tell", lambda group: group.ask_all("tell")[0]),
+        (1, "load_state_dict", lambda group: group.load_state_dict(group.state_dict()) or group.ask("tell")),
+    ],
+    ids=["after a run", "ask", "ask all", "load"],
+)
+def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without_end(
+    make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
+) -> None:
+    monkeypatch.setattr("rayvec.parallel.rank_group._ANSWER_S", 3.0)
+    mark = tmp_path / "mark"
+    group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=3.0)
+    mark.write_text(where)
+    group.run("add", [(1.0,)] * num_ranks)
+    assert then(group) == [num_ranks] * 3
+    assert mark.read_text() == "stopped" and group.num_starts == 2
 
 
 def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path) -> None:

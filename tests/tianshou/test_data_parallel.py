@@ -320,11 +320,19 @@ class TestRefused:
         with pytest.raises(ConfigError, match="once"):
             data_parallel(parallel(kit.make("dqn"), 2), 2)
 
-    def test_draws_that_cannot_be_cut(self, parallel: Parallel) -> None:
+    @pytest.mark.parametrize(
+        ("layer", "error"),
+        [
+            (kit.Jitter, "randn_like"),
+            (kit.Dust, "cauchy_"),
+            (kit.Flicker, r"the same state of torch's generators.* Got: 2 different states on 2 ranks"),
+        ],
+    )
+    def test_draws_that_cannot_be_cut(self, parallel: Parallel, layer: Any, error: str) -> None:
         algorithm = kit.make("dqn")
-        algorithm.policy.model = kit.Layers(kit.Jitter(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
+        algorithm.policy.model = kit.Layers(layer(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
         other = parallel(algorithm.float(), 2)
-        with pytest.raises(LearnerError, match="randn_like"):
+        with pytest.raises(LearnerError, match=error):
             kit.updates(other, kit.fill(other, torch.float32), count=1)
 
     def test_tianshou_1(self, tmp_path: Any) -> None:
