@@ -62,6 +62,9 @@ LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
 }
 """What learns, by the class of its settings: called with the spaces of one environment and the settings."""
 
+_WAIT_S, _COMPILING_S = 60.0, 300.0
+"""How long ranks wait for each other; a rank that compiles for another shape takes half a minute and more."""
+
 _PARTS = {"weights", "learner", "collector", "progress"}
 
 
@@ -154,6 +157,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
         config.num_learners,
         config.learner_device,
         learner_threads=config.learner_threads,
+        timeout_s=_COMPILING_S if getattr(config, "compile", False) else _WAIT_S,
         num_cpus=None if config.learners_apart else 0,
         avoid_nodes=[node.node_id for node in env.topology.nodes] if config.learners_apart else (),
         address=config.address,
