@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ SCALING_PEERS: dict[str, float] = {
 COMPARE_PEERS = (*SCALING_PEERS, "stable-baselines3", "envpool", "pufferlib", "torchrl", "rllib")
 NOT_INSTALLED = "not installed"
 _END_S = 10.0
+_TERM_S = 3.0
 _KILL_S = 5.0
 
 
@@ -140,9 +143,19 @@ class PeerProcess:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """Ends it and what it started by force."""
+        """Ends it and what it started by force.
+
+        All are told to end first: multiprocessing's tracker outlives the others, and removes the semaphores they leave.
+        """
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
+            for number in (signal.SIGTERM, signal.SIGCONT):  # it may have been stopped
+                os.killpg(self._process.pid, number)
+            deadline = time.monotonic() + _TERM_S
+            while time.monotonic() < deadline:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)  # until nobody is left in the group
+                time.sleep(0.02)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_KILL_S)
 
 
