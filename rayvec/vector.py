@@ -216,14 +216,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         options = None if options is None else dict(options)
         mask = None if options is None else options.pop("reset_mask", None)
         ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
-        self._guarded(lambda: self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options))
+
+        def start() -> None:
+            self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
+            self._reset_ids = ids
+            self._reset_batch: StepBatch | None = None
+            self._pending = "reset"
+
+        self._guarded(start)
         if isinstance(seed, int):
             self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
         self._driver.note_reset(ids)
-        self._reset_ids = ids
-        self._reset_batch: StepBatch | None = None
-        self._pending = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
         """Waits for :meth:`reset_async`, for up to `timeout` seconds.
@@ -266,7 +270,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
         self._assert_idle("step_async")
         self._send(self._everyone, actions, self.action_space)
-        self._pending = "step"
 
     def step_wait(
         self, timeout: float | None = None
@@ -299,8 +302,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
             )
         ids = self._group(group)
-        self._send(ids, actions, batch_space(self.single_action_space, len(ids)))
-        self._pending_groups.add(group)
+        self._send(ids, actions, batch_space(self.single_action_space, len(ids)), group)
 
     def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
         """Waits for the step of one group.
@@ -402,7 +404,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
         self._assert_pending("rollout")
-        result = self._guarded(lambda: self._pool.finish_rollout(timeout))
+        result = self._guarded(lambda: self._pool.finish_rollout(timeout), Exception)  # Ctrl-C leaves it pending
         if not self._pool.acting.num_under_way:
             self._pending = None
         self._driver.note_absence()
@@ -488,7 +490,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     # What the public methods share.
 
-    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any]) -> None:
+    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int | None = None) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
         layout = self._action_layout
@@ -499,7 +501,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             checked = actions
         else:
             checked = checked_actions(actions, layout, len(ids), space)
-        self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
+
+        def start() -> None:
+            self._pool.send(ids, checked, self._autoreset)
+            if group is None:
+                self._pending = "step"
+            else:
+                self._pending_groups.add(group)
+
+        self._guarded(start)
 
     def _begin_rollout(self, num_steps: int) -> None:
         self._assert_idle("rollout")
@@ -516,13 +526,16 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
 
-    def _guarded(self, function: Callable[[], _T]) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it."""
+    def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
+        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
+
+        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        """
         try:
             return function()
         except NotReady as error:
             raise multiprocessing.TimeoutError(str(error)) from error
-        except Exception:
+        except fatal:
             self.close()
             raise
 
