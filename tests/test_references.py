@@ -82,7 +82,9 @@ def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeyp
     by_value = Collector(wide, by_total, seed=1)
     asked.clear()
     by_value.collect(n_step=6 * 40)
-    assert sum(size_of(get(ref)) for ref in set(asked)) > 40 * 6 * WIDE * 8, "which the same account would have seen"
+    num_bytes = sum(size_of(get(ref)) for ref in set(asked))
+    assert num_bytes > 40 * 3 * WIDE * 8, "which the same account would have seen"
+    assert num_bytes < 40 * 5 * WIDE * 8, "what lies in its own node's memory need not travel"
 
 
 def size_of(value: Any) -> int:
