@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -215,6 +217,21 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
         name = env.topology.nodes[node].name
         said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
         assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+def test_the_log_names_them_for_what_happens_in_a_chunk_too(
+    make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
+) -> None:
+    """A node logs it where nobody looks, and tells the driver."""
+    env = make_vec([long_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart", step_timeout_s=2.0)
+    with caplog.at_level(logging.WARNING, "rayvec"):
+        env.rollout(lambda obs: np.where((obs[:, TOTAL] == 1) & (obs[:, SEED] == 13), fault, GO), 3, seed=10)
+    name, worker = env.topology.nodes[-1].name, 2 // nodes - 1
+    what = "environment 3, seed 13" if fault == RAISE else "environments 2 to 3), seeds [12, 13]"
+    said = [text for text in caplog.messages if name in text and f"worker {worker}" in text]
+    assert len(said) == 1 and what in said[0], caplog.messages
 
 
 @pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
@@ -433,6 +450,23 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
     assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
+
+
+def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
+    env.reset(seed=1)
+    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    before = env.topology
+    kill(env, 1)
+    env.rollout_async(weights, 100, 0, 0)
+    again = 0
+    while True:
+        try:
+            chunk = env.rollout_wait(timeout=0.1).chunk
+            break
+        except multiprocessing.TimeoutError:
+            again += env.topology is not before
+    assert again and chunk.valid.all() and chunk.restarts.tolist() == [[-1, 1]]
 
 
 def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:

@@ -400,6 +400,8 @@ class RayPool:
             NotReady: It takes longer; the chunk stays under way.
         """
         parts, waited_s = self.acting.finish(timeout_s)
+        for note in (note for part in parts for note in part.notes):
+            logger.warning(note)
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].edges is None:

@@ -20,8 +20,10 @@ from collections.abc import Callable
 
 from rayvec.pools.link import readable
 
-__all__ = ["LENGTH_BYTES", "FrameSocket", "Listener", "connect"]
+__all__ = ["LENGTH_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 
+STREAM_THREAD = "rayvec-stream"
+"""Name of the threads in which peers are served."""
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS = 16
@@ -97,7 +99,7 @@ class Listener:
             if len(self._strangers) > _MOST_STRANGERS:
                 with contextlib.suppress(OSError, IndexError):  # it may just have proved itself, or gone
                     self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._admit, args=(sock, peer), name="rayvec-stream", daemon=True).start()
+            threading.Thread(target=self._admit, args=(sock, peer), name=STREAM_THREAD, daemon=True).start()
 
     def _admit(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:
