@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import gymnasium
@@ -31,7 +32,7 @@ from rayvec.batching import (
 )
 from rayvec.driver import DriverActing
 from rayvec.envs import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, check_count, message
+from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
@@ -42,6 +43,7 @@ from rayvec.weights import WeightStore
 __all__ = ["RayVecEnv", "make_vec"]
 
 _T = TypeVar("_T")
+_Fatal = type[BaseException] | tuple[type[BaseException], ...]
 _MODES = {
     AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
     AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
@@ -356,7 +358,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             if self._local_policy is None or self._local_policy[0] is not policy:
                 if self._local_policy is not None:
                     self._local_policy[1].drop()
-                self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
+                self._local_policy = (policy, self._store(policy))
             taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
@@ -425,7 +427,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             first_version: Of the weights that it brings along.
         """
         self._assert_idle("publish")
-        return WeightStore(self._pool, as_policy(policy), first_version)
+        return self._store(policy, first_version)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""
@@ -511,6 +513,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
         self._guarded(start)
 
+    def _store(self, policy: Any, first_version: int = 0) -> WeightStore:
+        guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
+        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
+
     def _begin_rollout(self, num_steps: int) -> None:
         self._assert_idle("rollout")
         check_count("num_steps", num_steps)
@@ -526,7 +532,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
 
-    def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
+    def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
         """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
 
         So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.

@@ -23,7 +23,7 @@ from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import supervision
 from rayvec.pools.base import Autoreset
 from rayvec.pools.supervision import RestartBudget, restart_seed
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.testing import CountingEnv, TablePolicy, assert_identical
 from rayvec.vector import RayVecEnv
 
 GO, RAISE, HANG, DIE = range(4)
@@ -500,6 +500,24 @@ def test_on_node_loss_raise(make_vec: Any) -> None:
         for _ in range(1000):
             env.step(told(2))
     assert env.closed
+
+
+@pytest.mark.parametrize("what", ["publish", "drop"])
+def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everything(make_vec: Any, what: str) -> None:
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
+    policy = TablePolicy()
+    weights = env.publish(policy)
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not alive(actor), "the actor has ended")
+    with pytest.raises(NodeLostError):
+        if what == "drop":
+            weights.drop()
+        for _ in range(3):  # the next call finds out that the one before it failed
+            weights.publish(policy.weights())
+    assert env.closed
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        env.step(told(2))
 
 
 def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:

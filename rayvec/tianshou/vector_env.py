@@ -346,7 +346,7 @@ class RayVectorEnv(BaseVectorEnv):
     def publish(self, policy: ActingPolicy) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights."""
         self._assert_is_not_closed()
-        return self._guarded(lambda: WeightStore(self._pool, policy))
+        return WeightStore(self._pool, policy, guarded=self._guarded)
 
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
