@@ -72,8 +72,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` measures
             both in the first chunk for which the policy acts in the driver, and decides.
-        step_timeout_s: A worker that takes longer for one step of its environments (for T steps of a chunk: T
-            times as long) is taken to hang and is killed; no limit by default.
+        step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
+            hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
+            times as long.
         on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
             ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
             that failed the last true observation is returned, with reward 0, truncated, and

@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 import ray
+from kinds import within
 from waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.chunks import counted_ends
@@ -323,6 +324,21 @@ def test_an_end_is_told_from_a_cut_where_observations_are_equal(
     chunk = make_vec([env_class], on_env_error="restart").rollout(lambda obs: np.zeros(len(obs), int), 6, seed=0)
     assert chunk.cuts.tolist() == cuts
     assert np.flatnonzero(counted_ends(chunk)[:, 0]).tolist() == ends
+
+
+def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(make_vec: Any) -> None:
+    """The others take several times as long for the whole, and are left alone."""
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 3, workers=3, on_env_error="restart", step_timeout_s=1.0)
+    policy = lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 2), HANG, GO)  # noqa: E731
+    chunk = within(DEADLINE_S, partial(env.rollout, policy, 100, seed=1))
+    assert chunk.restarts.tolist() == [[-1, 1]] and chunk.valid.all()
+    assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
+
+
+def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
+    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
+    with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):
+        within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
 
 
 @pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])

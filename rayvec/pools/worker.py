@@ -128,6 +128,7 @@ class Worker:
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         block.arrays["pid"][index] = os.getpid()
+        self.pool.show_progress(block.arrays["progress"][index : index + 1])
         self._say(os.getpid())
         slot = setup.first_command % block.depth
         while not self._closed:
