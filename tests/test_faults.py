@@ -23,7 +23,7 @@ from rayvec.collector import Collector
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import supervision
 from rayvec.pools.base import Autoreset
-from rayvec.pools.supervision import RestartBudget, restart_seed
+from rayvec.pools.supervision import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
 from rayvec.testing import CountingEnv, TablePolicy, assert_identical
 from rayvec.vector import RayVecEnv
 
@@ -450,8 +450,31 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     assert truncated[lost].all() and not rew[lost].any()
     assert totals == [[2 + step] * 2 for step in range(len(totals))], "the others went on undisturbed"
     obs = env.step(told(4))[0]
-    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], 1), 0, 0, 0]
+    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], RESTARTS_OF_A_NODE), 0, 0, 0]
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+
+
+def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: Any) -> None:
+    """An environment that was between two episodes begins the next with a new seed, of which no info tells."""
+    env = make_vec([long_env, TwoSteps, long_env, TwoSteps], nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    for _ in range(2):
+        _, _, terminated, _, _ = env.step(told(4))
+    assert terminated[3]
+    worker = env.worker_pids()[env.topology.nodes[1].name][1]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    obs, _, _, _, info = env.step(told(4))
+    assert info["env_restarted"].tolist() == [False, False, True, False]
+    first = obs[3, SEED]
+    assert first == restart_seed(4, 3, 1)
+    kill(env, 1)
+    lost, deadline = env.topology, time.monotonic() + DEADLINE_S
+    while env.topology is lost:
+        assert time.monotonic() < deadline
+        env.step(told(4))
+    seeds = [int(env.step(told(4))[0][3, SEED]) for _ in range(4)]
+    assert seeds[-1] == restart_seed(4, 3, RESTARTS_OF_A_NODE) != first
 
 
 def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
@@ -499,7 +522,7 @@ def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> Non
     for chunk, totals in ((first, [0, 0, 0, 0]), (second, [0, 0, 10, 10])):
         assert chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and chunk.valid.all()
         assert chunk.obs[0][:, TOTAL].tolist() == totals
-    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, 2) for n in range(2)]
+    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in range(2)]
 
 
 def wait_for_parts(env: RayVecEnv) -> None:
