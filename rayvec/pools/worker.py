@@ -59,6 +59,7 @@ class WorkerSpec:
 def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     """Runs a worker until its pipe ends; the target of a process."""
     _end_with_parent()
+    os.setsid()  # what environments start is in a group with us, and ends with us where we are killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes us
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # environments may have children
     worker: Worker | None = None
