@@ -1,14 +1,15 @@
 """Clears up after a private Ray cluster, whatever became of the process that started it.
 
-Run as a script with the name of an environment variable and a directory. It waits until its standard
-input ends, which happens when the starting process closes it or dies. Then it kills every process
-that was started with the variable set to the directory or that uses files in it, and removes the directory.
+Run as a script with the name of an environment variable, a directory and the process that starts it. It waits until
+that writes to its standard input, closes it, or ends: the input alone would not tell, since whatever the process forks
+holds it open. Then it kills the cluster's processes and removes the directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -20,39 +21,48 @@ _QUIET_ROUNDS = 4
 
 
 def _belongs(pid: int, variable: str, directory: str) -> bool:
-    """Whether a process was started with the variable set to the directory, or uses files in it.
+    """Whether a process was started with the variable set to the directory, prints into it, or is Ray's and uses it.
 
-    Its environment alone does not tell: Ray's agents write their titles over it.
+    Its environment alone does not tell: Ray's workers and agents write their titles over it. Somebody who only reads a
+    log of the cluster, or has inherited one from the process that started it, is none of its own.
     """
-    mark = f"{variable}={directory}".encode() + b"\0"
-    inside = f"{directory}/"
+    mark, inside = f"{variable}={directory}".encode() + b"\0", f"{directory}/"
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             if mark in file.read():
                 return True
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if inside.encode() in file.read():
-                return True
-        return any(os.readlink(entry.path).startswith(inside) for entry in os.scandir(f"/proc/{pid}/fd"))
+            is_rays = file.read(5) == b"ray::"
+        used = [entry.path for entry in os.scandir(f"/proc/{pid}/fd") if is_rays or entry.name in ("1", "2")]
+        return any(os.readlink(path).startswith(inside) for path in used)
     except OSError:  # it has ended, or is another user's
         return False
 
 
-def _processes(variable: str, directory: str, spared: int) -> list[int]:
-    """Returns the processes of the cluster that are left, without this one and `spared`."""
-    pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid(), spared}
+def _processes(variable: str, directory: str) -> list[int]:
+    """Returns the processes of the cluster that are left, without this one."""
+    pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid()}
     return [pid for pid in sorted(pids) if _belongs(pid, variable, directory)]
 
 
-def main(variable: str, directory: str) -> None:
-    """Waits for the end of standard input, then kills and removes."""
+def _wait_for_end(starter: int) -> None:
+    """Waits until whoever started this process says something, or has ended."""
+    try:
+        watch = os.pidfd_open(starter)
+    except ProcessLookupError:
+        return
+    if os.getppid() == starter:  # else it ended before, and another has its number
+        select.select([0, watch], [], [])
+
+
+def main(variable: str, directory: str, starter: str) -> None:
+    """Waits for the end, then kills and removes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    starter = os.getppid()  # which may go on, and have a log open
-    sys.stdin.buffer.read()
+    _wait_for_end(int(starter))
     quiet = 0
     for _ in range(_ROUNDS):
-        pids = _processes(variable, directory, starter)
+        pids = _processes(variable, directory)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -64,4 +74,4 @@ def main(variable: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -147,7 +147,7 @@ def start_reaper(directory: str) -> subprocess.Popen[bytes]:
         directory: Of the cluster; its processes have it in their environment as :data:`CLUSTER_MARK`.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory],
+        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory, str(os.getpid())],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
@@ -156,7 +156,9 @@ def start_reaper(directory: str) -> subprocess.Popen[bytes]:
 def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
     """Lets the reaper see that we are done; it clears up as it would after a crash, and ends."""
     assert reaper.stdin is not None
-    reaper.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has been killed
+        reaper.stdin.write(b".")
+        reaper.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         reaper.wait(_REAP_S)
 

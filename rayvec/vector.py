@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import gymnasium
@@ -31,7 +32,7 @@ from rayvec.batching import (
 )
 from rayvec.driver import DriverActing
 from rayvec.envs import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, check_count, message
+from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.ray import RayPool
@@ -42,6 +43,7 @@ from rayvec.weights import WeightStore
 __all__ = ["RayVecEnv", "make_vec"]
 
 _T = TypeVar("_T")
+_Fatal = type[BaseException] | tuple[type[BaseException], ...]
 _MODES = {
     AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
     AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
@@ -70,8 +72,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` measures
             both in the first chunk for which the policy acts in the driver, and decides.
-        step_timeout_s: A worker that takes longer for one step of its environments (for T steps of a chunk: T
-            times as long) is taken to hang and is killed; no limit by default.
+        step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
+            hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
+            times as long.
         on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
             ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
             that failed the last true observation is returned, with reward 0, truncated, and
@@ -208,14 +211,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         options = None if options is None else dict(options)
         mask = None if options is None else options.pop("reset_mask", None)
         ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
-        self._guarded(lambda: self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options))
+
+        def start() -> None:
+            self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
+            self._reset_ids = ids
+            self._reset_batch: StepBatch | None = None
+            self._pending = "reset"
+
+        self._guarded(start)
         if isinstance(seed, int):
             self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
         self._driver.note_reset(ids)
-        self._reset_ids = ids
-        self._reset_batch: StepBatch | None = None
-        self._pending = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
         """Waits for :meth:`reset_async`, for up to `timeout` seconds.
@@ -258,7 +265,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
         self._assert_idle("step_async")
         self._send(self._everyone, actions, self.action_space)
-        self._pending = "step"
 
     def step_wait(
         self, timeout: float | None = None
@@ -291,8 +297,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
             )
         ids = self._group(group)
-        self._send(ids, actions, batch_space(self.single_action_space, len(ids)))
-        self._pending_groups.add(group)
+        self._send(ids, actions, batch_space(self.single_action_space, len(ids)), group)
 
     def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
         """Waits for the step of one group.
@@ -346,7 +351,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             if self._local_policy is None or self._local_policy[0] is not policy:
                 if self._local_policy is not None:
                     self._local_policy[1].drop()
-                self._local_policy = (policy, WeightStore(self._pool, as_policy(policy)))
+                self._local_policy = (policy, self._store(policy))
             taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
@@ -394,7 +399,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
         self._assert_pending("rollout")
-        result = self._guarded(lambda: self._pool.finish_rollout(timeout))
+        result = self._guarded(lambda: self._pool.finish_rollout(timeout), Exception)  # Ctrl-C leaves it pending
         if not self._pool.acting.num_under_way:
             self._pending = None
         self._driver.note_absence()
@@ -415,7 +420,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             first_version: Of the weights that it brings along.
         """
         self._assert_idle("publish")
-        return WeightStore(self._pool, as_policy(policy), first_version)
+        return self._store(policy, first_version)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""
@@ -493,7 +498,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     # What the public methods share.
 
-    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any]) -> None:
+    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int | None = None) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
         layout = self._action_layout
@@ -504,7 +509,19 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             checked = actions
         else:
             checked = checked_actions(actions, layout, len(ids), space)
-        self._guarded(lambda: self._pool.send(ids, checked, self._autoreset))
+
+        def start() -> None:
+            self._pool.send(ids, checked, self._autoreset)
+            if group is None:
+                self._pending = "step"
+            else:
+                self._pending_groups.add(group)
+
+        self._guarded(start)
+
+    def _store(self, policy: Any, first_version: int = 0) -> WeightStore:
+        guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
+        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
 
     def _begin_rollout(self, num_steps: int) -> None:
         self._assert_idle("rollout")
@@ -521,14 +538,17 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
 
-    def _guarded(self, function: Callable[[], _T]) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it."""
+    def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
+        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
+
+        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        """
         try:
             return function()
         except NotReady as error:
             self._late = True
             raise multiprocessing.TimeoutError(str(error)) from error
-        except Exception:
+        except fatal:
             self._pending = None
             self.close()
             raise

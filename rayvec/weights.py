@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -25,15 +26,24 @@ class WeightStore:
         pool: Whose workers are to act.
         policy: Pickled once and sent to every worker.
         first_version: Of the weights that the policy brings along.
+        guarded: Calls what it is given, and sees to it that an error closes whatever the pool belongs to.
     """
 
-    def __init__(self, pool: RayPool, policy: Any, first_version: int = 0) -> None:
+    def __init__(
+        self,
+        pool: RayPool,
+        policy: Any,
+        first_version: int = 0,
+        guarded: Callable[[Callable[[], None]], None] = lambda function: function(),
+    ) -> None:
         self.key = next(_keys)
         self.version = first_version
         self._pool = pool
         self._size: int | None = None
         self._current: Any = None
-        pool.acting.load(self.key, cloudpickle.dumps(policy), first_version)
+        self._guarded = guarded
+        pickled = cloudpickle.dumps(policy)
+        guarded(lambda: pool.acting.load(self.key, pickled, first_version))
 
     def publish(self, weights: NDArray[np.float32]) -> int:
         """Publishes a flat vector of weights; every chunk that begins from now on is taken with it.
@@ -43,6 +53,7 @@ class WeightStore:
 
         Raises:
             ConfigError: It is no flat float32 vector, or has another size than the one before.
+            NodeLostError: A node was lost, and may not or can't be replaced.
         """
         weights = np.ascontiguousarray(weights)
         if weights.ndim != 1 or weights.dtype != np.float32 or self._size not in (None, weights.size):
@@ -57,9 +68,9 @@ class WeightStore:
         self._size = weights.size
         self.version += 1
         self._current = ray.put(weights)  # kept, so that a node that joins later can fetch it
-        self._pool.acting.publish(self.key, self.version, self._current)
+        self._guarded(lambda: self._pool.acting.publish(self.key, self.version, self._current))
         return self.version
 
     def drop(self) -> None:
         """Lets the workers forget the policy and its weights; the store can't be used after it."""
-        self._pool.acting.drop(self.key)
+        self._guarded(lambda: self._pool.acting.drop(self.key))

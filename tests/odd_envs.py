@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -183,3 +184,18 @@ class TellsPid(CountingEnv):
 
     def made_in(self) -> int:
         return self._pid
+
+
+class PressesCtrlC(CountingEnv):
+    """When it is told to, it interrupts a process, which waits for it by then, before it answers."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid = pid
+
+    def step(self, action: Any) -> Any:
+        if action:
+            time.sleep(0.3)
+            os.kill(self._pid, signal.SIGINT)
+            time.sleep(0.3)
+        return super().step(action)

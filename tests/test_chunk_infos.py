@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,3 +104,36 @@ def test_nothing_is_made_before_it_is_read() -> None:
 def test_of_nothing() -> None:
     nothing: Any = ChunkInfos.of([])
     assert not nothing and nothing == () and ChunkInfos.join([nothing, nothing], [0, 3]) == ()
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Record:
+    rows: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Pair(x, 1), lambda x: OrderedDict(a=x), Record, lambda x: [{"a": (x,)}]])
+def test_arrays_can_be_written_in_whatever_came_by_ray(ray_cluster: object, wrap: Any) -> None:
+    said = [ChunkInfo(0, 0, {"x": wrap(np.arange(5))})]
+    came = ray.get(ray.put(ChunkInfos.of(said)))
+    assert_identical(vars_of(came[0].info["x"]), vars_of(said[0].info["x"]))
+    (array,) = arrays_in(came[0].info["x"])
+    array += 1
+    (again,) = arrays_in(came[0].info["x"])
+    assert again.tolist() == [1, 2, 3, 4, 5]
+
+
+def vars_of(value: Any) -> Any:
+    return vars(value) if isinstance(value, Record) else value
+
+
+def arrays_in(value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    items = vars_of(value)
+    items = items.values() if isinstance(items, dict) else items if isinstance(items, (list, tuple)) else ()
+    return [array for item in items for array in arrays_in(item)]

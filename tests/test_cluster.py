@@ -134,6 +134,41 @@ def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals)
         assert "KeyboardInterrupt" in driver.output.read_text()
 
 
+FORKING = """
+    import os, signal, subprocess, sys, tempfile, time
+    import rayvec
+    env = rayvec.RayVecEnv("CartPole-v1", 4, workers_per_node=1)
+    env.reset(seed=0)
+    (directory,) = [entry.path for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith("rayvec-")]
+    log = next(os.path.join(at, name) for at, _, names in os.walk(directory) for name in names if name == "raylet.out")
+    forked = os.fork()  # as fork-context vector environments and data loaders do
+    if not forked:
+        signal.pause()
+    reader = subprocess.Popen(["tail", "-f", log], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print("ready", forked, reader.pid, directory, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "killed"])
+def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver, how: str) -> None:
+    """It holds every file that the driver held, the pipe to the reaper among them; so does who reads a log."""
+    driver = run(
+        FORKING + ("    env.close(); print('closed', flush=True)\n" if how == "close" else "") + "    signal.pause()"
+    )
+    driver.wait_for_output("ready")
+    line = next(line for line in driver.output.read_text().splitlines() if line.startswith("ready"))
+    _, forked, reader, directory = line.split()
+    if how == "killed":
+        driver.process.kill()
+        driver.process.wait(DEADLINE_S)
+    own = {forked, reader} | ({str(driver.process.pid)} if how == "close" else set())
+    driver.wait_until(lambda: {left.split()[0] for left in driver.left()} <= own, "the cluster has ended")
+    driver.wait_until(lambda: not Path(directory).exists(), "its files are gone")
+    if how == "close":
+        driver.wait_for_output("closed")
+    assert {left.split()[0] for left in driver.left()} == own
+
+
 SCRIPT = """
     import sys
     import gymnasium, numpy as np, ray, rayvec

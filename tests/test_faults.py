@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import ray
+from kinds import within
 from waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.chunks import counted_ends
@@ -20,8 +23,8 @@ from rayvec.collector import Collector
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import supervision
 from rayvec.pools.base import Autoreset
-from rayvec.pools.supervision import RestartBudget, restart_seed
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.pools.supervision import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
+from rayvec.testing import CountingEnv, TablePolicy, assert_identical
 from rayvec.vector import RayVecEnv
 
 GO, RAISE, HANG, DIE = range(4)
@@ -217,6 +220,21 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
         assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
 
 
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+def test_the_log_names_them_for_what_happens_in_a_chunk_too(
+    make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
+) -> None:
+    """A node logs it where nobody looks, and tells the driver."""
+    env = make_vec([long_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart", step_timeout_s=2.0)
+    with caplog.at_level(logging.WARNING, "rayvec"):
+        env.rollout(lambda obs: np.where((obs[:, TOTAL] == 1) & (obs[:, SEED] == 13), fault, GO), 3, seed=10)
+    name, worker = env.topology.nodes[-1].name, 2 // nodes - 1
+    what = "environment 3, seed 13" if fault == RAISE else "environments 2 to 3), seeds [12, 13]"
+    said = [text for text in caplog.messages if name in text and f"worker {worker}" in text]
+    assert len(said) == 1 and what in said[0], caplog.messages
+
+
 @pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
 def test_without_restarts_the_fault_is_raised_and_everything_closed(make_vec: Any, fault: int) -> None:
     env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0 if fault == HANG else None)
@@ -306,6 +324,21 @@ def test_an_end_is_told_from_a_cut_where_observations_are_equal(
     chunk = make_vec([env_class], on_env_error="restart").rollout(lambda obs: np.zeros(len(obs), int), 6, seed=0)
     assert chunk.cuts.tolist() == cuts
     assert np.flatnonzero(counted_ends(chunk)[:, 0]).tolist() == ends
+
+
+def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(make_vec: Any) -> None:
+    """The others take several times as long for the whole, and are left alone."""
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 3, workers=3, on_env_error="restart", step_timeout_s=1.0)
+    policy = lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 2), HANG, GO)  # noqa: E731
+    chunk = within(DEADLINE_S, partial(env.rollout, policy, 100, seed=1))
+    assert chunk.restarts.tolist() == [[-1, 1]] and chunk.valid.all()
+    assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
+
+
+def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
+    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
+    with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):
+        within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
 
 
 @pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
@@ -417,8 +450,31 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     assert truncated[lost].all() and not rew[lost].any()
     assert totals == [[2 + step] * 2 for step in range(len(totals))], "the others went on undisturbed"
     obs = env.step(told(4))[0]
-    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], 1), 0, 0, 0]
+    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], RESTARTS_OF_A_NODE), 0, 0, 0]
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+
+
+def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: Any) -> None:
+    """An environment that was between two episodes begins the next with a new seed, of which no info tells."""
+    env = make_vec([long_env, TwoSteps, long_env, TwoSteps], nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    for _ in range(2):
+        _, _, terminated, _, _ = env.step(told(4))
+    assert terminated[3]
+    worker = env.worker_pids()[env.topology.nodes[1].name][1]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    obs, _, _, _, info = env.step(told(4))
+    assert info["env_restarted"].tolist() == [False, False, True, False]
+    first = obs[3, SEED]
+    assert first == restart_seed(4, 3, 1)
+    kill(env, 1)
+    lost, deadline = env.topology, time.monotonic() + DEADLINE_S
+    while env.topology is lost:
+        assert time.monotonic() < deadline
+        env.step(told(4))
+    seeds = [int(env.step(told(4))[0][3, SEED]) for _ in range(4)]
+    assert seeds[-1] == restart_seed(4, 3, RESTARTS_OF_A_NODE) != first
 
 
 def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
@@ -435,6 +491,23 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
 
 
+def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
+    env.reset(seed=1)
+    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    before = env.topology
+    kill(env, 1)
+    env.rollout_async(weights, 100, 0, 0)
+    again = 0
+    while True:
+        try:
+            chunk = env.rollout_wait(timeout=0.1).chunk
+            break
+        except multiprocessing.TimeoutError:
+            again += env.topology is not before
+    assert again and chunk.valid.all() and chunk.restarts.tolist() == [[-1, 1]]
+
+
 def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:
     """It has replaced a worker in the chunk: the driver, to which that is lent, finds the actor gone."""
     env = make_vec([EndlessEnv] * 4, nodes=2, workers=1, on_env_error="restart")
@@ -449,7 +522,7 @@ def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> Non
     for chunk, totals in ((first, [0, 0, 0, 0]), (second, [0, 0, 10, 10])):
         assert chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and chunk.valid.all()
         assert chunk.obs[0][:, TOTAL].tolist() == totals
-    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, 2) for n in range(2)]
+    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in range(2)]
 
 
 def wait_for_parts(env: RayVecEnv) -> None:
@@ -470,6 +543,24 @@ def test_on_node_loss_raise(make_vec: Any) -> None:
 
 def number_of(node: Any, env: RayVecEnv) -> int:
     return [each.node_id for each in env.topology.nodes].index(node.node_id)
+
+
+@pytest.mark.parametrize("what", ["publish", "drop"])
+def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everything(make_vec: Any, what: str) -> None:
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
+    policy = TablePolicy()
+    weights = env.publish(policy)
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not alive(actor), "the actor has ended")
+    with pytest.raises(NodeLostError):
+        if what == "drop":
+            weights.drop()
+        for _ in range(3):  # the next call finds out that the one before it failed
+            weights.publish(policy.weights())
+    assert env.closed
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        env.step(told(2))
 
 
 def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:

@@ -20,7 +20,7 @@ from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from kinds import in_lockstep, within
-from odd_envs import OwnError, SlowCall, TellsPid, TwoFaced
+from odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
 from vector_kit import DEADLINE_S, assert_explained, pids_of
 from waiting import alive, wait_until
 
@@ -154,6 +154,29 @@ class TestErrors:
             with pytest.raises(error) as caught:
                 env.step(np.zeros(2, int))
             assert "environment 1" in str(caught.value.__cause__)
+
+
+class TestCtrlC:
+    """What is under way is answered some time, so that later answers could be taken for those of other steps."""
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    @pytest.mark.parametrize("how", ["step", "group", "driver"])
+    def test_whoever_waits_for_a_step_loses_the_environments(self, make_vec: MakeVec, nodes: int, how: str) -> None:
+        env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
+        pids = [pid for node in pids_of(env) for pid in node]
+        env.reset(seed=0)
+        actions = np.array([0, 0, 0, 1])
+        with pytest.raises(KeyboardInterrupt):
+            if how == "step":
+                env.step(actions)
+            elif how == "driver":
+                env.rollout(lambda obs: (obs[:, 0] == 3).astype(int), 3, "driver")
+            else:
+                env.send(actions[env.groups[1]], group=1)
+                env.recv(1)
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            env.reset(seed=0)
+        wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
 
 
 class TestEnd:

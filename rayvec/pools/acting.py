@@ -29,12 +29,14 @@ class NodePart(NamedTuple):
 
     Attributes:
         times: Of each of its workers.
+        notes: What a log should tell, such as which workers and environments were restarted.
         edges: Of its part, where that stays in the object store.
         chunk: A reference to its part if there are edges; else its part, a chunk from each of its workers, maybe in
             memory that the next but one writes to.
     """
 
     times: tuple[RolloutTimes, ...]
+    notes: list[str]
     edges: ChunkEdges | None
     chunk: Any
 
@@ -66,10 +68,11 @@ class _Flight:
         """Waits for the answer of a node, and fetches its part unless that stays where it is."""
         (handle, refs), began_s = self.asked[number], time.monotonic()
         try:
-            times, edges = handle.get(refs[0], None if deadline is None else max(0.0, deadline - began_s))
+            times, edges, notes = handle.get(refs[0], _left(deadline))
         finally:
             self.waited_s += time.monotonic() - began_s
-        return NodePart(times, edges, handle.unpack(handle.get(refs[1])) if edges is None else refs[1])
+        chunk = refs[1] if edges is not None else handle.unpack(handle.get(refs[1], _left(deadline)))
+        return NodePart(times, notes, edges, chunk)
 
 
 class ActingNodes:
@@ -169,7 +172,7 @@ class ActingNodes:
                 try:
                     flight.parts[number] = flight.wait(number, deadline)
                 except NodeLostError as error:
-                    flight.parts[number] = self._take_again(flight, number, error)
+                    flight.parts[number] = self._take_again(flight, number, error, deadline)
         del self._flights[0]
         self._publishing += flight.publishing
         return [flight.parts[number] for number in range(len(flight.asked))], flight.waited_s
@@ -190,14 +193,14 @@ class ActingNodes:
         if not self._flights:  # else the nodes step, and are followed when they have done so
             self._follow()
 
-    def _take_again(self, flight: _Flight, number: int, error: NodeLostError) -> NodePart:
+    def _take_again(self, flight: _Flight, number: int, error: NodeLostError, deadline: float | None) -> NodePart:
         while True:
             asked = flight.asked[number][0]
             if self._nodes[number].handle is asked:  # else somebody else has found out already
                 self._replace(number, error)
             self._ask_again(number)
             try:
-                return flight.wait(number)
+                return flight.wait(number, deadline)
             except NodeLostError as again:
                 error = again
 
@@ -238,3 +241,7 @@ def _ask_rollout(handle: NodeHandle, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Asks a node for its part; returns references to its answer and to the part."""
     answer, chunk = handle.actor.rollout.options(num_returns=2).remote(*args)
     return answer, chunk
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -199,7 +199,8 @@ class PoolClient:
         while True:
             until = deadline
             if limit_s is not None and link.num_done <= number:
-                until = min(link.overdue_s(limit_s), math.inf if until is None else until)
+                look_s = min(link.overdue_s(limit_s), time.monotonic() + LOOK_S)  # at the steps of a chunk
+                until = min(look_s, math.inf if until is None else until)
             try:
                 link.wait(number, until)
                 return
@@ -207,6 +208,8 @@ class PoolClient:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
                 assert limit_s is not None
+                if time.monotonic() < link.overdue_s(limit_s):
+                    continue
                 self._restart_worker(link, link.hangs(limit_s), link.waited_s)
             except WorkerLostError as error:
                 self._restart_worker(link, error)

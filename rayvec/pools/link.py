@@ -124,6 +124,8 @@ class WorkerLink:
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
         self._begun_s = 0.0  # when the worker may have begun with the oldest of them
+        self._progress = block.arrays["progress"][index : index + 1]
+        self._seen, self._seen_s = 0, 0.0  # its progress within that, and since when
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -237,12 +239,23 @@ class WorkerLink:
 
     @property
     def waited_s(self) -> float:
-        """How long the oldest command under way has been waited for."""
-        return time.monotonic() - self._begun_s
+        """How long the oldest command under way, or the step within it, has been waited for."""
+        return time.monotonic() - max(self._begun_s, self._seen_s)
 
     def overdue_s(self, step_timeout_s: float) -> float:
-        """When the oldest command under way takes too long, by ``time.monotonic``."""
-        return self._begun_s + self._posted[self.num_done].num_steps * step_timeout_s
+        """When the oldest command under way, or the step within it, takes too long, by ``time.monotonic``.
+
+        To be asked again and again: progress is taken for as old as it was first seen.
+        """
+        num_steps = self._posted[self.num_done].num_steps
+        whole_s = self._begun_s + num_steps * step_timeout_s
+        if num_steps == 1:
+            return whole_s
+        if (seen := int(self._progress[0])) != self._seen:
+            self._seen, self._seen_s = seen, time.monotonic()
+        if seen % 2 == 0:  # the policy acts, which may have to be compiled first
+            return whole_s
+        return min(whole_s, max(self._begun_s, self._seen_s) + step_timeout_s)
 
     def poll(self) -> None:
         """Takes note of the commands that are done, without waiting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -25,7 +26,7 @@ from rayvec.pools.base import PoolSpaces, Supervision
 from rayvec.pools.frames import FrameFormat, Kind, Request
 from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.process import ProcessPool, Workers
-from rayvec.pools.stream import FrameSocket, Listener
+from rayvec.pools.stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.pools.supervision import NodeState
 from rayvec.pools.wire import BlockShape
 from rayvec.types import ChunkEdges, NodeSlice, RolloutTimes, StepBatch
@@ -56,6 +57,8 @@ class NodeActor:
         self._turn = threading.Lock()  # of the stream's thread and of calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
+        self._log = _Log()
+        logging.getLogger("rayvec").addHandler(self._log)
 
     def start(self, factories: Sequence[bytes], preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
         """Starts the workers, which make their environments; returns what these say of themselves."""
@@ -114,13 +117,13 @@ class NodeActor:
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None] | RemoteFailure, Any]:
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None, list[str]] | RemoteFailure, Any]:
         """Lets the workers take steps with a policy.
 
         Returns:
-            Two values, of which the driver need not fetch the second: the workers' times and, if asked for, the
-            chunk's edges; and with edges the chunk, else one of each worker: which Ray copies before the next call
-            begins, or, for a driver that is lent the pool, packed where it lies.
+            Two values, of which the driver need not fetch the second: the workers' times, if asked for the chunk's
+            edges, and what the driver is to log; and with edges the chunk, else one of each worker: which Ray copies
+            before the next call begins, or, for a driver that is lent the pool, packed where it lies.
         """
 
         def take() -> tuple[Any, Any]:
@@ -128,9 +131,9 @@ class NodeActor:
             packed = self._pool.rollout(key, num_steps, first_step, noise_seed)
             times = tuple(part.times for part in packed)
             if not with_edges:
-                return (times, None), packed if self._is_lent else self._pool.unpack(packed)
+                return (times, None, self._log.take()), packed if self._is_lent else self._pool.unpack(packed)
             chunk = join_chunks(self._pool.unpack(packed))
-            return (times, edges_of(chunk)), chunk
+            return (times, edges_of(chunk), self._log.take()), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken
@@ -234,6 +237,26 @@ class NodeActor:
         if keep:
             self._kept_for_driver.append(batch)
         return frame, len(env_ids)
+
+
+class _Log(logging.Handler):
+    """Keeps what was logged here for the driver, where its user looks.
+
+    Not what the stream's thread said: of steps, the driver knows from the infos.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.threadName != STREAM_THREAD:
+            self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Returns what was said since it was last asked."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def _use_tempdir_of_session() -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -153,10 +154,7 @@ class Workers:
             weights_fds: Descriptors of the blocks of those that have weights.
         """
         assert self._block is not None
-        old = self._processes[index]
-        old.kill()
-        old.join()
-        old.close()
+        _end(self._processes[index])
         self._pipes[index].close()
         self._processes[index], self._pipes[index] = self._start(self._specs[index])
         self._hear(index, PoolSpaces)
@@ -185,10 +183,7 @@ class Workers:
         deadline = time.monotonic() + _END_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+            _end(process)
         for memory in self.memories:
             memory.close()
         self._pipes, self._processes, self.memories = [], [], []
@@ -355,6 +350,20 @@ def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> 
     return (
         f"worker {index} on node {node} (environments {first_id + bounds[index]} to {first_id + bounds[index + 1] - 1})"
     )
+
+
+def _end(process: Any) -> None:
+    """Kills a worker that has not ended by itself, and what its environments have started.
+
+    It led a group of its own, whose number nobody else is given while somebody is left in it: a process that has it now
+    says that nobody is.
+    """
+    process.kill()
+    process.join()
+    if process.exitcode != 0 and not os.path.exists(f"/proc/{process.pid}"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.close()
 
 
 @contextlib.contextmanager

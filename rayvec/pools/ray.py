@@ -30,7 +30,7 @@ from rayvec.pools.link import LOOK_S, readable
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.remote import LentPool, NodeHandle, NodePool, StreamPool
-from rayvec.pools.supervision import RESTARTED, NodeState, RestartBudget
+from rayvec.pools.supervision import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 from rayvec.types import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 
 __all__ = ["RayPool"]
@@ -114,7 +114,7 @@ class RayPool:
         self._held: dict[bytes, dict[int, StepBatch]] = {}
         self.acting = ActingNodes(self._nodes, self._replace, self._follow)
         self._seeds: list[int | None] = [None] * self.num_envs
-        self._restarts = np.zeros(self.num_envs, np.int64)
+        self._losses = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
@@ -304,7 +304,6 @@ class RayPool:
         self._under_way[plan.select] = False
         self._sets.pop(plan.key, None)
         batch = self._answers.join(plan, [held[part.owner] for part in plan.parts])
-        self._count_restarts(batch.info)
         return batch
 
     def _recv_part(self, part: Part, deadline: float | None) -> StepBatch:
@@ -400,6 +399,8 @@ class RayPool:
             NotReady: It takes longer; the chunk stays under way.
         """
         parts, waited_s = self.acting.finish(timeout_s)
+        for note in (note for part in parts for note in part.notes):
+            logger.warning(note)
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].edges is None:
@@ -418,7 +419,6 @@ class RayPool:
         assert self._answers is not None
         self._answers.started(slice(None), True)
         self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
-        np.add.at(self._restarts, edges.restarts[:, 1], 1)
         for node in self._nodes:
             rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
             node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
@@ -470,7 +470,7 @@ class RayPool:
         assert self._answers is not None
         node, old = self._nodes[number], self._nodes[number].handle.slice
         rows = slice(old.env_range.start, old.env_range.stop)
-        self._restarts[rows] += 1
+        self._losses[rows] += 1
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, go on on node %s: %s",
             *(old.name, rows.start, rows.stop - 1, self._seeds[rows], node_slice.name, error),
@@ -479,16 +479,13 @@ class RayPool:
         handle.wait_until_placed(_PLACE_S)
         handle.get(self._start(handle))
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
-        state = NodeState(obs, self._seeds[rows], self._restarts[rows], self._answers.mid_episode(rows))
+        state = NodeState(
+            obs, self._seeds[rows], RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows)
+        )
         node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
         nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
         self.topology = Topology(nodes)
         self.acting.install(handle)
-
-    def _count_restarts(self, infos: Sequence[RawInfo]) -> None:
-        for info in infos:
-            if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
-                self._restarts[info.env_id] += 1
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids of each node's actor and workers, by the node's name."""

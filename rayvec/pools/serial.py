@@ -80,6 +80,8 @@ class SerialPool:
         self._begun: set[int] = set()
         self._everyone: NDArray[np.int64] | None = None
         self._all_rows = list(range(self.num_envs))
+        self._progress = np.zeros(1, np.int64).data
+        self._num_turns = 0
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         layout = ArrayLayout.of(self._envs[0].observation_space)
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
@@ -122,6 +124,15 @@ class SerialPool:
                 self._next_seeds[row] = self._restart_seed(row)
                 self._between_episodes[row] = bool(arrays["started"][row] and not arrays["cut"][row])
         self._fresh = {row for row in range(self.num_envs) if arrays["restarts"][row] > 0 or not arrays["started"][row]}
+
+    def show_progress(self, progress: NDArray[np.int64]) -> None:
+        """Says where those look, ``int64 [1]``, who wait for a rollout: an odd number while environments step.
+
+        Each step leaves another, so that one that hangs shows.
+        """
+        self._num_turns = 0
+        progress[0] = 0
+        self._progress = progress.data
 
     def spaces(self) -> PoolSpaces:
         """Returns what the environments say of themselves."""
@@ -355,6 +366,7 @@ class SerialPool:
         timeout_s: float | None = None,
     ) -> StepBatch:
         """See :class:`~rayvec.pools.base.EnvPool`; what was started is done now."""
+        self._progress[0] = self._num_turns + 1
         keys = list(self._under_way) if env_ids is None else [env_ids.tobytes()]
         started = [self._under_way.pop(key) for key in keys]
         infos: list[RawInfo] = []
@@ -364,6 +376,8 @@ class SerialPool:
         if env_ids is None:
             env_ids = np.sort(np.concatenate([ids for ids, _, _ in started]))
             infos.sort(key=lambda info: info.env_id)
+        self._num_turns += 2
+        self._progress[0] = self._num_turns
         return self._batch(env_ids, infos)
 
     def _start(self, env_ids: NDArray[np.int64], function: Callable[..., list[RawInfo]], *args: Any) -> None:

@@ -20,8 +20,10 @@ from collections.abc import Callable
 
 from rayvec.pools.link import readable
 
-__all__ = ["LENGTH_BYTES", "FrameSocket", "Listener", "connect"]
+__all__ = ["LENGTH_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 
+STREAM_THREAD = "rayvec-stream"
+"""Name of the threads in which peers are served."""
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS = 16
@@ -32,9 +34,15 @@ _DEAD_PEER = {
     socket.TCP_KEEPIDLE: 3,
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 10_000,
 }
-"""A peer whose machine is gone says nothing: after about ten seconds of silence the kernel takes it for dead."""
+"""A peer whose machine is gone says nothing: the kernel takes it for dead after about ten seconds in which nothing was
+to be sent; where something was, we do, since the kernel would repeat it for a quarter of an hour. ``TCP_USER_TIMEOUT``
+is no help: to the kernel, a peer that lives but reads nothing is then dead too."""
+_SILENCE_S = 10.0
+_LOOK_S = 1.0
+_TIME = struct.Struct("@ll")
+_TCP_INFO = struct.Struct("=2x2B48xI")
+"""Of Linux's ``struct tcp_info``: repetitions and probes that were not answered, ms since the last acknowledgement."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +99,7 @@ class Listener:
             if len(self._strangers) > _MOST_STRANGERS:
                 with contextlib.suppress(OSError, IndexError):  # it may just have proved itself, or gone
                     self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._admit, args=(sock, peer), name="rayvec-stream", daemon=True).start()
+            threading.Thread(target=self._admit, args=(sock, peer), name=STREAM_THREAD, daemon=True).start()
 
     def _admit(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:
@@ -149,13 +157,25 @@ class FrameSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _DEAD_PEER.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(int(_LOOK_S), 0))
         self._sock = sock
         self._memory = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._filled = 0
+        self._look_at_s = 0.0
 
     def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """Sends a frame."""
-        self._sock.sendall(frame)
+        """Sends a frame.
+
+        Raises:
+            OSError: The peer has hung up, or is silent.
+        """
+        left = memoryview(frame)
+        while left:
+            try:
+                left = left[self._sock.send(left) :]
+            except BlockingIOError:
+                self._check_peer()
 
     def recv(self) -> memoryview:
         """Receives a frame, into memory that the next one overwrites.
@@ -165,6 +185,7 @@ class FrameSocket:
 
         Raises:
             EOFError: The peer has hung up.
+            OSError: It is silent.
         """
         if self._start:
             left = self._filled - self._start
@@ -190,14 +211,35 @@ class FrameSocket:
             larger[: self._filled] = self._memory[: self._filled]
             self._memory = larger
         while (filled := self._filled) < size:
-            received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
+            try:
+                received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
+            except BlockingIOError:
+                self._check_peer()
+                continue
             if not received:
                 raise EOFError("the peer has hung up")
             self._filled = filled + received
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one."""
-        return self._filled > self._start or readable([self._sock.fileno()], timeout_s)
+        """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one.
+
+        Raises:
+            OSError: The peer is silent.
+        """
+        if self._filled > self._start or readable([self._sock.fileno()], timeout_s):
+            return True
+        if time.monotonic() >= self._look_at_s:
+            self._look_at_s = time.monotonic() + _LOOK_S
+            self._check_peer()
+        return False
+
+    def _check_peer(self) -> None:
+        """Raises an error if the peer's machine answers nothing any more; that of a peer that is only slow does."""
+        repeated, probed, silent_ms = _TCP_INFO.unpack(
+            self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        )
+        if max(repeated, probed) > 1 and silent_ms > 1000.0 * _SILENCE_S:
+            raise TimeoutError(f"the peer's machine has answered nothing for {silent_ms / 1000.0:.0f} s")
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor."""

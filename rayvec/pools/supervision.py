@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from rayvec.types import Tree, tree_leaves, tree_map
 
-__all__ = ["RESTARTED", "LastAnswers", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
+__all__ = ["RESTARTED", "RESTARTS_OF_A_NODE", "LastAnswers", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
 
 RESTARTED = "env_restarted"
 """The key of an info dict that says: this step did not happen, the environment was made anew."""
+
+RESTARTS_OF_A_NODE = 1 << 20
+"""Where a node that takes the place of another goes on to count restarts: how far that one had come went with it."""
 
 _MOST_RESTARTS = 5
 _WINDOW_S = 60.0
@@ -77,7 +80,7 @@ class NodeState:
     Attributes:
         obs: Last observation of each, tree of ``[n, *obs_shape]``, or ``object [n]``.
         seeds: Of each.
-        restarts: How often each has been made anew, this time included, ``int64 [n]``.
+        restarts: Number of this restart of each, ``int64 [n]``; those that follow count on from it.
         cut: Whose episode was under way, ``bool [n]``.
     """
 

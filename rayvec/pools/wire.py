@@ -172,6 +172,7 @@ class NodeBlock:
             "started": (np.bool_, (n,)),
             "stays": (np.bool_, (n,)),
             "pid": (np.int64, (workers,)),
+            "progress": (np.int64, (workers,)),
         }
         if self.layout is not None:
             fields |= self.layout.fields("obs", (n,))

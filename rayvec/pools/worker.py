@@ -59,6 +59,7 @@ class WorkerSpec:
 def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     """Runs a worker until its pipe ends; the target of a process."""
     _end_with_parent()
+    os.setsid()  # what environments start is in a group with us, and ends with us where we are killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes us
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # environments may have children
     worker: Worker | None = None
@@ -128,6 +129,7 @@ class Worker:
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         block.arrays["pid"][index] = os.getpid()
+        self.pool.show_progress(block.arrays["progress"][index : index + 1])
         self._say(os.getpid())
         slot = setup.first_command % block.depth
         while not self._closed:

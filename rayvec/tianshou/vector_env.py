@@ -172,7 +172,8 @@ class RayVectorEnv(BaseVectorEnv):
         ids = self._wrap_id(id)
         if self.is_async:
             self._assert_id(ids)
-        return self._pool.call(name, args, kwargs, self._pool_ids(ids))(None)
+        pool_ids = self._pool_ids(ids)
+        return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), KeyboardInterrupt)
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
@@ -233,25 +234,32 @@ class RayVectorEnv(BaseVectorEnv):
                 raise ValueError("action must be not-None for non-async")
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
-            pool_ids = self._send(action, ids)
-            return self._assembler.step(self._guarded(lambda: self._pool.recv(pool_ids)), ids)
+            return self._assembler.step(self._step(*self._checked(action, ids)), ids)
         if action is not None:
             self._assert_id(ids)
-            self._send(action, ids)
+            pool_ids, actions = self._checked(action, ids)
+            if len(pool_ids):
+                self._guarded(lambda: self._pool.send(pool_ids, actions, Autoreset.DISABLED))
             self.waiting_id += list(ids)
             self.ready_id = [x for x in self.ready_id if x not in ids]
         return self._step_async()
 
-    def _send(self, action: Any, ids: list[int] | NDArray[Any]) -> NDArray[np.int64]:
+    def _step(self, ids: NDArray[np.int64], actions: Any) -> StepBatch:
+        def whole() -> StepBatch:
+            self._pool.send(ids, actions, Autoreset.DISABLED)
+            return self._pool.recv(ids)
+
+        return self._guarded(whole)
+
+    def _checked(self, action: Any, ids: list[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Any]:
+        """Returns ids as the pool knows them, and actions as it takes them."""
         assert len(action) == len(ids)
         pool_ids = self._pool_ids(ids)
         if hasattr(action, "detach"):
             action = action.detach().cpu().numpy()
         if not (self._plain_actions and type(action) is np.ndarray and action.dtype != object):
             action = [action[i] for i in range(len(ids))]
-        if len(pool_ids):
-            self._guarded(lambda: self._pool.send(pool_ids, action, Autoreset.DISABLED))
-        return pool_ids
+        return pool_ids, action
 
     def _step_async(self) -> StepResult:
         if not self.waiting_id:
@@ -338,7 +346,7 @@ class RayVectorEnv(BaseVectorEnv):
     def publish(self, policy: ActingPolicy) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights."""
         self._assert_is_not_closed()
-        return self._guarded(lambda: WeightStore(self._pool, policy))
+        return WeightStore(self._pool, policy, guarded=self._guarded)
 
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
         """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
@@ -359,7 +367,7 @@ class RayVectorEnv(BaseVectorEnv):
     def rollout_wait(self) -> Rollout:
         """Waits for the chunk that :meth:`rollout_async` started; may be called again if the wait was interrupted."""
         self._assert_is_not_closed()
-        rollout = self._guarded(self._pool.finish_rollout)
+        rollout = self._guarded(self._pool.finish_rollout, Exception)  # Ctrl-C leaves it under way
         self._in_chunk = False
         return rollout
 
@@ -369,13 +377,16 @@ class RayVectorEnv(BaseVectorEnv):
         self._assert_is_not_closed()
         assert not self._in_chunk, "Cannot interact with environments that take a chunk for a prefetching collector."
 
-    def _guarded(self, function: Callable[[], _T]) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes everything."""
+    def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
+        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes everything.
+
+        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        """
         try:
             return function()
         except NotReady:
             raise
-        except Exception:
+        except fatal:
             self.close()
             self._failed = True
             raise

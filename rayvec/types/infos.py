@@ -7,6 +7,7 @@ that they tell of, and most are never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
@@ -230,11 +231,7 @@ def _is_number(kind: type[Any]) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """Copies arrays, wherever they are in an info: as they come by Ray they can't be written."""
-    if isinstance(value, np.ndarray):
+    """Copies what an info holds, with the arrays wherever they are in it: as they come by Ray they can't be written."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.copy()
-    if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_own(item) for item in value)
-    return value
+    return deepcopy(value)

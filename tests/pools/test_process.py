@@ -371,13 +371,26 @@ class TestFailures:
         pool.recv()
         child = int((tmp_path / "pid").read_text())
         pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
-        try:
-            with pytest.raises(WorkerLostError):
-                within(DEADLINE_S / 2, pool.recv)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            with suppress(WorkerLostError):
-                pool.close()
+        with pytest.raises(WorkerLostError):
+            within(DEADLINE_S / 2, pool.recv)
+        assert alive(child)
+        pool.close()
+        wait_until(lambda: not alive(child), "the child has ended")
+
+    def test_what_an_environment_has_started_ends_with_a_worker_that_is_made_anew(self, tmp_path: Path) -> None:
+        fns = [partial(HasChild, str(tmp_path / "pid"))]
+        pool = ProcessPool.start(factory(fns), 1, supervision=Supervision(True, None))
+        first = int((tmp_path / "pid").read_text())
+        pool.reset(np.arange(1), [0])
+        pool.recv()
+        pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
+        assert within(DEADLINE_S, pool.recv).info[0].final_info == {"env_restarted": True}
+        wait_until(lambda: not alive(first), "the first child has ended")
+        second = int((tmp_path / "pid").read_text())
+        assert alive(second) and os.getpgid(second) == pool.worker_pids[0]
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        pool.close()
+        wait_until(lambda: not alive(second), "the second child has ended")
 
 
 class TestEnd:

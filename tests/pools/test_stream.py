@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import logging
 import pickle
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -239,3 +242,63 @@ def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -
         listener.close()
         connection.send(frame(b"still there"))
         assert connection.recv() == frame(b"still there")
+
+
+def cut_off(sock: socket.socket) -> None:
+    """Lets the kernel drop whatever arrives for a socket, as it does nothing where the cable is out."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    so_attach_filter = 26
+    sock.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(drop_all)))
+
+
+def test_who_reads_late_gets_what_was_sent() -> None:
+    """For longer than the dead are silent, the other machine says that there is no room yet."""
+    large = frame(bytes(range(256)) * (1 << 12))
+    errors: list[OSError] = []
+
+    def serve(connection: FrameSocket) -> None:
+        try:
+            connection.send(large)
+            connection.recv()
+        except OSError as error:
+            errors.append(error)
+        except EOFError:
+            pass
+
+    with closing(Listener("127.0.0.1", KEY, serve)) as listener:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            time.sleep(12.0)
+            assert connection.recv() == large
+    assert not errors
+
+
+def test_a_peer_whose_machine_is_gone_is_found_out() -> None:
+    """Whatever is waited for; by the kernel where nothing was sent, else by us."""
+    found: dict[str, Exception] = {}
+    done = threading.Event()
+
+    def play(wait: str) -> None:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            cut_off(connection._sock)
+            try:
+                if wait != "idle":
+                    connection.send(frame(b"a request"))
+                while wait == "send":
+                    connection.send(frame(bytes(1 << 20)))
+                while wait == "poll" and not connection.poll(0.1):
+                    pass
+                connection.recv()
+            except OSError as error:
+                found[wait] = error
+
+    def hold(connection: FrameSocket) -> None:
+        done.wait()
+
+    with closing(Listener("127.0.0.1", KEY, hold)) as listener:
+        waits = [threading.Thread(target=play, args=(wait,)) for wait in ("recv", "poll", "send", "idle")]
+        for thread in waits:
+            thread.start()
+        for thread in waits:
+            thread.join(3 * DEADLINE_S)
+        done.set()
+    assert sorted(found) == ["idle", "poll", "recv", "send"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
+from odd_envs import PressesCtrlC
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 from tianshou.env.worker import EnvWorker
@@ -588,3 +589,15 @@ class TestUnderTianshou:
             )
             assert result.train_step == 60
             assert result.best_reward > 0
+
+
+@pytest.mark.parametrize("wait_num", [None, 1], ids=["together", "asynchronously"])
+def test_ctrl_c_while_a_step_is_waited_for_closes_everything(make: MakeVenv, wait_num: int | None) -> None:
+    """Else the next reset could return what the step that was interrupted answers."""
+    venv = make([partial(PressesCtrlC, os.getpid())] * 2, wait_num, nodes=2)
+    venv.reset()
+    with pytest.raises(KeyboardInterrupt):
+        venv.step(np.ones(1, int), id=[1])
+    assert venv.is_closed
+    with pytest.raises(AssertionError):
+        venv.reset()
