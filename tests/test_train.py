@@ -352,4 +352,5 @@ def test_the_second_ctrl_c_waits_for_no_environment(tmp_path: Path) -> None:
     assert command.stderr.read_text().endswith(
         f"\nrayvec: interrupted\ngo on with: rayvec train impala --resume {run_dir}\n"
     )
-    assert load_run(run_dir)[1]["progress"]["steps"] == 0  # what was there before
+    # What was there before, or what the first Ctrl-C has saved if it came before the next chunk was waited for.
+    assert load_run(run_dir)[1]["progress"]["steps"] in (0, 800)
