@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 from rayvec.batching import split_groups
 from rayvec.chunks import edges_of
 from rayvec.pools.ray import RayPool
-from rayvec.rollout import Stopwatch, as_policy, rollout, two_groups_pay
+from rayvec.rollout import Stopwatch, as_policy, rollout
 from rayvec.types import Rollout, StepBatch
 
 __all__ = ["DriverActing"]
+
+_TRIALS = (1, 2, 1, 2)
+"""Groups of the first chunks where it is to be found out what is faster; the first two warm up."""
 
 
 class DriverActing:
@@ -21,7 +24,7 @@ class DriverActing:
 
     Args:
         pool: What to step.
-        groups: How many there are; ``"auto"`` decides after the first chunk.
+        groups: How many there are; ``"auto"`` tries both in the first four chunks and keeps the faster.
 
     Attributes:
         groups: The ids of each.
@@ -30,6 +33,7 @@ class DriverActing:
     def __init__(self, pool: RayPool, groups: Literal[1, 2, "auto"]) -> None:
         self._pool = pool
         self._undecided = groups == "auto"
+        self._trials_s: list[float] = []  # of a step, by chunk
         self.groups: tuple[NDArray[np.int64], ...] = split_groups(pool.topology, 2 if groups == 2 else 1)
         self._everyone = np.arange(pool.num_envs)
         self._begun = np.ones(pool.num_envs, bool)
@@ -56,10 +60,18 @@ class DriverActing:
         )
         times = stopwatch.read()
         if self._undecided:
-            self._undecided = False
-            if two_groups_pay(times.inference_s, times.whole_s - times.inference_s):
-                self.groups = split_groups(self._pool.topology, 2)
+            self._try_next(times.whole_s / num_steps)
         return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
+
+    def _try_next(self, step_s: float) -> None:
+        """Takes note of how long a step took, and chooses the groups of the next chunk."""
+        self._trials_s.append(step_s)
+        if len(self._trials_s) < len(_TRIALS):
+            groups = _TRIALS[len(self._trials_s)]
+        else:
+            one_s, two_s = self._trials_s[-2:]
+            groups, self._undecided = (2 if two_s < one_s else 1), False
+        self.groups = split_groups(self._pool.topology, groups)
 
     def note_reset(self, env_ids: NDArray[np.int64]) -> None:
         """Takes note of environments that somebody else resets."""

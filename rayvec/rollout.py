@@ -126,22 +126,6 @@ class Stopwatch:
         return RolloutTimes(time.perf_counter() - self._began_s, self.environment_s, self.inference_s)
 
 
-def two_groups_pay(policy_s: float, stepping_s: float) -> bool:
-    """Says whether double buffering saves time, from what one group took for the same number of steps.
-
-    A policy costs about the same for half the environments, so that two groups take the longer of the stepping
-    and twice the policy, where one takes the sum of both.
-
-    Args:
-        policy_s: Seconds that the policy took.
-        stepping_s: Seconds that the environments took.
-
-    >>> two_groups_pay(policy_s=1.0, stepping_s=2.0), two_groups_pay(policy_s=3.0, stepping_s=2.0)
-    (True, False)
-    """
-    return max(stepping_s, 2.0 * policy_s) < 0.95 * (policy_s + stepping_s)
-
-
 def rollout(
     pool: EnvPool,
     policy: ActingPolicy,

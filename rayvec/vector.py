@@ -70,8 +70,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores.
         workers_per_node: Worker processes on each; by default one for each free core.
-        groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` measures
-            both in the first chunk for which the policy acts in the driver, and decides.
+        groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
+            turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
         step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
             hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
             times as long.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from odd_envs import KeepsActions, OddInfo, OneInfo
 from vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, assert_identical
+from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.types import tree_leaves, tree_map
 from rayvec.vector import RayVecEnv
 
@@ -236,6 +237,24 @@ class TestGroups:
     def test_one_environment_makes_one_group(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv], groups=2)
         assert [ids.tolist() for ids in env.groups] == [[0]]
+
+    @pytest.mark.parametrize(("step_s", "call_s", "row_s", "expected"), [(0.01, 0.0, 0.005, 2), (0.0, 0.01, 0.0, 1)])
+    def test_auto_keeps_what_is_faster(
+        self, make_vec: MakeVec, step_s: float, call_s: float, row_s: float, expected: int
+    ) -> None:
+        """Environments and policy that can sleep at the same time; a policy that costs the same for half of them."""
+
+        def policy(obs: Any) -> Any:
+            time.sleep(call_s + row_s * len(obs))
+            return np.zeros(len(obs), int)
+
+        env = make_vec([partial(TimedEnv, step_s)] * 8, workers=2, groups="auto")
+        tried, chunks = [], []
+        for seed in (1, None, None, None, None):
+            tried.append(len(env.groups))
+            chunks.append(env.rollout(policy, 4, "driver", seed))
+        assert tried == [1, 2, 1, 2, expected] and len(env.groups) == expected
+        assert counting_errors(chunks) == []
 
 
 class TestMemory:
