@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from rayvec.testing import assert_identical
@@ -38,11 +39,21 @@ def test_equal_to_the_last_bit(make_vec: Any, env_id: str, mode: str) -> None:
     reference.close()
 
 
-def test_frames_are_rendered_on_the_workers(make_vec: Any) -> None:
-    env = make_vec("MiniGrid-Empty-5x5-v0", num_envs=2, env_kwargs={"render_mode": "rgb_array"})
-    env.reset(seed=1)
-    frames = env.render()
-    assert len(frames) == 2 and frames[0].ndim == 3 and frames[0].any()
+@pytest.mark.parametrize("env_id", ["MiniGrid-Empty-5x5-v0", "ale_py:ALE/Breakout-v5"])
+def test_frames_are_rendered_on_the_workers(make_vec: Any, env_id: str) -> None:
+    kwargs = {"render_mode": "rgb_array"}
+    reference = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id, **kwargs)] * 2)
+    env = make_vec(env_id, nodes=2, num_envs=2, env_kwargs=kwargs)
+    assert_identical(env.reset(seed=1), reference.reset(seed=1))
+    for _ in range(3):
+        frames, expected = env.render(), reference.render()
+        assert len(frames) == 2 and expected is not None
+        for mine, theirs in zip(frames, expected, strict=True):
+            assert_identical(mine, theirs)
+        env.step(np.ones(2, int))
+        reference.step(np.ones(2, int))
+    assert frames[0].ndim == 3 and frames[0].any()
+    reference.close()
 
 
 def test_make_vec_tells_settings_of_the_environment_from_ours(ray_cluster: object) -> None:
