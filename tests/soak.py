@@ -3,9 +3,9 @@
     python tests/soak.py --minutes 10 --fault-every 5
 
 Environments count their own steps and say in every observation who they are: index, instance, episode and
-step. The driver steps them, by turns one by one and in chunks, while environments raise, hang and kill their
-process, workers and actors are killed, and nodes come and go. Every answer is checked against the one
-before it. Not part of the default suite; `make soak` runs it.
+step. The driver steps them, by turns one by one and in chunks, of which it asks for one or two at a time, while
+environments raise, hang and kill their process, workers and actors are killed, and nodes come and go. Every answer is
+checked against the one before it. Not part of the default suite; `make soak` runs it.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class Faults:
 
 def _policy(obs: Any) -> Any:
     """Asks the environments for a fault very rarely, chosen by their own count."""
-    return np.where((obs[:, EPISODE] % 97 == 41) & (obs[:, COUNT] == 17), RAISE, STEP)
+    raises = (obs[:, EPISODE] % 97 == 41) & (obs[:, COUNT] == 17)
+    hangs = (obs[:, EPISODE] % 211 == 57) & (obs[:, COUNT] == 9)
+    return np.where(raises, RAISE, np.where(hangs, HANG, STEP))
 
 
 def _memory_mib() -> float:
@@ -201,7 +203,7 @@ def soak(minutes: float, fault_every_s: float, seed: int) -> None:
 
 def _run(env: RayVecEnv, faults: Faults, until: float, fault_every_s: float) -> None:
     obs, _ = env.reset(seed=1)
-    auditor = Auditor(obs)
+    auditor, weights = Auditor(obs), env.publish(_policy)
     begin, next_fault, next_report = time.monotonic(), time.monotonic() + 2, time.monotonic() + 30
     memory: list[float] = []
     while time.monotonic() < until:
@@ -222,8 +224,13 @@ def _run(env: RayVecEnv, faults: Faults, until: float, fault_every_s: float) -> 
             timer.start()
             auditor.chunk(env.rollout(_policy, 30))
             timer.join()
-        else:
-            auditor.chunk(env.rollout(_policy, 30))
+        else:  # one behind the other
+            for _ in range(2):
+                env.rollout_async(weights, 30, 0, 0)
+            for _ in range(2):
+                chunk = env.rollout_wait().chunk
+                assert chunk is not None
+                auditor.chunk(chunk)
         if time.monotonic() >= next_report:
             next_report += 30
             memory.append(_memory_mib())

@@ -563,12 +563,13 @@ def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everyt
         env.step(told(2))
 
 
-def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:
-    """The whole node goes; its environments go on elsewhere, the others never notice."""
+def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The whole node goes; its environments go on elsewhere, the others never notice, and the log says so."""
     extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 6, nodes=3, workers=1)
     env.reset(seed=1)
-    lost = list(env.topology.nodes[number_of(extra, env)].env_range)
+    node = env.topology.nodes[number_of(extra, env)]
+    lost = list(node.env_range)
     ray_cluster.remove_node(extra, allow_graceful=False)
     until = time.monotonic() + DEADLINE_S
     info: dict[str, Any] = {}
@@ -578,6 +579,9 @@ def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any) -> None:
     assert np.flatnonzero(info["env_restarted"]).tolist() == lost
     assert extra.node_id not in [node.node_id for node in env.topology.nodes]
     assert len({int(obs[n][TOTAL]) for n in range(6) if n not in lost}) == 1
+    seeds = [1 + n for n in lost]
+    said = f"node {node.name} is lost; environments {lost[0]} to {lost[-1]}, seeds {seeds}, go on on node "
+    assert any(said in text for text in caplog.messages), caplog.messages
 
 
 def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any) -> None:
