@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import assert_nothing_left, running
+from ranks_kit import FallingLearner
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
@@ -22,7 +23,7 @@ from rayvec.collector import Collector
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.evaluate import evaluate, evaluate_run, greedy_policy
 from rayvec.loggers import read_metrics
-from rayvec.runs import Progress, begin_run_dir, load_run, locked, make_env, make_learner, save_checkpoint
+from rayvec.runs import LEARNERS, Progress, begin_run_dir, load_run, locked, make_env, make_learner, save_checkpoint
 from rayvec.train import StopOnInterrupt, _begin
 from rayvec.types import Batch
 
@@ -115,6 +116,24 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
     longer = (tmp_path / "ranks" / "config.yaml").read_text().replace("total_steps: 256", "total_steps: 320")
     (tmp_path / "ranks" / "config.yaml").write_text(longer)
     assert rayvec.resume(ranks.run_dir, num_learners=1, learners_apart=False).total_steps == 320
+
+
+def make_falling(observation_space: Any, action_space: Any, config: PPOConfig) -> FallingLearner:
+    learner = FallingLearner(observation_space, action_space, config)
+    learner.mark, learner.who, learner.how = config.run_dir.parent / "fallen", 1, "SIGKILL"
+    return learner
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_rank_that_is_killed_in_an_update_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"seed": 5, "num_nodes": 1, "num_learners": 2, "minibatch_size": 16, "total_steps": 256}
+    undisturbed = rayvec.train(tiny(tmp_path / "undisturbed", **settings))
+    monkeypatch.setitem(LEARNERS, PPOConfig, make_falling)
+    result = rayvec.train(tiny(tmp_path / "killed", **settings))
+    assert (tmp_path / "fallen").exists() and result.total_steps == 256
+    weights = [load_run(run.run_dir)[1]["weights"] for run in (undisturbed, result)]
+    assert torch.equal(*weights)
+    assert result.eval_return_mean == undisturbed.eval_return_mean
 
 
 @pytest.mark.usefixtures("ray_cluster")
