@@ -171,9 +171,9 @@ class Faults:
 
 
 def _policy(obs: Any) -> Any:
-    """Asks the environments for a fault very rarely, chosen by their own count."""
-    raises = (obs[:, EPISODE] % 97 == 41) & (obs[:, COUNT] == 17)
-    hangs = (obs[:, EPISODE] % 211 == 57) & (obs[:, COUNT] == 9)
+    """Asks the environments for a fault very rarely, chosen by their own count: more often is a crash loop."""
+    raises = (obs[:, EPISODE] == 161) & (obs[:, COUNT] == 17)
+    hangs = (obs[:, EPISODE] == 101) & (obs[:, COUNT] == 9) & (obs[:, INDEX] % 8 == 3)
     return np.where(raises, RAISE, np.where(hangs, HANG, STEP))
 
 
