@@ -106,6 +106,21 @@ class TestRanksEqualOne:
         plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 2, averages=False), count=3)
         assert difference(other, plain) > 1e-5
 
+    @pytest.mark.parametrize("name", kit.MAKERS)
+    def test_all_ranks_end_with_the_same_bits(self, parallel: Parallel, name: str) -> None:
+        other = parallel(kit.make(name), 3)
+        kit.updates(other, kit.fill(other), count=3)
+        first, *others = other._group.ask_all("state_dict")
+        assert len(others) == 2
+        start = AlgorithmState(kit.make(name)).capture()["tensors"]
+        assert not all(map(torch.equal, first["tensors"], start))
+        for state in others:
+            assert all(map(torch.equal, state["tensors"], first["tensors"]))
+            for mine, theirs in zip(state["optimizers"], first["optimizers"], strict=True):
+                for a, b in zip(mine, theirs, strict=True):
+                    assert a.keys() == b.keys()
+                    assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
+
     @pytest.mark.parametrize("name", ["ppo", "impala", "td3"])
     def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str) -> None:
         plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 4), count=5, rows=3)
