@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from measure import heading, markdown, ratio, simulated_cluster, spread, tree
 
+from rayvec.collector import Collector
 from rayvec.pools.base import Autoreset
 from rayvec.testing import TimedEnv
 from rayvec.vector import RayVecEnv
@@ -223,55 +224,73 @@ def independent(step_s: float, steps: int, answer: Connection) -> None:
     answer.send(run_s([os.getpid()]) - begun)
 
 
-def cpu(args: argparse.Namespace) -> None:
-    """CPU time of everybody in a step from the driver, one sleeping environment a worker: what binds short steps."""
-    count, step_s = args.nodes * args.workers_per_node, 1e-3
-    spent: dict[str, list[float]] = {"driver": [], "a node's actor": [], "a worker": [], "an independent process": []}
+def counted(
+    pids: dict[str, list[int]], advance: Callable[[], object], steps: int, repeats: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Returns each one's CPU time for a step by name, and the wall time of a step, both in us and of every repeat."""
+    spent: dict[str, list[float]] = {name: [] for name in pids}
     walls = []
+    advance()
+    for _ in range(repeats):
+        before = {name: run_s(them) for name, them in pids.items()}
+        begin = time.perf_counter()
+        advance()
+        walls.append((time.perf_counter() - begin) / steps * 1e6)
+        for name, them in pids.items():
+            spent[name].append((run_s(them) - before[name]) / steps / len(them) * 1e6)
+    return spent, walls
+
+
+def cpu(args: argparse.Namespace) -> None:
+    """CPU time of everybody in a step, one sleeping environment a worker: what binds short steps."""
+    count, step_s, steps = args.nodes * args.workers_per_node, 1e-3, args.steps
+    found = {}
     with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
         with RayVecEnv([timed(step_s)] * count, workers_per_node=args.workers_per_node) as env:
             env.reset(seed=0)
             actions = np.zeros(count, np.int64)
+            collector = Collector(env, still, prefetch=True)
             of_nodes = list(env.worker_pids().values())
             pids = {
                 "driver": [os.getpid()],
                 "a node's actor": [of_node[0] for of_node in of_nodes],
                 "a worker": [pid for of_node in of_nodes for pid in of_node[1:]],
             }
-            for _ in range(args.repeats):
-                before = {name: run_s(them) for name, them in pids.items()}
-                begin = time.perf_counter()
-                for _ in range(args.steps):
-                    env.step(actions)
-                walls.append((time.perf_counter() - begin) / args.steps * 1e6)
-                for name, them in pids.items():
-                    spent[name].append((run_s(them) - before[name]) / args.steps / len(them) * 1e6)
+            for way, advance in (
+                ("from the driver", lambda: [env.step(actions) for _ in range(steps)]),
+                (f"in chunks of {steps}", lambda: collector.collect(n_step=steps * count)),
+            ):
+                found[way] = counted(pids, advance, steps, args.repeats)
     context = multiprocessing.get_context("forkserver")
+    alone: list[float] = []
     for _ in range(args.repeats):
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         for _, theirs in pipes:
-            context.Process(target=independent, args=(step_s, args.steps, theirs), daemon=True).start()
-        spent["an independent process"].append(sum(ours.recv() for ours, _ in pipes) / count / args.steps * 1e6)
+            context.Process(target=independent, args=(step_s, steps, theirs), daemon=True).start()
+        alone.append(sum(ours.recv() for ours, _ in pipes) / count / steps * 1e6)
+    rows = [[name, *(spread(spent[name]) for spent, _ in found.values())] for name in pids]
+    rows.append(["an independent process", *[spread(alone)] * len(found)])
     together = [
-        driver + args.nodes * actor + count * worker
-        for driver, actor, worker in zip(*(spent[name] for name in pids), strict=True)
+        [sum(len(pids[name]) * spent[name][k] for name in pids) for k in range(args.repeats)]
+        for spent, _ in found.values()
     ]
-    rows = [[name, spread(values)] for name, values in [*spent.items(), ("driver, actors and workers", together)]]
-    print(markdown(["", "CPU time for each step of all, us"], rows))
-    print(f"\nA step of {count} environments that sleep 1 ms took {spread(walls)} us.")
+    rows.append(["driver, actors and workers", *map(spread, together)])
+    rows.append(["wall time", *(spread(walls) for _, walls in found.values())])
+    print(f"CPU time, us, for a step of {count} environments that sleep 1 ms\n")
+    print(markdown(["", *found], rows))
 
 
 def main() -> None:
     """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function, repeats in ((groups, 5), (startup, 3), (frames, 7), (cpu, 5)):
+    for function, repeats in ((groups, 5), (startup, 3), (frames, 7), (cpu, 9)):
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(function=function)
         command.add_argument("--repeats", type=int, default=repeats)
         command.add_argument("--nodes", type=int, default=8 if function is frames else 2)
         command.add_argument("--workers-per-node", type=int, default=48 if function is startup else 8)
-        command.add_argument("--steps", type=int, default=300)
+        command.add_argument("--steps", type=int, default=128 if function is cpu else 300)
     args = parser.parse_args()
     print(heading())
     args.function(args)
