@@ -10,13 +10,14 @@ from rayvec.tianshou.algorithm_rank import AlgorithmRank
 
 
 class Unsummed:
-    """Ranks that never meet: each keeps what it has."""
+    """Ranks that tell each other counts, but no gradients: each keeps what it has."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
 
     def sum_(self, tensor: Any) -> Any:
-        return tensor
+        return tensor if tensor.is_floating_point() else self._ranks.sum_(tensor)
 
 
 class Stage:
