@@ -67,6 +67,20 @@ class NotFinite(DriftEnv):
         return (np.full_like(obs, np.nan) if self._steps == 3 else obs, *rest)
 
 
+class Agents(DriftEnv):
+    """Rewards three agents at once; from the step on that it is told, of its first episode, only one."""
+
+    def __init__(self, alone_from: int | None = None) -> None:
+        super().__init__()
+        self._alone_from = alone_from
+
+    def step(self, action: Any) -> Any:
+        obs, rew, terminated, truncated, info = super().step(action)
+        if self._t == self._alone_from:
+            return obs, rew, terminated, truncated, info
+        return obs, np.array([rew, -rew, self._t]), terminated, truncated, {**info, "t": self._t}
+
+
 class Pointed(DriftEnv):
     """Drifts by a continuous action, and says things in infos, some of them only when an episode ends."""
 

@@ -6,17 +6,20 @@ The counterpart of :mod:`rayvec.tianshou.pool_env`: what travelled apart from th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.errors import ConfigError, message
 from rayvec.pools.memory import index_tree
 from rayvec.pools.supervision import RESTARTED
 from rayvec.tianshou.pool_env import APART, FLOAT
-from rayvec.types import StepBatch, tree_map
+from rayvec.types import Chunk, ChunkInfo, StepBatch, tree_map
+from rayvec.types.infos import ChunkInfos
 
-__all__ = ["Assembler", "StepResult"]
+__all__ = ["Assembler", "StepResult", "assembled_chunk"]
 
 StepResult = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminated, truncated and infos, each with one row for each environment."""
@@ -90,6 +93,63 @@ class Assembler:
             rows = zip(batch.rew, dtypes, apart, strict=True)
             return np.stack([extra.get("rew", dtype.type(rew)) for rew, dtype, extra in rows])
         return batch.rew.astype(np.result_type(*dtypes))
+
+
+def assembled_chunk(chunk: Chunk) -> Chunk:
+    """Returns a chunk with the rewards of several agents in their place, and infos without what travelled apart.
+
+    Rewards that are arrays become ``rew [T, N, *rew_shape]``, 0 where no step happened.
+
+    Raises:
+        ConfigError: An observation did not fit into the chunk's arrays, or not all rewards have one shape.
+    """
+    if not (chunk.infos.has_key(APART) or chunk.reset_infos.has_key(APART)):
+        return chunk
+    rewards: list[tuple[int, int, Any]] = []
+    infos = [_without_apart(item, rewards) for item in chunk.infos]
+    reset_infos = [_without_apart(item, rewards) for item in chunk.reset_infos]
+    return replace(
+        chunk,
+        rew=_rewards_apart(chunk, rewards) if rewards else chunk.rew,
+        infos=ChunkInfos.of(item for item in infos if item.info),
+        reset_infos=ChunkInfos.of(item for item in reset_infos if item.info),
+    )
+
+
+def _without_apart(item: ChunkInfo, rewards: list[tuple[int, int, Any]]) -> ChunkInfo:
+    info = dict(item.info)
+    apart = info.pop(APART, {})
+    if "obs" in apart:
+        raise _chunk_error("observations of the space's shape and data type", apart["obs"])
+    if "rew" in apart:
+        rewards.append((item.t, item.n, apart["rew"]))
+    return item._replace(info=info)
+
+
+def _rewards_apart(chunk: Chunk, rewards: list[tuple[int, int, Any]]) -> NDArray[np.float64]:
+    """Returns all rewards of a chunk: arrays, or numbers of which some are no exact ``float64``."""
+    shape = np.shape(rewards[0][2])
+    rew = np.zeros((*chunk.rew.shape, *shape)) if shape else chunk.rew.copy()
+    lacking = chunk.valid & bool(shape)
+    for t, n, reward in rewards:
+        if np.shape(reward) != shape or np.asarray(reward).dtype.kind not in "biuf":
+            raise _chunk_error(f"rewards that are all numbers of the shape {shape}", reward)
+        rew[t, n], lacking[t, n] = reward, False
+    if lacking.any():
+        t, n = np.argwhere(lacking)[0]
+        raise _chunk_error(f"rewards that are all numbers of the shape {shape}", float(chunk.rew[t, n]))
+    return rew
+
+
+def _chunk_error(expected: str, got: Any) -> ConfigError:
+    return ConfigError(
+        message(
+            "Chunks hold observations of the space's shape and data type, and rewards of one shape.",
+            expected=expected,
+            got=repr(got),
+            remedy="Mend the environment's space or its rewards, or pass inference='driver'.",
+        )
+    )
 
 
 def _split(batch: StepBatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

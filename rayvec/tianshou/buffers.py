@@ -54,7 +54,7 @@ class Added:
 
     Attributes:
         index: Where each step lies in the buffer, ``int64 [S, N]``; -1 where it was not added.
-        returns: Returns of the episodes that ended, ``float64 [S, N]``.
+        returns: Returns of the episodes that ended, ``float64 [S, N, *rew_shape]``.
         lens: Their lengths, ``int64 [S, N]``.
         starts: Where the episode of each step begins in the buffer, ``int64 [S, N]``.
         ended: Where an episode ended that counts, ``bool [S, N]``: not one that a fault has cut.
@@ -83,7 +83,7 @@ def add_chunk(
 
     Args:
         buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
-        chunk: What to add.
+        chunk: What to add; rewards of several agents, ``rew [T, N, *rew_shape]``, step by step.
         act: Actions to store instead of those of the chunk, tree of ``[T, N, ...]``.
         policy: The policy's entry, arrays or tensors ``[T, N, ...]``; empty by default.
         buffer_ids: Sub-buffer of each column, ``int64 [N]``; by default those of the chunk's environments.
@@ -137,7 +137,8 @@ class ChunkInsertion:
         self._offsets = _offsets(buffer, self._ids)
         _check_tree(chunk.obs)
         held = buffer._meta.get("info")
-        columns = info_columns(chunk, chunk.env_ids, held) if type(buffer).add in _IN_BULK else None
+        in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
+        columns = info_columns(chunk, chunk.env_ids, held) if in_bulk else None
         self._bulk = columns is not None and all(leaf.dtype != object for leaf in tree_leaves(chunk.obs))
         self._fields: dict[str, Any] = {
             "obs": chunk.obs,
@@ -287,7 +288,7 @@ class ChunkInsertion:
     def _add_in_order(self, start: int, stop: int) -> Added:
         shape = (stop - start, self._chunk.num_envs)
         index, lens, starts = np.full(shape, -1), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        returns, ended = np.zeros(shape), self._ended[start:stop]
+        returns, ended = np.zeros((*shape, *self._chunk.rew.shape[2:])), self._ended[start:stop]
         following = self._chunk.next_obs()
         infos: dict[int, list[Any]] = {}
         for item in self._chunk.infos:
@@ -301,7 +302,8 @@ class ChunkInsertion:
                 batch.info = info_rows(infos.get(t, ()), columns, self._chunk.env_ids[columns])
                 result = self._buffer.add(batch, buffer_ids=self._ids[columns])
                 index[row, columns], returns[row, columns], lens[row, columns], starts[row, columns] = result
-        return Added(index, np.where(ended, returns, 0.0), np.where(ended, lens, 0), starts, ended)
+        returns[~ended], lens[~ended] = 0.0, 0
+        return Added(index, returns, lens, starts, ended)
 
 
 def _sums(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, cast
 
 import cloudpickle
@@ -24,13 +24,12 @@ from tianshou.env import BaseVectorEnv
 from rayvec.chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.tianshou.absent import without_absent_rows
+from rayvec.tianshou.assembly import assembled_chunk, objects
 from rayvec.tianshou.buffers import Added, ChunkInsertion
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
-from rayvec.tianshou.pool_env import APART
 from rayvec.tianshou.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.vector_env import RayVectorEnv
 from rayvec.types import Chunk, tree_map
-from rayvec.types.infos import ChunkInfos
 from rayvec.weights import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
@@ -292,9 +291,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if rollout.edges.bad_obs is not None and not self._bad_obs_told:
             self._bad_obs_told = True
             logger.warning("an observation is not finite: %s", rollout.edges.bad_obs.first)
-        chunk = rollout.chunk
-        assert chunk is not None
-        return replace(chunk, infos=_plain(chunk.infos), reset_infos=_plain(chunk.reset_infos))
+        assert rollout.chunk is not None
+        return assembled_chunk(rollout.chunk)
 
     def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:
         act: Any = chunk.extras.get("act", chunk.act)
@@ -327,7 +325,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     @staticmethod
     def _count(stats: CollectStats, added: Added) -> None:
-        stats.returns = np.concatenate([stats.returns, added.returns[added.ended]])
+        returns = added.returns[added.ended]
+        if len(returns):
+            stats.returns = np.concatenate([stats.returns, returns]) if len(stats.returns) else returns
         stats.lens = np.concatenate([stats.lens, added.lens[added.ended]])
         stats.n_collected_episodes += int(added.ended.sum())
 
@@ -347,20 +347,24 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             for key, values in (additions or {}).items():
                 self.buffer.set_array_at_key(values, key, index=indices)
                 episode.set_array_at_key(values, key)
-            stats.update_at_episode_done(episode_batch=episode, episode_return=float(added.returns[-1, column]))
+            episode_return = added.returns[-1, column]
+            stats.update_at_episode_done(
+                episode_batch=episode,
+                episode_return=episode_return if episode_return.ndim else float(episode_return),
+            )
 
     def _keep_last(self, chunk: Chunk, random: bool) -> None:
         """Remembers where the environments stand, for a collect that takes one step at a time."""
         n, last = self.env_num, chunk.num_steps - 1
         obs = chunk.last_obs
         if isinstance(obs, dict):
-            obs = _objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
+            obs = objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
         infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
         for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
             for item in said.where(lambda block: block.t == last):
                 if chunk.done[last, item.n] == of_reset:
                     infos[item.n] = {**item.info, **infos[item.n]}
-        self._pre_collect_obs_RO, self._pre_collect_info_R = obs, _objects(infos)
+        self._pre_collect_obs_RO, self._pre_collect_info_R = obs, objects(infos)
         state = None if random else policy_entry(chunk.extras).get("hidden_state")
         if state is not None:
             state = state[last]
@@ -400,39 +404,3 @@ def _prefetch_error(expected: str, got: str) -> ConfigError:
             remedy="Leave prefetch out.",
         )
     )
-
-
-def _plain(infos: ChunkInfos) -> ChunkInfos:
-    """Returns infos without what is meant for the face of the environments.
-
-    Raises:
-        ConfigError: An observation or a reward did not fit into the chunk's arrays.
-    """
-    if not infos.has_key(APART):
-        return infos
-    plain = []
-    for item in infos:
-        if APART in item.info:
-            info = dict(item.info)
-            apart = info.pop(APART)
-            if "obs" in apart or "rew" in apart:
-                what = "observation" if "obs" in apart else "reward"
-                raise ConfigError(
-                    message(
-                        "Chunks hold observations of the space's shape and data type, and one reward a step.",
-                        expected=f"such {what}s",
-                        got=f"{apart.get('obs', apart.get('rew'))!r}",
-                        remedy="Mend the environment's space, or pass inference='driver'.",
-                    )
-                )
-            item = item._replace(info=info)
-            if not info:
-                continue
-        plain.append(item)
-    return ChunkInfos.of(plain)
-
-
-def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array

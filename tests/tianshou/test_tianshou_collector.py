@@ -32,7 +32,7 @@ from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
-from tianshou_kit import Exact, NotFinite, Pointed, Remembers
+from tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
 
 from rayvec.collector import CollectorProtocol
 from rayvec.errors import ConfigError
@@ -42,7 +42,7 @@ from rayvec.tianshou import Collector, RayVectorEnv
 MakeVenv = Callable[..., RayVectorEnv]
 
 
-ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed}
+ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
     """Five environments of each kind on several workers, of two nodes and of one."""
     made = {
         name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2, preload=("tianshou_kit",))
-        for name, nodes in (("drift", 2), ("pointed", 1))
+        for name, nodes in (("drift", 2), ("pointed", 1), ("agents", 1))
     }
     yield made
     for venv in made.values():
@@ -217,6 +217,36 @@ class TestEpisodes:
         with pytest.raises(MalformedBufferError):
             collector.collect(n_step=20)
         assert "not finite: nan in the observation before step 3 of environment 0" in caplog.text
+        env.close()
+
+
+class TestAgents:
+    """Rewards of several agents."""
+
+    def test_fills_the_same_buffer(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs, "agents")
+        for n_step in (5, 52, 1, 300):
+            collect_both(mine, other, n_step=n_step)
+        assert mine.buffer.rew.shape == (200, 3)
+
+    @pytest.mark.parametrize("hook", [False, True])
+    def test_episodes_have_a_return_for_each(self, venvs: dict[str, RayVectorEnv], hook: bool) -> None:
+        mine, other = pair(venvs, "agents", make_buffer=lambda: VectorReplayBuffer(1000, 5))
+        seen: list[list[Any]] = []
+        for collector in (mine, other) if hook else ():
+            seen.append([])
+            collector.set_on_episode_done_hook(lambda episode, log=seen[-1]: log.append(episode.rew.tolist()))
+        collect_both(mine, other, n_episode=9)
+        if hook:
+            assert seen[0] == seen[1] and len(seen[0]) == 9
+        assert mine.collect(n_episode=6).returns.shape == (6, 3)
+
+    def test_a_reward_of_another_shape_is_refused(self, ray_cluster: object) -> None:
+        env = RayVectorEnv([lambda: Agents(alone_from=2)] * 2, num_nodes=1, workers_per_node=1)
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
+        collector.reset()
+        with pytest.raises(ConfigError, match=r"rewards of one shape.*all numbers of the shape \(3,\)"):
+            collector.collect(n_step=20)
         env.close()
 
 
