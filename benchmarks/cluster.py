@@ -11,15 +11,19 @@ Efficiency over nodes and step durations is what ``rayvec bench scaling`` measur
 from __future__ import annotations
 
 import argparse
+import contextlib
+import cProfile
 import multiprocessing
 import os
+import pstats
+import resource
 import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from measure import heading, markdown, ratio, simulated_cluster, spread, tree
@@ -175,10 +179,12 @@ def echo(port: int, sent_bytes: int, answer_bytes: int, busy_s: float) -> None:
 
 
 def frames(args: argparse.Namespace) -> None:
-    """CPU time of the driver for each node and step, at 48 environments of 4 floats for each node."""
+    """CPU time of the driver for each node and step, at 48 environments of 4 floats for each node, and where it goes.
+
+    First on cores that all share, then with the driver alone on core 0, as it is on a machine of its own.
+    """
     count = 48 * args.nodes
-    ours: dict[str, list[float]] = {"frame": [], "step": []}
-    bare: dict[str, list[float]] = {"frame": [], "step": []}
+    rows = []
     echoes = BareEcho(args.nodes, 24 + 8 + 48 * 16, 24 + 48 * 34, 48 * 6e-6)
     with simulated_cluster(0, *[1] * args.nodes), RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
         env.reset(seed=0)
@@ -188,21 +194,72 @@ def frames(args: argparse.Namespace) -> None:
             pool.send(ids, actions, Autoreset.NEXT_STEP)
             pool.recv(ids)
 
-        for _ in range(args.repeats):
-            for figures, advance in ((ours, step), (bare, echoes.step)):
-                advance()
-                cpu, begin = time.process_time(), time.perf_counter()
-                for _ in range(args.steps):
-                    advance()
-                figures["frame"].append((time.process_time() - cpu) / args.steps / args.nodes * 1e6)
-                figures["step"].append((time.perf_counter() - begin) / args.steps * 1e6)
+        ways = {"RayPool": step, "bare echo of as many bytes": echoes.step}
+        cores = os.sched_getaffinity(0)
+        for where in ("shared", "its own"):
+            if where == "its own":
+                alone_on_core(min(cores), cores)
+            found: dict[str, list[Spent]] = {name: [] for name in ways}
+            for _ in range(args.repeats):
+                for name, advance in ways.items():
+                    found[name].append(spent_on(advance, args.steps, args.nodes))
+            for name, figures in found.items():
+                rows.append([name, where, *map(spread, zip(*figures, strict=True))])
+        profile = cProfile.Profile()
+        profile.runcall(lambda: [step() for _ in range(args.steps)])
     echoes.close()
-    rows = [
-        [name, args.nodes, 48, spread(figures["frame"]), spread(figures["step"])]
-        for name, figures in (("RayPool", ours), ("bare echo of as many bytes", bare))
+    header = ["", "driver's core", "driver CPU for each node's frame, us", "of it in the kernel, us"]
+    header += ["preempted in a step, times", "wall time of a step, us"]
+    print(f"{args.nodes} nodes of 48 environments\n\n{markdown(header, rows)}\n")
+    print(f"Functions by their own time, under a profiler, which makes calls dearer\n\n{costs(profile, args)}")
+
+
+class Spent(NamedTuple):
+    """What the driver spends: microseconds of CPU time for a frame, of them in the kernel, preemptions, wall time."""
+
+    cpu_us: float
+    kernel_us: float
+    preemptions: float
+    wall_us: float
+
+
+def spent_on(advance: Callable[[], None], steps: int, frames_per_step: int) -> Spent:
+    """Measures steps after one that warms up."""
+    advance()
+    usage, cpu, begin = resource.getrusage(resource.RUSAGE_SELF), time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        advance()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    each_us = 1e6 / steps / frames_per_step
+    return Spent(
+        cpu * each_us,
+        (after.ru_stime - usage.ru_stime) * each_us,
+        (after.ru_nivcsw - usage.ru_nivcsw) / steps,
+        wall / steps * 1e6,
+    )
+
+
+def alone_on_core(core: int, cores: set[int]) -> None:
+    """Leaves one core to this process, and the others to all that it has started."""
+    for pid in tree(os.getpid()):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(task.name), {core} if pid == os.getpid() else cores - {core})
+
+
+def costs(profile: cProfile.Profile, args: argparse.Namespace) -> str:
+    """Returns the 15 functions that took most of their own time, for each frame, without the waits in ``recv_into``."""
+    frames = args.steps * args.nodes
+    found = [
+        [f"{Path(place[0]).name} {place[2]}".removeprefix("~ "), f"{calls / frames:.2f}", f"{own / frames * 1e6:.1f}"]
+        for place, (_, calls, own, _, _) in sorted(
+            pstats.Stats(profile).stats.items(),  # type: ignore[attr-defined]
+            key=lambda item: -item[1][2],
+        )
+        if "recv_into" not in place[2]
     ]
-    header = ["", "nodes", "environments on each", "driver CPU for each node's frame, us", "wall time of a step, us"]
-    print(markdown(header, rows))
+    return markdown(["function", "calls a frame", "us a frame"], found[:15])
 
 
 def run_s(pids: Sequence[int]) -> float:

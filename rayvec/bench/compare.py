@@ -30,7 +30,8 @@ _MOST_RAY_ACTORS = 16
 class Compare:
     """Measure steps/s and steps per CPU-second of rayvec and its peers, in real environments with random actions.
 
-    Every peer is measured with each number of environments; its best row is marked.
+    Every peer is measured with each number of environments; its best row is marked. Then each is started once more with
+    environments that write down when they step, to divide its time.
     """
 
     env_id: tuple[str, ...] = ("CartPole-v1",)
@@ -67,7 +68,7 @@ class Compare:
     """Seconds of a window."""
 
     out: Path = Path("runs/bench-compare")
-    """Directory for compare.json and compare.csv."""
+    """Directory for compare.json and compare.csv; what was there before is replaced."""
 
     def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, prints a table for each environment, and writes the files."""
@@ -114,6 +115,7 @@ class Compare:
 
     def _row(self, env_id: str, way: str, num_envs: int, pythons: dict[str, str]) -> dict[str, Any]:
         import sys
+        import tempfile
 
         from rayvec.bench.peers import peer_process
 
@@ -141,6 +143,13 @@ class Compare:
             for _ in range(self.repeats):  # in turns, since what a machine has to give changes by the minute
                 for asked, found in ((process, windows), (floor, floors)):
                     found.append(asked.do("measure", seconds=self.window, with_split=False))
+        split = windows[0]["split"]  # of the floor
+        if split is None:
+            with tempfile.TemporaryDirectory(prefix="rayvec-clocks-", ignore_cleanup_errors=True) as directory:
+                clocked = task | {"clock_dir": directory}
+                with peer_process(peer, _environment(), clocked, python) as (process, _):
+                    process.do("measure", seconds=min(0.3, self.window), with_split=False)
+                    split = process.do("measure", seconds=min(0.5, self.window), with_split=True)["split"]
         rates = [window["steps_per_s"] for window in windows]
         of_floor = [rate / window["steps_per_s"] for rate, window in zip(rates, floors, strict=True)]
         per_cpu = [window["steps"] / max(window["cpu_s"], 0.01) for window in windows]
@@ -154,6 +163,7 @@ class Compare:
             "steps_per_cpu_s": statistics.median(per_cpu),
             "steps_per_cpu_s_all": per_cpu,
             "start_s": started["start_s"],
+            "split": split,
         }
 
 
@@ -193,7 +203,7 @@ def _check_envs(env_ids: tuple[str, ...]) -> None:
 def show(results: Results, terminal: Any) -> None:
     """Prints a table for each environment, and writes the CSV."""
     from rayvec.bench.peers import NOT_INSTALLED
-    from rayvec.bench.terminal import show_table
+    from rayvec.bench.terminal import show_split, show_table
 
     if not results.rows:
         terminal.print("nothing was measured")
@@ -210,7 +220,13 @@ def show(results: Results, terminal: Any) -> None:
             ("", "envs", "transport", "steps/s", "lowest to highest", "of\nfloor", "steps per\nCPU-second"),
             [_cells(row, best[row["way"]]) for row in rows],
         )
+        divided = [((row["way"], row["num_envs"]), row["split"]) for row in rows if row.get("split")]
+        if divided:
+            title = f"{env_id}: where the time of the processes that step goes, percent"
+            show_split(terminal, title, ("", "envs"), divided)
     for row in results.rows:
+        if row.get("split", 0) is None:
+            terminal.print(f"{row['way']}, {row['env_id']}: not divided, its environments can't be asked")
         if "failed" in row:
             terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {row['failed']}")
         if "missing" in row:

@@ -178,7 +178,7 @@ class Cost:
     """Types whose cheapest mix alone is shown beside it."""
 
     out: Path = Path("runs/bench-cost")
-    """Directory for cost.json and cost.csv."""
+    """Directory for cost.json and cost.csv; what was there before is replaced."""
 
     def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Searches, prints the table, and writes the files."""

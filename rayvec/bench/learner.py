@@ -62,7 +62,7 @@ class LearnerBench:
     """Of a running Ray cluster; unset: ranks on this machine."""
 
     out: Path = Path("runs/bench-learner")
-    """Directory for learner.json and learner.csv."""
+    """Directory for learner.json and learner.csv; what was there before is replaced."""
 
     def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, prints the table, and writes the files."""

@@ -79,7 +79,7 @@ class Model:
     """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
 
     out: Path = Path("runs/bench-model")
-    """Directory for model.json and model.csv."""
+    """Directory for model.json and model.csv; what was there before is replaced."""
 
     def run(self, mentioned: frozenset[str] = frozenset()) -> None:
         """Measures, fits, predicts."""

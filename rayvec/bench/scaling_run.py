@@ -7,23 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from rayvec.bench.hosted.split import STATES
 from rayvec.bench.peers import SCALING_PEERS
 from rayvec.bench.results import Results
 from rayvec.bench.scaling import ENOUGH, Scaling, Stepper, stored
 from rayvec.bench.simulate import check_memory, nodes
-from rayvec.bench.terminal import console, number, show_table, ticking
+from rayvec.bench.terminal import console, number, show_split, show_table, ticking
 from rayvec.errors import ConfigError, message
 
 __all__ = ["run"]
-
-_HYPHENATED = {
-    "environment": "environ-\nment",
-    "inference": "infer-\nence",
-    "serialisation": "seriali-\nsation",
-    "transport": "trans-\nport",
-    "unattributed": "unattri-\nbuted",
-}
 
 
 def run(given: Scaling, mentioned: frozenset[str]) -> None:
@@ -124,16 +115,15 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
         [_cells(row) for row in rows],
         sections=True,
     )
-    show_table(
+    show_split(
         terminal,
         "Where the time of the emulated cores goes, percent",
-        ("nodes", "step, s", "", *(_HYPHENATED.get(state, state) for state in STATES)),
+        ("nodes", "step, s", ""),
         [
-            (row["nodes"], f"{row['step_duration_s']:g}", row["way"], *_percent(row["split"]))
+            ((row["nodes"], f"{row['step_duration_s']:g}", row["way"]), row["split"])
             for row in rows
             if row["way"] != "floor"
         ],
-        sections=True,
     )
     if any(row["marked"] for row in rows):
         terminal.print(
@@ -162,7 +152,3 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
         of_floor,
     )
-
-
-def _percent(split: dict[str, float]) -> list[str]:
-    return [f"{100 * split.get(state, 0.0):.1f}" for state in STATES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Ticker", "console", "number", "show_table", "ticking"]
+from rayvec.bench.hosted.split import STATES
+
+__all__ = ["Ticker", "console", "number", "show_split", "show_table", "ticking"]
 
 _WIDTH = 150
+_HYPHENATED = {
+    "environment": "environ-\nment",
+    "inference": "infer-\nence",
+    "serialisation": "seriali-\nsation",
+    "transport": "trans-\nport",
+    "unattributed": "unattri-\nbuted",
+}
 
 
 def console() -> Console:
@@ -81,6 +90,29 @@ def show_table(
     terminal.print(f"\n{title}\n")
     terminal.print(table)
     terminal.print()
+
+
+def show_split(
+    terminal: Console,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[tuple[Sequence[Any], Mapping[str, float]]],
+) -> None:
+    """Prints a table of where time goes, in percent.
+
+    Args:
+        terminal: Where to.
+        title: In a line of its own.
+        header: Names of the columns before the states.
+        rows: Their cells, and the share of each state.
+    """
+    show_table(
+        terminal,
+        title,
+        (*header, *(_HYPHENATED.get(state, state) for state in STATES)),
+        [(*cells, *(f"{100 * shares.get(state, 0.0):.1f}" for state in STATES)) for cells, shares in rows],
+        sections=True,
+    )
 
 
 def number(value: float) -> str:

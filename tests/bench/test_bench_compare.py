@@ -32,6 +32,10 @@ def test_peers_beside_ours(tmp_path: Path) -> None:
     for way in ("rayvec-driver", "rayvec-worker", "floor", "gymnasium-async"):
         assert rows[way]["steps_per_s"] > 0 and rows[way]["steps_per_cpu_s"] > 0 and rows[way]["num_envs"] == 2
         assert rows[way]["of_floor"] > 0 and len(rows[way]["of_floor_all"]) == 1
+        shares = rows[way]["split"]
+        assert sum(shares.values()) == pytest.approx(1.0) and shares["environment"] > 0
+        assert shares["unattributed"] <= 0.05 and min(shares.values()) >= 0
+    assert "where the time of the processes that step goes" in printed
     assert rows["rayvec-driver"]["transport"] == "shm x 1"
     with (tmp_path / "out" / "compare.csv").open() as file:
         assert [row["way"] for row in csv.DictReader(file)] == list(rows)

@@ -37,9 +37,9 @@ def _step_alone(task: Task, pipe: Connection) -> None:
             for env in envs:
                 before = time.monotonic()
                 _, _, terminated, truncated, _ = env.step(next(chosen))
-                inside_s += time.monotonic() - before
                 if terminated or truncated:
                     env.reset()
+                inside_s += time.monotonic() - before
             count += len(envs)
         pipe.send((count, time.monotonic() - begin, inside_s))
 

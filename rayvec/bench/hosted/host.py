@@ -58,6 +58,7 @@ class Host:
         self._adapter = ADAPTERS[peer](Task(**task))
         self._pids = marked() - self._before
         if isinstance(self._adapter, Adapter):
+            self._adapter.clock_dir = task.get("clock_dir")
             self._adapter.rest()
         return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
 
@@ -142,8 +143,11 @@ class Host:
 def _divide(
     adapter: Adapter, calls: list[tuple[float, float]], inference: list[NDArray[np.float64]], driver_s: float
 ) -> dict[str, Any]:
-    """Returns the share of each state, and how far the durations of steps are spread."""
-    clocks, packing_s, ahead = adapter.clocks(), adapter.packing_s(), adapter.steps_ahead()
+    """Returns the share of each state, and how far the durations of steps are spread; nothing where it isn't known."""
+    clocks = [clock for clock in adapter.clocks() if len(clock) and clock[-1, 1] >= calls[0][0]]
+    if not clocks:
+        return {}
+    packing_s, ahead = adapter.packing_s(), adapter.steps_ahead()
     spread_s = _spread_s(clocks, calls[0][0])
     if ahead is not None:
         return {"split": split_ahead(clocks, ahead, np.array(inference), packing_s), "step_spread_s": spread_s}

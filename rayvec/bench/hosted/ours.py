@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.bench.hosted.clocked import read_clocks
 from rayvec.bench.hosted.cpu import NodeProcesses
 from rayvec.bench.hosted.task import Adapter, Task
 
@@ -56,7 +57,8 @@ class Ours(Adapter):
         from rayvec.vector import RayVecEnv
 
         self.num_envs = task.num_envs
-        env_fns: Any = [task.make] * task.num_envs if task.env_id is None else task.env_id
+        plain = task.env_id is not None and task.clock_dir is None
+        env_fns: Any = task.env_id if plain else [task.make] * task.num_envs
         self.env = RayVecEnv(
             env_fns,
             task.num_envs,
@@ -140,6 +142,9 @@ class Ours(Adapter):
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """When the steps of each worker began and ended, by this process's clock."""
+        if self.clock_dir is not None:
+            by_pid = read_clocks(self.clock_dir, within_steps=self._task.inference == "worker")
+            return [by_pid[pid] for pids in self.env.worker_pids().values() for pid in pids[1:]]
         times = [clock - offset for clock, offset in zip(self.env.get_attr("clock"), self._offsets, strict=True)]
         joined = [np.concatenate(times[ids]) for ids in self._worker_ids()]
         return [worker[np.argsort(worker[:, 0])] for worker in joined]
@@ -175,9 +180,12 @@ class Ours(Adapter):
         from rayvec.types import StepBatch
 
         spaces = self.env.single_observation_space, self.env.single_action_space
-        frames = FrameFormat(*(ArrayLayout.of(space) for space in spaces))
+        layouts = [ArrayLayout.of(space) for space in spaces]
+        if layouts[0] is None:  # objects, which are pickled
+            return 0.0
+        frames = FrameFormat(*layouts)
         ids = np.arange(self.num_envs // num_nodes)
-        obs = np.zeros((len(ids), *(spaces[0].shape or ())), spaces[0].dtype)
+        obs = layouts[0].empty((len(ids),))
         flags = np.zeros(len(ids), bool)
         answer = StepBatch(ids, obs, np.zeros(len(ids)), flags, flags)
 
@@ -192,7 +200,7 @@ class Ours(Adapter):
 
         chunk, first_node = self._chunk, self.env.topology.nodes[0].env_range
         width = max(1, len(first_node) // workers[0])
-        part = _columns(chunk, slice(0, width))
+        part = chunk.columns(0, width)
         node = join_chunks([part] * workers[0])
 
         def once() -> None:
@@ -206,19 +214,6 @@ class Ours(Adapter):
         """Ends it."""
         self._processes.close()
         self.env.close()
-
-
-def _columns(chunk: Any, columns: slice) -> Any:
-    """Returns some environments of a chunk without ends of episodes, which emulated environments don't have."""
-    return replace(
-        chunk,
-        env_ids=chunk.env_ids[columns],
-        last_obs=chunk.last_obs[columns],
-        extras={name: values[:, columns] for name, values in chunk.extras.items()},
-        **{
-            name: getattr(chunk, name)[:, columns] for name in ("obs", "act", "rew", "terminated", "truncated", "valid")
-        },
-    )
 
 
 def _median_s(function: Any) -> float:

@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.bench.hosted.clocked import Clocked, read_clocks
 from rayvec.bench.hosted.emulated import EmulatedSpec
 
 __all__ = ["ACTION_BATCHES", "Adapter", "Task"]
@@ -36,6 +37,7 @@ class Task:
         prefetch: Whether ours takes chunks as a prefetching collector does: the next one while this one is handed over.
         hidden_size: Units of two hidden layers of a net that ours evaluates; 0 for none.
         address: Of a Ray cluster.
+        clock_dir: Where real environments write down when they step; None if they don't.
     """
 
     num_envs: int
@@ -50,6 +52,7 @@ class Task:
     prefetch: bool = False
     hidden_size: int = 0
     address: str | None = None
+    clock_dir: str | None = None
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Makes one environment."""
@@ -58,7 +61,8 @@ class Task:
         module, _, name = self.env_id.rpartition(":")
         if module:  # Gymnasium's own import goes wrong in some versions when it is repeated
             __import__(module)
-        return gymnasium.make(name)
+        env = gymnasium.make(name)
+        return env if self.clock_dir is None else Clocked(env, self.clock_dir)
 
     def actions(self, space: Any) -> list[Any]:
         """Returns batches of random actions from a batched space."""
@@ -84,11 +88,13 @@ class Adapter(ABC):
         num_envs: How many.
         transport: How actions and observations travel.
         actions: Batches to take in turns.
+        clock_dir: As of the task.
     """
 
     num_envs: int
     transport: str
     actions: list[Any]
+    clock_dir: str | None = None
     _count = 0
 
     @abstractmethod
@@ -124,8 +130,8 @@ class Adapter(ABC):
         return 0.0, 0.0
 
     def clocks(self) -> list[NDArray[np.float64]]:
-        """When the steps of each worker began and ended."""
-        raise NotImplementedError
+        """When the steps of each worker began and ended; empty where environments can't be asked."""
+        return [] if self.clock_dir is None else list(read_clocks(self.clock_dir).values())
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
         """Seconds of inference of each worker in the last call; None where the workers choose no actions."""

@@ -39,6 +39,8 @@ class GymnasiumVector(Adapter):
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """One worker for each environment, or one for all."""
+        if self.clock_dir is not None:
+            return super().clocks()
         clocks = list(self.env.call("clock"))
         if self.transport == "none":
             joined = np.concatenate(clocks)
@@ -79,6 +81,8 @@ class TianshouVector(Adapter):
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """One worker for each environment."""
+        if self.clock_dir is not None:
+            return super().clocks()
         return list(self.env.get_env_attr("clock"))
 
     def close(self) -> None:

@@ -1,0 +1,97 @@
+"""Real environments that write down when they step, wherever a peer puts them, and whoever reads that afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Clocked", "read_clocks"]
+
+_REMEMBERED = 8192
+"""Rows that are kept of each environment, the newest ones."""
+_COUNT = struct.Struct("q")
+_ROW = struct.Struct("ddd")
+_made = itertools.count()
+
+
+class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Writes when each step and each reset began and ended into a file of its process, by this machine's clock.
+
+    Args:
+        env: Any environment of Gymnasium's.
+        directory: Where the file goes.
+    """
+
+    def __init__(self, env: Any, directory: str) -> None:
+        super().__init__(env)
+        self._directory = directory
+        self._file: mmap.mmap | None = None
+        self._count = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Resets, which takes time like a step."""
+        begin = time.monotonic()
+        result = self.env.reset(**kwargs)
+        self._write(begin, True)
+        return result
+
+    def step(self, action: Any) -> Any:
+        """Steps."""
+        begin = time.monotonic()
+        result = self.env.step(action)
+        self._write(begin, False)
+        return result
+
+    def _write(self, begin: float, is_reset: bool) -> None:
+        if self._file is None:  # not before: the process that makes an environment need not be the one that steps it
+            path = Path(self._directory, f"{os.getpid()}-{next(_made)}.clock")
+            path.write_bytes(bytes(_COUNT.size + _REMEMBERED * _ROW.size))
+            with path.open("r+b") as file:
+                self._file = mmap.mmap(file.fileno(), 0)
+        place = _COUNT.size + self._count % _REMEMBERED * _ROW.size
+        _ROW.pack_into(self._file, place, begin, time.monotonic(), is_reset)
+        self._count += 1
+        _COUNT.pack_into(self._file, 0, self._count)
+
+
+def read_clocks(directory: str, within_steps: bool = False) -> dict[int, NDArray[np.float64]]:
+    """Returns when the steps of each process began and ended, ``float64 [m, 2]`` in order, by its process id.
+
+    Args:
+        directory: Where the environments write.
+        within_steps: Whether a reset is a part of the step before it; else it counts as a step.
+    """
+    by_pid: dict[int, list[NDArray[np.float64]]] = {}
+    for path in Path(directory).glob("*.clock"):
+        by_pid.setdefault(int(path.name.partition("-")[0]), []).append(_read(path, within_steps))
+    found = {}
+    for pid, parts in sorted(by_pid.items()):
+        rows = np.concatenate(parts)
+        known_since = max((part[0, 0] for part in parts if len(part)), default=0.0)  # older rows of others are gone
+        rows = rows[rows[:, 0] >= known_since]
+        found[pid] = rows[np.argsort(rows[:, 0])]
+    return found
+
+
+def _read(path: Path, within_steps: bool) -> NDArray[np.float64]:
+    content = path.read_bytes()
+    (count,) = _COUNT.unpack_from(content)
+    rows = np.frombuffer(content, offset=_COUNT.size).reshape(_REMEMBERED, 3)
+    rows = np.roll(rows, -(count % _REMEMBERED), axis=0) if count > _REMEMBERED else rows[:count]
+    if not within_steps:
+        return rows[:, :2].copy()
+    is_reset = rows[:, 2] > 0
+    steps = rows[~is_reset, :2].copy()
+    last_step = np.cumsum(~is_reset) - 1  # of each row
+    follows = is_reset & (last_step >= 0)
+    steps[last_step[follows], 1] = rows[follows, 1]
+    return steps
