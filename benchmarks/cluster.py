@@ -196,7 +196,7 @@ def frames(args: argparse.Namespace) -> None:
 
         ways = {"RayPool": step, "bare echo of as many bytes": echoes.step}
         cores = os.sched_getaffinity(0)
-        for where in ("shared", "its own"):
+        for where in ("shared", "its own")[: len(cores)]:
             if where == "its own":
                 alone_on_core(min(cores), cores)
             found: dict[str, list[Spent]] = {name: [] for name in ways}

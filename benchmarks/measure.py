@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -74,8 +75,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 @contextlib.contextmanager
-def simulated_cluster(*cpus: int) -> Iterator[None]:
-    """A private Ray with one simulated node for each number of cores; the driver runs on the first.
+def simulated_cluster(*cpus: int) -> Iterator[Any]:
+    """A private Ray with one simulated node for each number of cores; the driver runs on the first. Yields its Cluster.
 
     SIGTERM ends the benchmark as Ctrl-C does, so that nothing of the cluster is left behind.
     """
@@ -94,7 +95,7 @@ def simulated_cluster(*cpus: int) -> Iterator[None]:
                 cluster.add_node(num_cpus=count)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=40)
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in the place
-            yield
+            yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()

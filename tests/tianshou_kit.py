@@ -68,15 +68,20 @@ class NotFinite(DriftEnv):
 
 
 class Agents(DriftEnv):
-    """Rewards three agents at once; from the step on that it is told, of its first episode, only one."""
+    """Rewards three agents at once; in the step of an episode that it is told only one, or it raises, but only once."""
 
-    def __init__(self, alone_from: int | None = None) -> None:
+    _raised = False
+
+    def __init__(self, alone_at: int | None = None, raise_at: int | None = None) -> None:
         super().__init__()
-        self._alone_from = alone_from
+        self._alone_at, self._raise_at = alone_at, raise_at
 
     def step(self, action: Any) -> Any:
         obs, rew, terminated, truncated, info = super().step(action)
-        if self._t == self._alone_from:
+        if self._t == self._raise_at and not Agents._raised:
+            Agents._raised = True  # of this process, in which it is made anew
+            raise ValueError("it fails once")
+        if self._t == self._alone_at:
             return obs, rew, terminated, truncated, info
         return obs, np.array([rew, -rew, self._t]), terminated, truncated, {**info, "t": self._t}
 

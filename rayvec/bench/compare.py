@@ -115,9 +115,6 @@ class Compare:
 
     def _row(self, env_id: str, way: str, num_envs: int, pythons: dict[str, str]) -> dict[str, Any]:
         import sys
-        import tempfile
-
-        from rayvec.bench.peers import peer_process
 
         peer, _, inference = way.partition("-") if way in OURS else (way, "", "driver")
         workers = min(self.workers or len(os.sched_getaffinity(0)), num_envs)
@@ -131,30 +128,32 @@ class Compare:
             "chunk_steps": _CHUNK_STEPS,
             "prefetch": way == "rayvec-worker",
         }
+        row = self._measured(peer, task, pythons.get(peer, sys.executable))
+        if "missing" not in row and "split" not in row:
+            row |= self._divided(peer, task, pythons.get(peer, sys.executable), row["transport"])
+        return row
+
+    def _measured(self, peer: str, task: dict[str, Any], python: str) -> dict[str, Any]:
+        """Returns how fast a peer is; of the floor also where the time goes, which it knows without being asked."""
+        from rayvec.bench.peers import peer_process
+
         with ExitStack() as stack:
-            python = pythons.get(peer, sys.executable)
             process, started = stack.enter_context(peer_process(peer, _environment(), task, python))
             if "missing" in started:
                 return {"missing": started["missing"]}
-            floor = process if way == "floor" else stack.enter_context(peer_process("floor", _environment(), task))[0]
+            floor = process if peer == "floor" else stack.enter_context(peer_process("floor", _environment(), task))[0]
             process.do("measure", seconds=min(0.3, self.window), with_split=False)
             windows: list[dict[str, Any]] = []
             floors: list[dict[str, Any]] = []
             for _ in range(self.repeats):  # in turns, since what a machine has to give changes by the minute
                 for asked, found in ((process, windows), (floor, floors)):
                     found.append(asked.do("measure", seconds=self.window, with_split=False))
-        split = windows[0]["split"]  # of the floor
-        if split is None:
-            with tempfile.TemporaryDirectory(prefix="rayvec-clocks-", ignore_cleanup_errors=True) as directory:
-                clocked = task | {"clock_dir": directory}
-                with peer_process(peer, _environment(), clocked, python) as (process, _):
-                    process.do("measure", seconds=min(0.3, self.window), with_split=False)
-                    split = process.do("measure", seconds=min(0.5, self.window), with_split=True)["split"]
         rates = [window["steps_per_s"] for window in windows]
         of_floor = [rate / window["steps_per_s"] for rate, window in zip(rates, floors, strict=True)]
         per_cpu = [window["steps"] / max(window["cpu_s"], 0.01) for window in windows]
         return {
-            "workers": workers,
+            "num_envs": started["num_envs"],
+            "workers": task["workers"],
             "transport": started["transport"],
             "steps_per_s": statistics.median(rates),
             "steps_per_s_all": rates,
@@ -163,8 +162,26 @@ class Compare:
             "steps_per_cpu_s": statistics.median(per_cpu),
             "steps_per_cpu_s_all": per_cpu,
             "start_s": started["start_s"],
-            "split": split,
+            **({"split": windows[0]["split"]} if peer == "floor" else {}),
         }
+
+    def _divided(self, peer: str, task: dict[str, Any], python: str, transport: str) -> dict[str, Any]:
+        """Returns where a peer's time goes, from another start with environments that write down when they step."""
+        import tempfile
+
+        from rayvec.bench.peers import peer_process
+
+        with tempfile.TemporaryDirectory(prefix="rayvec-clocks-", ignore_cleanup_errors=True) as directory:
+            try:
+                clocked = task | {"clock_dir": directory}
+                with peer_process(peer, _environment(), clocked, python) as (process, started):
+                    if started.get("transport") != transport:
+                        return {"undivided": f"it came up by {started.get('transport')} the second time"}
+                    process.do("measure", seconds=min(0.3, self.window), with_split=False)
+                    split = process.do("measure", seconds=min(0.5, self.window), with_split=True)["split"]
+            except RayvecError as error:
+                return {"undivided": str(error)}
+        return {"split": split} if split else {"undivided": "its environments can't be asked"}
 
 
 def _environment() -> dict[str, str]:
@@ -225,10 +242,13 @@ def show(results: Results, terminal: Any) -> None:
             title = f"{env_id}: where the time of the processes that step goes, percent"
             show_split(terminal, title, ("", "envs"), divided)
     for row in results.rows:
-        if row.get("split", 0) is None:
-            terminal.print(f"{row['way']}, {row['env_id']}: not divided, its environments can't be asked")
+        if "undivided" in row:
+            what = f"{row['way']}, {row['env_id']}, {row['num_envs']} environments"
+            terminal.print(f"{what}: where its time goes is not known: {row['undivided']}")
         if "failed" in row:
-            terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {row['failed']}")
+            said = row["failed"].strip().splitlines()
+            brief = said[0] if len(said) < 5 else f"{said[0][:120]} ... {said[-1]}"
+            terminal.print(f"{row['way']}, {row['env_id']}, {row['num_envs']} environments: {brief}")
         if "missing" in row:
             terminal.print(f"{row['way']}, {row['env_id']}: {NOT_INSTALLED} ({row['missing']})")
     terminal.print(f"written: {results.path}, {results.write_csv()}")

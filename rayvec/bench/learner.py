@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["LearnerBench"]
 
 Count = Annotated[int, Bounds(1)]
-_DDP = ("ppo",)
-"""Algorithms whose loss the DDP baseline has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class LearnerBench:
     """Whose updates."""
 
     way: tuple[Literal["ranks", "threads", "ddp"], ...] = ("ranks", "threads", "ddp")
-    """How: rayvec's ranks, threads of one process, DistributedDataParallel (of PPO's loss)."""
+    """How: rayvec's ranks, threads of one process, DistributedDataParallel as one writes it by hand."""
 
     minibatch_size: Count = 1024
     """Rows of a minibatch, of one rank where the scaling is weak."""
@@ -85,7 +83,6 @@ class LearnerBench:
             (algorithm, way, count)
             for algorithm in self.algorithm
             for way in self.way
-            if way != "ddp" or algorithm in _DDP
             for count in sorted(set(self.num_learners))
         ]
         try:
@@ -186,7 +183,5 @@ def show(results: Results, terminal: Any) -> None:
     for row in results.rows:
         if "failed" in row:
             terminal.print(f"{row['algorithm']} by {row['way']}, {row['num_learners']}: {row['failed']}")
-    if any(row["algorithm"] not in _DDP for row in results.rows):
-        terminal.print(f"The DDP baseline has the loss of {' and '.join(_DDP)} alone.")
     results.write()
     terminal.print(f"written: {results.path}, {results.write_csv()}")

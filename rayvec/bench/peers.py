@@ -97,10 +97,11 @@ class PeerProcess:
         self._log = path / "log.txt"
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
+        places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, "-u", "-m", "rayvec.bench.hosted.host", str(ask_read), str(answer_write)],
-                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": str(path)},
+                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
                 pass_fds=(ask_read, answer_write),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

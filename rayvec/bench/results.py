@@ -118,6 +118,7 @@ class Results:
         try:
             content = json.loads(path.read_text())
             got = f"{content['schema']}, version {content['schema_version']}"
+            settings, rows, notes, command = (content.pop(name) for name in ("settings", "rows", "notes", "command"))
         except (OSError, ValueError, TypeError, KeyError) as error:
             got, content = f"{path} ({type(error).__name__}: {error})", {}
         expected = f"rayvec-bench-{kind}, version {SCHEMA_VERSION}"
@@ -130,7 +131,6 @@ class Results:
                     remedy="Pass another file, or measure anew.",
                 )
             )
-        settings, rows, notes, command = (content.pop(name) for name in ("settings", "rows", "notes", "command"))
         extra = {name: value for name, value in content.items() if name not in _WRITTEN}
         return cls(kind, settings, path, rows, notes, extra, command)
 

@@ -111,7 +111,17 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
         f"Environments that {work}, one for each core{', jitter ' + settings.jitter if settings.jitter else ''}; "
         "efficiency = steps/s over\n"
         "(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
-        ("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency", "of\nfloor"),
+        (
+            "nodes\nx cores",
+            "step, s",
+            "",
+            "transport",
+            "steps/s",
+            "per\ncore",
+            "ideal",
+            "efficiency",
+            "of floor\n+- half the range",
+        ),
         [_cells(row) for row in rows],
         sections=True,
     )
@@ -140,7 +150,8 @@ def _show(settings: Scaling, results: Results, terminal: Console) -> None:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    of_floor = "" if row["way"] == "floor" else f"{row['of_floor']:.3f}"
+    half = 0.5 * (max(row["of_floor_all"]) - min(row["of_floor_all"]))
+    of_floor = "" if row["way"] == "floor" else f"{row['of_floor']:.3f} +-{half:.3f}"
     return (
         f"{row['nodes']} x {row['cores'] // row['nodes']}",
         f"{row['step_duration_s']:g}",

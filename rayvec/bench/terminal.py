@@ -17,6 +17,7 @@ from rayvec.bench.hosted.split import STATES
 __all__ = ["Ticker", "console", "number", "show_split", "show_table", "ticking"]
 
 _WIDTH = 150
+_MOST_UNATTRIBUTED = 0.05
 _HYPHENATED = {
     "environment": "environ-\nment",
     "inference": "infer-\nence",
@@ -113,6 +114,9 @@ def show_split(
         [(*cells, *(f"{100 * shares.get(state, 0.0):.1f}" for state in STATES)) for cells, shares in rows],
         sections=True,
     )
+    for cells, shares in rows:
+        if shares.get("unattributed", 0.0) > _MOST_UNATTRIBUTED:
+            terminal.print(f"More than {_MOST_UNATTRIBUTED:.0%} is unattributed: {', '.join(map(str, cells))}")
 
 
 def number(value: float) -> str:

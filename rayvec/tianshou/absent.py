@@ -62,8 +62,8 @@ class AbsentRows:
         self.count += int(absent.sum())
         for buffer_id in ids[absent].tolist():
             truncate_open_episode(self.buffer, buffer_id)
-        shape = len(batch)
-        results = (np.full(shape, _NOWHERE), np.zeros(shape), np.zeros(shape, int), np.full(shape, _NOWHERE))
+        count, returns = len(batch), np.zeros((len(batch), *np.shape(batch.rew)[1:]))
+        results = (np.full(count, _NOWHERE), returns, np.zeros(count, int), np.full(count, _NOWHERE))
         if not absent.all():
             kept = batch[~absent]
             kept.info.pop(RESTARTED, None)  # it is the failed rows', and leaves no column in the buffer

@@ -90,8 +90,14 @@ class Assembler:
                 self._rew_chars.pop(env_id, None)
         dtypes = [np.dtype(self._rew_chars.get(env_id, FLOAT)) for env_id in env_ids]
         if any("rew" in extra for extra in apart):
-            rows = zip(batch.rew, dtypes, apart, strict=True)
-            return np.stack([extra.get("rew", dtype.type(rew)) for rew, dtype, extra in rows])
+            rows = zip(batch.rew, dtypes, infos, apart, strict=True)
+            nothing = np.zeros_like(next(extra["rew"] for extra in apart if "rew" in extra))
+            return np.stack(
+                [
+                    extra.get("rew", nothing if RESTARTED in info else dtype.type(rew))
+                    for rew, dtype, info, extra in rows
+                ]
+            )
         return batch.rew.astype(np.result_type(*dtypes))
 
 
@@ -147,7 +153,7 @@ def _chunk_error(expected: str, got: Any) -> ConfigError:
             "Chunks hold observations of the space's shape and data type, and rewards of one shape.",
             expected=expected,
             got=repr(got),
-            remedy="Mend the environment's space or its rewards, or pass inference='driver'.",
+            remedy="Mend the environment's space or its rewards; observations of any kind come by inference='driver'.",
         )
     )
 

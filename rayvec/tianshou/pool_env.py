@@ -3,7 +3,7 @@
 Tianshou takes whatever an environment returns: observations that are not what their space says, rewards of
 several agents, a ``reset`` without arguments, no spaces at all. A pool has arrays of the space's shapes and
 data types and rewards in ``float64``. What has no exact place in these travels in the info, under one
-key, and :mod:`rayvec.tianshou.vector_env` takes it out again. An environment that keeps to its spaces pays nothing.
+key, and :mod:`rayvec.tianshou.assembly` takes it out again. An environment that keeps to its spaces pays nothing.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,63 @@ def test_peers_beside_ours(tmp_path: Path) -> None:
 
 
 def test_two_ranks_and_ddp(tmp_path: Path) -> None:
-    arguments = "bench learner --num-learners 2 --algorithm ppo --way ranks ddp --window 0.01 --out out".split()
+    arguments = "bench learner --num-learners 2 --way ranks ddp --window 0.01 --out out".split()
     with running([*arguments, "--num-envs", "4", "--minibatch-size", "128"], tmp_path) as command:
         assert command.process.wait(170) == 0, command.stderr.read_text()
         assert_nothing_left(command)
     content = json.loads((tmp_path / "out" / "learner.json").read_text())
     assert content["schema"] == "rayvec-bench-learner"
-    assert [row["way"] for row in content["rows"]] == ["ranks", "ddp"]
+    assert [(row["algorithm"], row["way"]) for row in content["rows"]] == [
+        (algorithm, way) for algorithm in ("ppo", "sac", "impala") for way in ("ranks", "ddp")
+    ]
     for row in content["rows"]:
-        assert row["samples_per_s"] > 0 and len(row["update_ms_all"]) >= 2 and row["num_learners"] == 2
+        assert row["samples_per_s"] > 0 and len(row["update_ms_all"]) >= 2 and row["num_learners"] == 2, row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ("compare --num-envs 2 --repeats 1 --window 0.05 --peer gymnasium-sync gymnasium-async", "compare.json"),
+        ("learner --num-learners 1 --way threads --algorithm ppo impala sac --window 0.05", "learner.json"),
+    ],
+)
+def test_ctrl_c_keeps_the_finished_rows(tmp_path: Path, arguments: str, result: str) -> None:
+    path = tmp_path / "out" / result
+    with running(["bench", *arguments.split(), "--out", "out"], tmp_path) as command:
+        command.wait_until(lambda: path.exists() and "_per_s" in path.read_text())
+        assert command.interrupt() == 130
+        assert f"the finished rows are in out/{result}" in command.stderr.read_text()
+        assert "Traceback" not in command.stderr.read_text()
+        assert_nothing_left(command)
+    rows = json.loads(path.read_text())["rows"]
+    assert rows and all(row.get("steps_per_s", row.get("samples_per_s", 0)) > 0 for row in rows)
+
+
+def test_an_environment_that_fails_fails_its_rows_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (
+        "bench compare --env-id bench_failing:Failing-v0 --num-envs 1 --repeats 1 --window 0.05 --out out".split()
+    )
+    (tmp_path / "bench_failing.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with running([*arguments, "--peer", "floor", "gymnasium-sync"], tmp_path) as command:
+        assert command.process.wait(150) == 0, command.stderr.read_text()
+        printed = command.stdout.read_text()
+        assert_nothing_left(command)
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["rayvec-driver", "rayvec-worker", "floor", "gymnasium-sync"]
+    assert all("no such step" in row["failed"] for row in rows) and "failed, see below" in printed
+
+
+FAILING = """
+import gymnasium
+from rayvec.testing import CountingEnv
+
+class Failing(CountingEnv):
+    def step(self, action):
+        raise KeyError("no such step")
+
+gymnasium.register("Failing-v0", Failing)
+"""
 
 
 @pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 8 * 256), ("sac", 16 * 64), ("impala", 256)])
@@ -106,6 +155,12 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
     assert_refused(["bench", *arguments.split()], *words)
+
+
+def test_an_address_where_nobody_ever_answers(assert_refused: AssertRefused) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert_refused(["bench", "model", "--address", address], address, "no answer within", "ray start --head")
 
 
 def test_every_peer_can_be_made() -> None:

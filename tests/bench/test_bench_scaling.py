@@ -137,6 +137,9 @@ def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
     with pytest.raises(ConfigError, match="version 99"):
         Results.read(path, "scaling")
+    path.write_text('{"schema": "rayvec-bench-scaling", "schema_version": 1}')
+    with pytest.raises(ConfigError, match="KeyError: 'settings'"):
+        Results.read(path, "scaling")
     path.write_text("[]")
     with pytest.raises(ConfigError, match="TypeError"):
         Results.read(path, "scaling")

@@ -54,6 +54,20 @@ def test_resets_count_as_steps_or_belong_to_the_one_before(tmp_path: Path) -> No
     np.testing.assert_array_equal(steps[:, 1], all_rows[[1, 3, 4], 1])
 
 
+def test_steps_of_several_environments_in_one_process(tmp_path: Path) -> None:
+    first, second = (Clocked(Pausing(), str(tmp_path)) for _ in range(2))
+    for env in (first, second):
+        env.reset()
+    first.step(0)
+    second.step(0)
+    second.reset()
+    first.step(0)
+    (steps,) = read_clocks(str(tmp_path), within_steps=True).values()
+    assert steps.shape == (3, 2) and (np.diff(steps.ravel()) >= 0).all()  # one after another, none over another
+    durations = steps[:, 1] - steps[:, 0]
+    assert durations[1] >= 0.007 and durations[0] >= 0.002
+
+
 def test_each_process_has_its_own(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=play, args=(str(tmp_path), "rsss"))
     process.start()
@@ -63,7 +77,7 @@ def test_each_process_has_its_own(tmp_path: Path) -> None:
     found = read_clocks(str(tmp_path))
     assert set(found) == {os.getpid(), process.pid}
     assert len(found[process.pid or 0]) == 4
-    assert len(found[os.getpid()]) == 3  # both have been there only since the second one's reset
+    assert len(found[os.getpid()]) == 5
     assert all((np.diff(rows[:, 0]) > 0).all() for rows in found.values())
 
 
@@ -74,3 +88,8 @@ def test_the_newest_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (rows,) = read_clocks(str(tmp_path)).values()
     assert len(rows) == 4 and (np.diff(rows[:, 0]) > 0).all()
     assert rows[0, 0] >= begin + 0.005 + 0.002  # the reset and the first step are gone
+    later = time.monotonic()
+    play(str(tmp_path), "r")
+    play(str(tmp_path), "sssss")
+    (rows,) = read_clocks(str(tmp_path)).values()
+    assert len(rows) == 4 and rows[0, 0] > later  # of the others there may have been more, which are gone

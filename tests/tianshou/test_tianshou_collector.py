@@ -241,8 +241,24 @@ class TestAgents:
             assert seen[0] == seen[1] and len(seen[0]) == 9
         assert mine.collect(n_episode=6).returns.shape == (6, 3)
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_a_failed_step_leaves_no_reward(self, ray_cluster: object, inference: Any) -> None:
+        env = RayVectorEnv(
+            [lambda: Agents(raise_at=3), Agents], num_nodes=1, workers_per_node=1, on_env_error="restart"
+        )
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), inference=inference)
+        collector.reset()
+        stats = collector.collect(n_step=40)
+        buffer = collector.buffer
+        assert stats.n_collected_steps == len(buffer) == 39 and buffer.rew.shape == (100, 3)
+        first = buffer[buffer.sample_indices(0)]
+        first = first[first.info.env_id == 0]
+        assert first.rew[:3, 2].tolist() == [1, 2, 1]  # the third step failed, and the episode before it was cut
+        assert first.truncated[:3].tolist() == [False, True, False]
+        env.close()
+
     def test_a_reward_of_another_shape_is_refused(self, ray_cluster: object) -> None:
-        env = RayVectorEnv([lambda: Agents(alone_from=2)] * 2, num_nodes=1, workers_per_node=1)
+        env = RayVectorEnv([lambda: Agents(alone_at=2)] * 2, num_nodes=1, workers_per_node=1)
         collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
         collector.reset()
         with pytest.raises(ConfigError, match=r"rewards of one shape.*all numbers of the shape \(3,\)"):

@@ -70,28 +70,29 @@ def read_clocks(directory: str, within_steps: bool = False) -> dict[int, NDArray
         directory: Where the environments write.
         within_steps: Whether a reset is a part of the step before it; else it counts as a step.
     """
-    by_pid: dict[int, list[NDArray[np.float64]]] = {}
+    by_pid: dict[int, list[tuple[NDArray[np.float64], float]]] = {}
     for path in Path(directory).glob("*.clock"):
         by_pid.setdefault(int(path.name.partition("-")[0]), []).append(_read(path, within_steps))
     found = {}
     for pid, parts in sorted(by_pid.items()):
-        rows = np.concatenate(parts)
-        known_since = max((part[0, 0] for part in parts if len(part)), default=0.0)  # older rows of others are gone
-        rows = rows[rows[:, 0] >= known_since]
+        rows = np.concatenate([part for part, _ in parts])
+        rows = rows[rows[:, 0] >= max(since for _, since in parts)]
         found[pid] = rows[np.argsort(rows[:, 0])]
     return found
 
 
-def _read(path: Path, within_steps: bool) -> NDArray[np.float64]:
+def _read(path: Path, within_steps: bool) -> tuple[NDArray[np.float64], float]:
+    """Returns the rows of one environment, and since when they are all there."""
     content = path.read_bytes()
     (count,) = _COUNT.unpack_from(content)
     rows = np.frombuffer(content, offset=_COUNT.size).reshape(_REMEMBERED, 3)
     rows = np.roll(rows, -(count % _REMEMBERED), axis=0) if count > _REMEMBERED else rows[:count]
+    since = float(rows[0, 0]) if count > _REMEMBERED else 0.0
     if not within_steps:
-        return rows[:, :2].copy()
+        return rows[:, :2].copy(), since
     is_reset = rows[:, 2] > 0
     steps = rows[~is_reset, :2].copy()
     last_step = np.cumsum(~is_reset) - 1  # of each row
     follows = is_reset & (last_step >= 0)
     steps[last_step[follows], 1] = rows[follows, 1]
-    return steps
+    return steps, since

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rayvec.bench.hosted.task import ACTION_BATCHES, Task
+from rayvec.bench.hosted.task import ACTION_BATCHES, Task, receive, told
 
 __all__ = ["ClusterFloor", "Floor"]
 
@@ -22,6 +22,11 @@ __all__ = ["ClusterFloor", "Floor"]
 def _step_alone(task: Task, pipe: Connection) -> None:
     """Steps some environments by themselves for as long as it is told; answers with counts and times."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with told(pipe):
+        _serve(task, pipe)
+
+
+def _serve(task: Task, pipe: Connection) -> None:
     envs: list[Any] = [task.make() for _ in range(max(1, task.num_envs // task.workers))]
     for env in envs:
         env.reset(seed=0)
@@ -56,6 +61,7 @@ class Floor:
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rayvec.bench.hosted.floors"])
+        self.num_envs = max(1, task.num_envs // task.workers) * task.workers
         self._step_s: float | None = None
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -65,6 +71,7 @@ class Floor:
             main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
             process.start()  # without importing our main module again, which in a Ray worker is all of Ray
             sys.modules["__main__"] = main
+            theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
         self.measure(0.01)
@@ -77,7 +84,8 @@ class Floor:
         """Returns steps, seconds (mean of the processes), steps per second in all, and the share inside ``step``."""
         for pipe in self._pipes:
             pipe.send((seconds, self._step_s))
-        counts, elapsed, inside = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
+        found = [receive(pipe) for pipe in self._pipes]
+        counts, elapsed, inside = zip(*found, strict=True)
         rate = sum(count / wall for count, wall in zip(counts, elapsed, strict=True))
         return sum(counts), float(np.mean(elapsed)), rate, sum(inside) / sum(elapsed)
 
@@ -105,6 +113,7 @@ class ClusterFloor:
         each = replace(task, num_envs=task.workers_per_node or 1, workers=task.workers_per_node or 1)
         actor: Any = ray.remote(num_cpus=0)(Floor)
         self._ray, self._step_s = ray, 0.0
+        self.num_envs = each.num_envs * (task.nodes or 1)
         self._floors = [
             actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(each)
             for node_id in found[: task.nodes]

@@ -88,6 +88,7 @@ class Rllib(Adapter):
             PPOConfig()
             .environment("bench")
             .env_runners(num_envs_per_env_runner=self._each, rollout_fragment_length=128)
+            .rl_module(model_config={"conv_filters": [[16, 8, 4], [32, 4, 2]]})  # which random actions never ask
         )
         runner: Any = ray.remote(num_cpus=1)(SingleAgentEnvRunner)
         self._runners = [runner.remote(config=config, worker_index=k + 1) for k in range(task.workers)]

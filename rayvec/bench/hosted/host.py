@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bench.hosted.adapters import ADAPTERS
+from rayvec.bench.hosted.clocked import read_clocks
 from rayvec.bench.hosted.cpu import machine_cpu_s, ticks_cpu_s
 from rayvec.bench.hosted.floors import ClusterFloor, Floor
 from rayvec.bench.hosted.split import STATES, split, split_ahead
@@ -51,16 +52,18 @@ class Host:
     def __init__(self) -> None:
         self._before = marked() - {os.getpid()}
         self._adapter: Any = None
+        self._clock_dir: str | None = None
 
     def start(self, peer: str, task: dict[str, Any]) -> dict[str, Any]:
         """Makes the environments."""
         begin = time.monotonic()
+        self._clock_dir = task.get("clock_dir")
         self._adapter = ADAPTERS[peer](Task(**task))
         self._pids = marked() - self._before
         if isinstance(self._adapter, Adapter):
-            self._adapter.clock_dir = task.get("clock_dir")
             self._adapter.rest()
-        return {"transport": self._adapter.transport, "start_s": time.monotonic() - begin}
+        start_s = time.monotonic() - begin
+        return {"transport": self._adapter.transport, "start_s": start_s, "num_envs": self._adapter.num_envs}
 
     def start_learner(self, way: str, task: dict[str, Any]) -> dict[str, Any]:
         """Makes what updates."""
@@ -125,8 +128,19 @@ class Host:
         self._adapter.rest()
         found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), **used, "split": None}
         if with_split:
-            found |= _divide(self._adapter, calls, inference, used["driver_cpu_s"] / len(calls))
+            clocks = self._clocks(calls[0][0])
+            if clocks:
+                found |= _divide(self._adapter, clocks, calls, inference, used["driver_cpu_s"] / len(calls))
         return found
+
+    def _clocks(self, begin: float) -> list[NDArray[np.float64]]:
+        """Returns when the steps of each worker began and ended; nothing where environments can't be asked."""
+        if self._clock_dir is None:
+            return list(self._adapter.clocks())
+        by_pid = read_clocks(self._clock_dir, self._adapter.resets_within_steps)
+        pids = self._adapter.worker_pids() or list(by_pid)
+        clocks = [by_pid[pid] for pid in pids if pid in by_pid]
+        return [clock for clock in clocks if len(clock) and clock[-1, 1] >= begin]  # the others step no longer
 
     def _own_cpu_s(self) -> dict[str, float]:
         """CPU time so far of what was started for this peer, of this process, and of the whole machine."""
@@ -141,12 +155,13 @@ class Host:
 
 
 def _divide(
-    adapter: Adapter, calls: list[tuple[float, float]], inference: list[NDArray[np.float64]], driver_s: float
+    adapter: Adapter,
+    clocks: list[NDArray[np.float64]],
+    calls: list[tuple[float, float]],
+    inference: list[NDArray[np.float64]],
+    driver_s: float,
 ) -> dict[str, Any]:
-    """Returns the share of each state, and how far the durations of steps are spread; nothing where it isn't known."""
-    clocks = [clock for clock in adapter.clocks() if len(clock) and clock[-1, 1] >= calls[0][0]]
-    if not clocks:
-        return {}
+    """Returns the share of each state, and how far the durations of steps are spread."""
     packing_s, ahead = adapter.packing_s(), adapter.steps_ahead()
     spread_s = _spread_s(clocks, calls[0][0])
     if ahead is not None:
@@ -174,12 +189,11 @@ def serve(requests: Any, answers: Any) -> None:
         method: Callable[..., dict[str, Any]] = getattr(host, request.pop("do"))
         try:
             answer = method(**request)
-        except (ImportError, LookupError) as error:  # LookupError: the library is there, its environment is not
-            traceback.print_exc()
-            answer = {"missing": str(error)}
         except Exception as error:
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            # LookupError: the library is there, its environment is not
+            is_missing = isinstance(error, ImportError | LookupError) and method.__name__.startswith("start")
+            answer = {"missing": str(error)} if is_missing else {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import multiprocessing
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from rayvec.bench.hosted.ddp import DataParallel
 from rayvec.bench.hosted.emulated import EmulatedSpec
 
 __all__ = ["WAYS", "LearnerTask"]
@@ -154,92 +151,6 @@ def ranks(task: LearnerTask) -> Updates:
     found = Updates(task, group, task.batch(group))
     found.transport = "ranks"
     return found
-
-
-def _ddp_rank(task: LearnerTask, rank: int, port: int, pipe: Connection) -> None:
-    """Updates a net of the same size by PPO's loss on this rank's share of every minibatch, as DDP is used."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(1)
-    size = task.num_learners
-    backend = "nccl" if task.device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-
-    def mlp(out: int) -> nn.Module:
-        sizes, layers = [task.obs_size, *task.hidden_sizes], []
-        for before, after in itertools.pairwise(sizes):
-            layers += [nn.Linear(before, after), nn.Tanh()]
-        return nn.Sequential(*layers, nn.Linear(sizes[-1], out))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor, self.critic = mlp(2), mlp(1)
-
-        def forward(self, obs: Any) -> Any:
-            return self.actor(obs), self.critic(obs).squeeze(-1)
-
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if task.device == "cuda" else torch.device("cpu")
-    net = DistributedDataParallel(Net().to(device))
-    optimizer = torch.optim.Adam(net.parameters(), 2.5e-4)
-    rows, each = task.rows // size, max(1, task.minibatch // size)
-    obs = torch.randn(rows, task.obs_size, device=device)
-    act = torch.randint(0, 2, (rows,), device=device)
-    advantage, target = torch.randn(rows, device=device), torch.randn(rows, device=device)
-    old_logp = torch.full((rows,), -0.69, device=device)
-    epochs = getattr(task.config(), "num_epochs", 1)
-    pipe.send(None)
-    while pipe.recv():
-        for _ in range(epochs):
-            order = torch.randperm(rows, device=device)
-            for begin in range(0, rows - each + 1, each):
-                at = order[begin : begin + each]
-                logits, value = net(obs[at])
-                logp = logits.log_softmax(-1).gather(-1, act[at, None]).squeeze(-1)
-                ratio = (logp - old_logp[at]).exp()
-                gain = torch.minimum(ratio * advantage[at], ratio.clamp(0.8, 1.2) * advantage[at])
-                loss = -gain.mean() + 0.5 * (value - target[at]).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-                optimizer.step()
-        pipe.send(rows // each * each * epochs)
-    torch.distributed.destroy_process_group()
-
-
-class DataParallel:
-    """Processes with ``DistributedDataParallel``, a minibatch divided among them."""
-
-    transport = "gloo"
-
-    def __init__(self, task: LearnerTask) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(task.num_learners):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_ddp_rank, args=(task, rank, port, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        for pipe in self._pipes:
-            pipe.recv()
-
-    def advance(self) -> int:
-        """Updates once."""
-        for pipe in self._pipes:
-            pipe.send(True)
-        return sum(pipe.recv() for pipe in self._pipes)
-
-    def close(self) -> None:
-        """Ends them."""
-        for pipe in self._pipes:
-            pipe.send(False)
-        for process in self._processes:
-            process.join()
 
 
 WAYS: dict[str, Callable[[LearnerTask], Any]] = {"ranks": ranks, "threads": threads, "ddp": DataParallel}

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.bench.hosted.clocked import read_clocks
 from rayvec.bench.hosted.cpu import NodeProcesses
+from rayvec.bench.hosted.emulated import clock_offsets
 from rayvec.bench.hosted.task import Adapter, Task
 
 __all__ = ["Ours"]
 
 _PACKING_REPEATS = 5
-_CLOCK_LOOKS = 7
 
 
 class TimedPolicy:
@@ -73,6 +72,7 @@ class Ours(Adapter):
         self.policy = TimedPolicy(self.actions, weights)
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
+        self.resets_within_steps = task.inference == "worker"
         if task.inference == "worker":
             self.transport = f"ray, {self.transport}"
         self.inference_s: NDArray[np.float64] | None = None
@@ -81,7 +81,7 @@ class Ours(Adapter):
         self._steps = task.chunk_steps
         self._chunk: Any = None
         self._processes = self._node_processes()
-        self._offsets = self._clock_offsets() if task.env_id is None else np.zeros(task.num_envs)
+        self._offsets = clock_offsets(self.env.get_attr) if task.env_id is None else np.zeros(task.num_envs)
 
     def advance(self) -> int:
         """Takes one step of every environment, or one chunk."""
@@ -136,35 +136,19 @@ class Ours(Adapter):
         per_env = self._chunk.extras["inference_s"].sum(0)
         return np.array([per_env[ids].sum() for ids in self._worker_ids()])
 
+    def worker_pids(self) -> list[int]:
+        """All nodes' workers."""
+        return [pid for pids in self.env.worker_pids().values() for pid in pids[1:]]
+
     def _worker_ids(self) -> list[slice]:
         bounds = [node.worker_bounds for node in self.env.topology.nodes]
         return [slice(a, b) for part in bounds for a, b in itertools.pairwise(part)]
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """When the steps of each worker began and ended, by this process's clock."""
-        if self.clock_dir is not None:
-            by_pid = read_clocks(self.clock_dir, within_steps=self._task.inference == "worker")
-            return [by_pid[pid] for pids in self.env.worker_pids().values() for pid in pids[1:]]
         times = [clock - offset for clock, offset in zip(self.env.get_attr("clock"), self._offsets, strict=True)]
         joined = [np.concatenate(times[ids]) for ids in self._worker_ids()]
         return [worker[np.argsort(worker[:, 0])] for worker in joined]
-
-    def _clock_offsets(self) -> NDArray[np.float64]:
-        """How far each environment's clock is ahead of ours: nothing on the same machine, else by the quickest call.
-
-        The error is at most half of that call's round trip (F. Cristian, Probabilistic clock synchronization, 1989).
-        """
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            here = file.read().strip()
-        away = np.array([boot_id != here for boot_id in self.env.get_attr("boot_id")])
-        offsets, quickest = np.zeros(self.num_envs), np.inf
-        for _ in range(_CLOCK_LOOKS if away.any() else 0):
-            begin = time.monotonic()
-            now = np.array(self.env.get_attr("now"))
-            end = time.monotonic()
-            if end - begin < quickest:
-                quickest, offsets = end - begin, now - 0.5 * (begin + end)
-        return np.where(away, offsets, 0.0)
 
     def packing_s(self) -> float:
         """Seconds that a call packs and unpacks, timed apart with what it carries."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.bench.hosted.clocked import Clocked, read_clocks
+from rayvec.bench.hosted.clocked import Clocked
 from rayvec.bench.hosted.emulated import EmulatedSpec
 
-__all__ = ["ACTION_BATCHES", "Adapter", "Task"]
+__all__ = ["ACTION_BATCHES", "Adapter", "Task", "receive", "told"]
 
 ACTION_BATCHES = 64
 """Batches of random actions that are drawn beforehand."""
@@ -81,6 +84,31 @@ class Task:
         return tuple(rng.normal(0, 0.1, pair).astype(np.float32) for pair in itertools.pairwise(sizes))
 
 
+@contextlib.contextmanager
+def told(pipe: Connection) -> Iterator[None]:
+    """Tells whoever waits at the other end what is raised here."""
+    try:
+        yield
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def receive(pipe: Connection) -> Any:
+    """Returns what a process sends.
+
+    Raises:
+        RuntimeError: What it raised, or that it has ended.
+    """
+    try:
+        found = pipe.recv()
+    except EOFError:
+        raise RuntimeError("one of its processes has ended") from None
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
 class Adapter(ABC):
     """Something that steps environments.
 
@@ -88,13 +116,13 @@ class Adapter(ABC):
         num_envs: How many.
         transport: How actions and observations travel.
         actions: Batches to take in turns.
-        clock_dir: As of the task.
+        resets_within_steps: Whether an environment whose episode ends is reset at once, and not by the next call.
     """
 
     num_envs: int
     transport: str
     actions: list[Any]
-    clock_dir: str | None = None
+    resets_within_steps = False
     _count = 0
 
     @abstractmethod
@@ -130,8 +158,12 @@ class Adapter(ABC):
         return 0.0, 0.0
 
     def clocks(self) -> list[NDArray[np.float64]]:
-        """When the steps of each worker began and ended; empty where environments can't be asked."""
-        return [] if self.clock_dir is None else list(read_clocks(self.clock_dir).values())
+        """When the steps of each worker began and ended, of emulated environments."""
+        raise NotImplementedError
+
+    def worker_pids(self) -> list[int] | None:
+        """The workers' processes in the order of their environments, where that matters to the division of time."""
+        return None
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
         """Seconds of inference of each worker in the last call; None where the workers choose no actions."""

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.bench.hosted.emulated import clock_offsets
 from rayvec.bench.hosted.task import Adapter, Task
 
 __all__ = ["GymnasiumVector", "TianshouVector"]
@@ -39,8 +40,6 @@ class GymnasiumVector(Adapter):
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """One worker for each environment, or one for all."""
-        if self.clock_dir is not None:
-            return super().clocks()
         clocks = list(self.env.call("clock"))
         if self.transport == "none":
             joined = np.concatenate(clocks)
@@ -81,9 +80,8 @@ class TianshouVector(Adapter):
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """One worker for each environment."""
-        if self.clock_dir is not None:
-            return super().clocks()
-        return list(self.env.get_env_attr("clock"))
+        offsets = clock_offsets(self.env.get_env_attr)
+        return [clock - offset for clock, offset in zip(self.env.get_env_attr("clock"), offsets, strict=True)]
 
     def close(self) -> None:
         """Ends it."""
