@@ -76,7 +76,7 @@ def test_wake_up(benchmark: Any, pool: ProcessPool) -> None:
 def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
     import cloudpickle
 
-    pool.load_policy(1, cloudpickle.dumps(as_policy(TimedPolicy(np.zeros(1, np.int64)))))
+    pool.load_policy(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
     benchmark(pool.rollout, 1, 128, 0, 0)
 
 
