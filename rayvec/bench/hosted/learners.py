@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,9 +147,7 @@ def ranks(task: LearnerTask) -> Updates:
 
     if task.num_learners == 1:
         return threads(task)
-    crowded = task.address is None and task.num_learners > len(os.sched_getaffinity(0))
-    num_cpus = 0 if crowded else None  # more ranks than cores share them, as DDP's processes do
-    group = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, num_cpus=num_cpus, address=task.address)
+    group = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
     found = Updates(task, group, task.batch(group))
     found.transport = "ranks"
     return found
