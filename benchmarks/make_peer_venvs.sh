@@ -21,7 +21,7 @@ packages() {
     case $1 in
         stable-baselines3) echo "stable-baselines3 torch" ;;
         envpool) echo "envpool gymnasium numpy<2" ;;
-        pufferlib) echo "pufferlib<3 gymnasium==0.29.1 numpy<2 torch setuptools<81" ;;
+        pufferlib) echo "ray psutil filelock gym==0.23.0 pettingzoo shimmy" ;;
         torchrl) echo "torchrl torch gymnasium" ;;
         rllib) echo "ray[rllib] torch" ;;
         jax) echo "jax[cpu]" ;;
@@ -32,15 +32,23 @@ packages() {
     esac
 }
 
+install() { # VENV PACKAGE...
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c <(grep -E '^(torch|ray)=' "$here/constraints.txt") "${@:2}"
+}
+
 found=""
 for peer in ${peers[*]}; do
     list=$(packages "$peer") || exit 2
     venv="$directory/$peer"
     ${PYTHON:-python3} -m venv "$venv" || exit 1
+    if [ "$peer" = pufferlib ]; then # 2.x downloads a library that is no Python package while it is installed
+        install "$venv" cython numpy "setuptools<70" wheel &&
+            install "$venv" --no-deps --no-build-isolation pufferlib==1.0.1
+    fi
     # The environments are the same for all: what Gymnasium and ALE bring.
     # shellcheck disable=SC2086
-    if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -c <(grep '^torch' "$here/constraints.txt") $list "gymnasium[mujoco]" ale-py; then
+    if install "$venv" $list "gymnasium[mujoco]" ale-py; then
         found="$found:$peer=$venv"
     else
         echo "$peer could not be installed" >&2

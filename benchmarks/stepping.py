@@ -7,12 +7,8 @@ driver and every process that steps for it. The floor is the bare `ProcessPool` 
 
 PufferLib wants older packages than ours, so it runs in an interpreter of its own, if there is one:
 
-    python -m venv PUFFER && PUFFER/bin/pip install cython numpy "setuptools<70" wheel
-    PUFFER/bin/pip install --no-deps --no-build-isolation pufferlib==1.0.1
-    PUFFER/bin/pip install gymnasium==1.4.0 ray==2.60.0 psutil filelock gym==0.23.0 pettingzoo shimmy
-    python benchmarks/stepping.py --pufferlib PUFFER/bin/python
-
-(2.x builds games at installation, for which it downloads a library that is no Python package.)
+    benchmarks/make_peer_venvs.sh DIRECTORY pufferlib
+    python benchmarks/stepping.py --pufferlib DIRECTORY/pufferlib/bin/python
 """
 
 from __future__ import annotations
