@@ -21,7 +21,11 @@ __all__ = ["Nodes", "check_memory", "nodes", "reachable"]
 
 _PROBE_S = 20.0
 _PROBE = """
-import json, sys, ray
+import json, socket, sys
+host, _, port = sys.argv[1].rpartition(":")
+if port.isdigit():  # where nobody listens, Ray itself would go on trying
+    socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+import ray
 ray.init(sys.argv[1], log_to_driver=False)
 print(json.dumps([node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]))
 """
