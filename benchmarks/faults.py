@@ -56,9 +56,10 @@ class Hanging(TimedEnv):
         return super().step(action)
 
 
-def stepped_on(env: RayVecEnv) -> float:
-    """Returns seconds until a step says that environments have been made anew."""
+def stepped_on(env: RayVecEnv, cause: Callable[[], object]) -> float:
+    """Causes a fault; returns seconds from then until a step says that environments have been made anew."""
     begin, info = time.perf_counter(), {}
+    cause()
     while "env_restarted" not in info:
         *_, info = env.step(np.zeros(env.num_envs, np.int64))
     return time.perf_counter() - begin
@@ -81,8 +82,8 @@ def stepping(make: Callable[[], Any], **kwargs: Any) -> RayVecEnv:
 def worker_killed(cluster: Any) -> float:
     """A worker process is killed (SIGKILL): its environments are made anew."""
     with stepping(timed(1e-3)) as env:
-        os.kill(pids(env, 1)[1], signal.SIGKILL)
-        return stepped_on(env)
+        worker = pids(env, 1)[1]
+        return stepped_on(env, lambda: os.kill(worker, signal.SIGKILL))
 
 
 def environment_hangs(cluster: Any) -> float:
@@ -99,8 +100,7 @@ def node_lost(cluster: Any) -> float:
     extra = cluster.add_node(num_cpus=2)
     with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="rehost") as env:
         env.reset(seed=0)
-        cluster.remove_node(extra, allow_graceful=False)
-        return stepped_on(env)
+        return stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False))
 
 
 def no_core_left(cluster: Any) -> float:
@@ -108,10 +108,9 @@ def no_core_left(cluster: Any) -> float:
     extra = cluster.add_node(num_cpus=2)
     with RayVecEnv([timed(1e-3)] * 10, workers_per_node=None, on_node_loss="rehost") as env:
         env.reset(seed=0)
-        cluster.remove_node(extra, allow_graceful=False)
         begin = time.perf_counter()
         try:
-            stepped_on(env)
+            stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False))
         except NodeLostError:
             return time.perf_counter() - begin
         raise AssertionError("a core was free")
