@@ -91,18 +91,18 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
         fixed = {"--env-id": args.env_id, "--seed": seed, "--eval-episodes": args.episodes, "--run-dir": run_dir}
         command = ["train", args.algorithm, *(str(part) for item in fixed.items() for part in item), *options]
     limit_s = None if args.minutes is None else max(1.0, 60 * args.minutes - before_s)
-    began_s = time.monotonic()
+    began_s, expected = time.monotonic(), 0
     with subprocess.Popen([*RAYVEC, *command], stdout=sys.stderr, start_new_session=True) as process:
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            code = process.wait()
+            code, expected = process.wait(), INTERRUPTED
         except BaseException:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    if code not in (0, INTERRUPTED):
+    if code not in (0, expected):  # one that somebody else has ended goes on another time
         raise subprocess.CalledProcessError(code, command)
     return before_s + time.monotonic() - began_s
 

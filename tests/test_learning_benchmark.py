@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,13 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path) -> None:
     assert at[1:] == pytest.approx([40, 78])
     learning.plot(outcomes, tmp_path / "curve.png", "title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_somebody_else_ended_is_not_finished(
+    learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "RAYVEC", [sys.executable, "-c", f"raise SystemExit({learning.INTERRUPTED})"])
+    args, options = learning.parse(["--minutes", "5"])
+    with pytest.raises(subprocess.CalledProcessError):
+        learning.run(args, 1, options, tmp_path)
+    assert not list(tmp_path.rglob("outcome.json"))

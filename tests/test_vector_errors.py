@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -242,7 +243,7 @@ class TestInput:
             {"env": [CountingEnv], "on_env_error": "ignore"},
             {"env": [CountingEnv], "on_node_loss": "restart"},
         ],
-        ids=repr,
+        ids=lambda kwargs: re.sub(r" at 0x\w+", "", repr(kwargs)),  # an address is another one in each process
     )
     def test_each_mistake_is_one_explained_error(self, ray_cluster: object, kwargs: dict[str, Any]) -> None:
         with pytest.raises(ConfigError) as caught:

@@ -134,16 +134,26 @@ class NoGymReset(Line):
 
 
 class Held(Line):
-    """Waits in a step with action 1 until a file is there; with action 2 it ends its process or hangs."""
+    """Waits in a step with action 1 until a file is there; with action 2 it ends its process or hangs.
+
+    Once any has been told to end or to hang, those that are made wait for the file too.
+    """
 
     def __init__(self, path: str, fault: str = "hang") -> None:
         super().__init__(size=1000)
         self._path, self._fault = Path(path), fault
+        while self._lost.exists() and not self._path.exists():
+            time.sleep(0.002)
+
+    @property
+    def _lost(self) -> Path:
+        return self._path.with_suffix(".lost")
 
     def step(self, action: Any) -> Any:
         while action == 1 and not self._path.exists():
             time.sleep(0.002)
         if action == 2:
+            self._lost.touch()
             if self._fault == "kill":
                 os._exit(3)
             time.sleep(3600)

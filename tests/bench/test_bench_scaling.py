@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from rayvec.bench.hosted.ours import TimedPolicy
 from rayvec.bench.hosted.split import STATES
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import Scaling, chunk_length
-from rayvec.bench.simulate import Nodes, available_mib, check_memory, nodes
+from rayvec.bench.simulate import Nodes, available_mib, check_memory
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 
@@ -105,22 +104,12 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
     assert_refused(["bench", "scaling", *arguments.split()], *words)
 
 
-def test_on_a_cluster_its_nodes_are_used(tmp_path: Path) -> None:
+def test_on_a_cluster_its_nodes_are_used(tmp_path: Path, ray_cluster: Any) -> None:
     settings = "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.05 --inference driver".split()
-    with nodes() as where:
-        where.grow(1, 2)
-        command = [*RAYVEC, "bench", "scaling", *settings, "--peer", "gymnasium-sync", "--address", where.address]
-        environment = {**os.environ, **where.environment}
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+    command = [*RAYVEC, "bench", "scaling", *settings, "--peer", "gymnasium-sync", "--address", ray_cluster.address]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"the cluster at {where.address}" in done.stdout and "simulated" not in done.stdout
+    assert f"the cluster at {ray_cluster.address}" in done.stdout and "simulated" not in done.stdout
     rows = {row["way"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
     assert list(rows) == ["rayvec-driver", "gymnasium-sync", "floor"]
     assert not any(row["simulated"] for row in rows.values()) and rows["floor"]["efficiency"] > 0
