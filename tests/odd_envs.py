@@ -199,3 +199,21 @@ class PressesCtrlC(CountingEnv):
             os.kill(self._pid, signal.SIGINT)
             time.sleep(0.3)
         return super().step(action)
+
+
+class Heir(CountingEnv):
+    """Ends its process with action 1; one that is made after that raises, or waits until a file is there."""
+
+    def __init__(self, directory: str, error: str = "") -> None:
+        super().__init__(max_episode_steps=1000)
+        self._died, go = Path(directory, "died"), Path(directory, "go")
+        if self._died.exists() and error:
+            raise KeyError(error)
+        while self._died.exists() and not go.exists():
+            time.sleep(0.002)
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            self._died.touch()
+            os._exit(3)
+        return super().step(action)

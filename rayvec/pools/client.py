@@ -238,9 +238,12 @@ class PoolClient:
 
         Raises:
             WorkerLostError: It may not be restarted, or not once more.
+            Exception: What an environment raised that was made anew.
         """
         if self._last is None:
             raise error
+        link.kill()  # one that was only slow must not write over what is restored now
+        link.raise_what_it_said()
         if not self._budget.spend(link.index, hung_s):
             raise WorkerLostError(
                 message(
@@ -250,7 +253,6 @@ class PoolClient:
                     remedy="Look into the system's log for what ends it.",
                 )
             ) from error
-        link.kill()  # one that was only slow must not write over what is restored now
         self._keep_last(self._finished(link))
         link.give_up_what_is_not_repeated()
         rows = slice(link.start, link.stop)

@@ -136,13 +136,18 @@ class WorkerLink:
 
     def _take(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self._watched = int(self._pid[0])
+        self._watched = abs(int(self._pid[0]))
         self._process = ProcessWatch(self._watched)
 
     @property
     def replaced(self) -> bool:
         """Whether another client of the node has started another process in the place of the one watched here."""
-        return int(self._pid[0]) != self._watched
+        return abs(int(self._pid[0])) != self._watched
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the worker, in the place of one that has ended, is still making its environments."""
+        return bool(self._pid[0] < 0)
 
     @property
     def num_posted(self) -> int:
@@ -245,8 +250,11 @@ class WorkerLink:
     def overdue_s(self, step_timeout_s: float) -> float:
         """When the oldest command under way, or the step within it, takes too long, by ``time.monotonic``.
 
-        To be asked again and again: progress is taken for as old as it was first seen.
+        To be asked again and again: progress is taken for as old as it was first seen, and what is under way begins
+        when the environments are made.
         """
+        if self.is_starting:
+            self._begun_s = time.monotonic()
         num_steps = self._posted[self.num_done].num_steps
         whole_s = self._begun_s + num_steps * step_timeout_s
         if num_steps == 1:
@@ -345,6 +353,14 @@ class WorkerLink:
         self._process.kill()
         with contextlib.suppress(WorkerLostError):
             self.poll()
+
+    def raise_what_it_said(self) -> None:
+        """Raises, of a worker that ended while it made its environments, what one of them raised."""
+        if self.is_starting and self.pipe.poll():
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                said = pickle.loads(self.pipe.recv_bytes())
+                assert isinstance(said, RemoteFailure)
+                raise said.rebuild()
 
     def lost(self) -> WorkerLostError:
         """Describes that the worker is gone."""

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -148,6 +149,8 @@ class Workers:
     ) -> Connection:
         """Kills a worker and starts another in its place, which goes on with the oldest command under way.
 
+        It is not waited for: until its environments are made, the block has its process id below zero.
+
         Args:
             index: Of the worker.
             policies: What it is to know, as in :class:`~rayvec.pools.wire.Setup`.
@@ -156,12 +159,12 @@ class Workers:
         assert self._block is not None
         _end(self._processes[index])
         self._pipes[index].close()
-        self._processes[index], self._pipes[index] = self._start(self._specs[index])
-        self._hear(index, PoolSpaces)
         self._block.forget(index)
+        self._processes[index], self._pipes[index] = self._start(replace(self._specs[index], successor=True))
+        self._block.arrays["pid"][index] = -self._processes[index].pid
         first_command = int(self._block.arrays["tail"][index])
-        self._set_up(index, Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
-        self._hear(index, int)
+        with contextlib.suppress(OSError):  # one that has ended is found to have when its answer is waited for
+            self._set_up(index, Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
         return self._pipes[index]
 
     def _set_up(self, index: int, setup: Setup, weights_fds: Sequence[int]) -> None:

@@ -47,6 +47,7 @@ class WorkerSpec:
         factory: By cloudpickle, of exactly its environments.
         node: Name of the node, for errors.
         supervision: What becomes of environments that raise.
+        successor: Whether it takes the place of one that has ended: nobody waits for its reports then.
     """
 
     index: int
@@ -54,6 +55,7 @@ class WorkerSpec:
     factory: bytes
     node: str
     supervision: Supervision
+    successor: bool = False
 
 
 def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -85,7 +87,8 @@ class Worker:
     """Serves one slice. Its public methods are what an :attr:`Op.CALL` may name.
 
     The constructor makes the environments and reports their spaces, or what one of them raised, through
-    the pipe; the block follows when the client knows the spaces of all.
+    the pipe; the block follows when the client knows the spaces of all. A successor takes the block first, which
+    has the commands under way, and reports nothing but what its environments raise.
     """
 
     def __init__(self, spec: WorkerSpec, pipe: Connection) -> None:
@@ -96,6 +99,8 @@ class Worker:
         self._policies: dict[int, _HeldPolicy] = {}
         self._acted: int | None = None
         try:
+            if spec.successor:
+                self._take_setup()
             factory = pickle.loads(spec.factory)
             self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
         except EnvsFailed as failed:
@@ -104,23 +109,28 @@ class Worker:
         except Exception as error:
             self._say(RemoteFailure.capture(error, self._where))
             raise EOFError from error
-        self._say(self.pool.spaces())
+        if not spec.successor:
+            self._say(self.pool.spaces())
+            self._take_setup()
 
     def _say(self, value: Any) -> None:
         self._pipe.send_bytes(dumps(value))
 
-    def run(self) -> None:
-        """Takes the block, then serves commands until the client closes."""
-        setup: Setup = pickle.loads(self._pipe.recv_bytes())
-        shape = setup.shape
-        block = NodeBlock(shape, (reduction.recv_handle(self._pipe), reduction.recv_handle(self._pipe)))
+    def _take_setup(self) -> None:
+        self._setup: Setup = pickle.loads(self._pipe.recv_bytes())
+        self._block = NodeBlock(
+            self._setup.shape, (reduction.recv_handle(self._pipe), reduction.recv_handle(self._pipe))
+        )
         self._memory = ChunkMemory([reduction.recv_handle(self._pipe) for _ in range(MOST_CHUNKS)])
-        for key, policy, size in setup.policies:
+        for key, policy, size in self._setup.policies:
             self.load_policy(key, policy)
             if size is not None:
                 self.attach_weights(key, size)
-        index = self._spec.index
-        rows = slice(shape.worker_bounds[index], shape.worker_bounds[index + 1])
+
+    def run(self) -> None:
+        """Serves commands until the client closes."""
+        block, index = self._block, self._spec.index
+        rows = slice(block.shape.worker_bounds[index], block.shape.worker_bounds[index + 1])
         self.pool.attach(block.layout, block.results(rows))
         self._action_layout = block.action_layout
         self._actions = block.actions(rows)
@@ -128,10 +138,11 @@ class Worker:
         self._all_rows = list(range(self.pool.num_envs))
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
-        block.arrays["pid"][index] = os.getpid()
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
-        self._say(os.getpid())
-        slot = setup.first_command % block.depth
+        block.arrays["pid"][index] = os.getpid()
+        if not self._spec.successor:
+            self._say(os.getpid())
+        slot = self._setup.first_command % block.depth
         while not self._closed:
             while not go.acquire(_LOOK_S):
                 if self._pipe.poll():  # nothing is sent without a command: the other end has been closed

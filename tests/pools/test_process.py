@@ -37,6 +37,7 @@ from kinds import (
 from odd_envs import (
     Echo,
     HasChild,
+    Heir,
     KeepsActions,
     LargeInfo,
     OwnError,
@@ -576,6 +577,35 @@ def test_registered_environments_are_known_to_workers() -> None:
             assert pool.spaces.observation == spaces.Discrete(3)
     finally:
         del gymnasium.registry["rayvec-tests/Known-v0"]
+
+
+def heirs(tmp_path: Path, error: str = "") -> ProcessPool:
+    """Two workers with an environment each, of which the first is being made anew."""
+    supervision = Supervision(restart=True, step_timeout_s=0.2)
+    pool = ProcessPool.start(factory([partial(Heir, str(tmp_path), error)] * 2), 2, supervision=supervision)
+    pool.reset(np.arange(2), [3, 4])
+    pool.recv()
+    pool.send(np.arange(2), np.array([1, 0]), Autoreset.NEXT_STEP)
+    return pool
+
+
+def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
+    with closing(heirs(tmp_path)) as pool:
+        other = np.array([1])
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            within(DEADLINE_S, partial(pool.recv, other))
+            pool.send(other, np.zeros(1, int), Autoreset.NEXT_STEP)
+            assert within(DEADLINE_S, pool.ready_ids).tolist() in ([], [1])
+        (tmp_path / "go").touch()
+        batch = within(DEADLINE_S, partial(pool.recv, np.array([0])))
+        assert batch.truncated.all() and pool._block.arrays["restarts"].tolist() == [1, 0]
+
+
+def test_an_environment_that_can_not_be_made_anew_says_why(tmp_path: Path) -> None:
+    with closing(heirs(tmp_path, "no second one")) as pool, pytest.raises(KeyError, match="no second one") as caught:
+        within(DEADLINE_S, pool.recv)
+    assert isinstance(caught.value.__cause__, EnvError)
 
 
 def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:

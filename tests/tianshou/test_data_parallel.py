@@ -86,7 +86,7 @@ def both(name: str, dtype: torch.dtype, make: Callable[[Any], Any], **how: Any) 
 
 
 class TestRanksEqualOne:
-    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+    @pytest.mark.parametrize("num_ranks", [2, 3])
     @pytest.mark.parametrize("name", kit.MAKERS)
     def test_in_float64(self, parallel: Parallel, name: str, num_ranks: int) -> None:
         plain, other, stats, other_stats = both(name, torch.float64, lambda each: parallel(each, num_ranks))
@@ -123,7 +123,7 @@ class TestRanksEqualOne:
 
     @pytest.mark.parametrize("name", ["ppo", "impala", "td3"])
     def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str) -> None:
-        plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 4), count=5, rows=3)
+        plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 3), count=5, rows=2)
         assert difference(other, plain) < 1e-9
 
     def test_numbers_come_back(self, parallel: Parallel) -> None:
@@ -431,9 +431,7 @@ class TestTrainers:
 
 
 class TestLostRanks:
-    @pytest.mark.parametrize(
-        ("name", "how"), [("ppo", "SIGKILL"), ("sac", "SIGKILL"), ("impala", "SIGKILL"), ("ppo", "SIGSTOP")]
-    )
+    @pytest.mark.parametrize(("name", "how"), [("sac", "SIGKILL"), ("ppo", "SIGSTOP")])
     def test_lost_in_an_update(self, ray_cluster: object, tmp_path: Any, name: str, how: str) -> None:
         """All are started again as they were before the update, which is done again: no number changes."""
         plain, struck = kit.make(name), kit.make(name)
