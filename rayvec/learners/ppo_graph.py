@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.functional import pad
 
-from rayvec.learners.compiling import Compiled
+from rayvec.learners.compiling import Compiled, CUDAGraph
 from rayvec.types import Tree, tree_leaves, tree_map
 
 __all__ = ["CompiledGradient"]
@@ -20,26 +20,31 @@ class CompiledGradient:
     """Differentiates a loss by all parameters of a module at once.
 
     Parameters go in as one flat vector and gradients come out as one, so that nothing is dispatched layer by layer.
-    Graphs have fixed shapes: minibatches are filled up with rows of weight 0, to one of a few sizes.
+    Graphs have fixed shapes: minibatches are filled up with rows of weight 0, to one of a few sizes. On CUDA the graph
+    of each size is captured and launched as a whole.
 
     Args:
         module: Called with the first of the columns.
         loss: From what `module` returns and the other columns to what each row loses, ``[B]``, and to its
             metrics, ``[M, B]``.
         num_rows: About how many rows a minibatch has.
+        capture: Whether to capture graphs on CUDA.
     """
 
-    def __init__(self, module: nn.Module, loss: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> None:
-        self._module, self._loss = module, loss
+    def __init__(
+        self, module: nn.Module, loss: Callable[..., tuple[Tensor, Tensor]], num_rows: int, *, capture: bool = True
+    ) -> None:
+        self._module, self._loss, self._capture = module, loss, capture
         self._quantum = max(32, num_rows // 4)
         self._places = [(name, each.shape, each.numel()) for name, each in module.named_parameters()]
         self._graph: Compiled | None = None
+        self._captured: dict[int, CUDAGraph] = {}
 
     def __call__(self, flat: Tensor, columns: tuple[Tree, ...], count: int) -> tuple[Tensor, Tensor]:
         """Returns the gradient of the rows' loss over `count`, like `flat`, and their metrics over `count`, ``[M]``.
 
         Args:
-            flat: The parameters, ``[P]``, in the order of ``module.parameters()``.
+            flat: The parameters, ``[P]``, in the order of ``module.parameters()``; the same tensor at every call.
             columns: Trees of ``[B, ...]``; B may be 0.
             count: What sums over rows are divided by.
         """
@@ -50,16 +55,25 @@ class CompiledGradient:
             return pad(column, (0, 0) * (column.ndim - 1) + (0, missing))
 
         weight = filled(flat.new_full((num_rows,), 1 / count))
-        arguments = (flat, weight, tree_map(filled, columns))
+        arguments = ((flat,), weight, tree_map(filled, columns))
         with torch.no_grad():
             if self._graph is None:
                 self._gradient(*arguments)  # what is computed once and kept, like tables of a distribution, is so now
                 self._graph = Compiled(self._gradient)
-            result = self._graph(*arguments)
+            result = self._graph_for(len(weight), flat.device.type)(*arguments)
         return result[: len(flat)], result[len(flat) :]
 
-    def _gradient(self, flat: Tensor, weight: Tensor, columns: tuple[Tree, ...]) -> Tensor:
+    def _graph_for(self, num_rows: int, device: str) -> Callable[..., Tensor]:
+        assert self._graph is not None
+        if device == "cpu" or not self._capture:
+            return self._graph
+        if num_rows not in self._captured:
+            self._captured[num_rows] = CUDAGraph(self._graph)
+        return self._captured[num_rows]
+
+    def _gradient(self, state: tuple[Tensor], weight: Tensor, columns: tuple[Tree, ...]) -> Tensor:
         """Returns gradient and metrics, ``[P + M]``."""
+        (flat,) = state
 
         def total(flat: Tensor) -> tuple[Tensor, Tensor]:
             parts = torch.split(flat, [size for _, _, size in self._places])

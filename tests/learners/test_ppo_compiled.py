@@ -35,6 +35,20 @@ def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any]) -> N
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
+@SPACES
+def test_cuda_equals_cpu(action_space: spaces.Space[Any], compiled: bool) -> None:
+    cpu = PPOLearner(OBS, action_space, ppo_config())
+    gpu = PPOLearner(OBS, action_space, ppo_config(learner_device="cuda", compile=compiled))
+    policy = Policy(cpu.module)
+    for seed in range(3):
+        batch = make_batch(policy, seed, invalid=True)
+        expected = cpu.update(batch)
+        assert gpu.update(batch) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    np.testing.assert_allclose(gpu.weights(), cpu.weights(), atol=1e-3)
+
+
 def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> Any:
         def call(*args: object) -> None:
