@@ -220,7 +220,8 @@ class ReplayBuffer:
         """Goes on where `state_dict` was taken.
 
         Raises:
-            CheckpointError: The state is of a replay with more steps for each environment.
+            CheckpointError: The state is of a replay with more steps for each environment, or with fewer, of which
+                some have been overwritten.
         """
         if not state:
             self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -228,11 +229,12 @@ class ReplayBuffer:
         arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
         num_slots = self.capacity_steps + 1
         used = len(arrays["rew"])
-        if used > num_slots or arrays["sizes"].max(initial=0) > self.capacity_steps:
+        is_ring = used != num_slots and (arrays["sizes"] != arrays["heads"]).any()
+        if is_ring or used > num_slots or arrays["sizes"].max(initial=0) > self.capacity_steps:
             raise CheckpointError(
                 message(
                     "A replay is restored into one of the same capacity.",
-                    expected=f"at most {self.capacity_steps} steps of each environment",
+                    expected=f"{self.capacity_steps} steps of each environment",
                     got=used - 1,
                     remedy="Use the configuration that the checkpoint was written with.",
                 )

@@ -202,15 +202,40 @@ class PressesCtrlC(CountingEnv):
 
 
 class Heir(CountingEnv):
-    """Ends its process with action 1; one that is made after that raises, or waits until a file is there."""
+    """Ends its process with action 1; one that is made after that raises, or waits until a file is there.
 
-    def __init__(self, directory: str, error: str = "") -> None:
+    Its resets take so many seconds then.
+    """
+
+    def __init__(self, directory: str, error: str = "", reset_s: float = 0.0) -> None:
         super().__init__(max_episode_steps=1000)
         self._died, go = Path(directory, "died"), Path(directory, "go")
+        self._reset_s = reset_s if self._died.exists() else 0.0
         if self._died.exists() and error:
             raise KeyError(error)
         while self._died.exists() and not go.exists():
             time.sleep(0.002)
+
+    def reset(self, **kwargs: Any) -> Any:
+        time.sleep(self._reset_s)
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            self._died.touch()
+            os._exit(3)
+        return super().step(action)
+
+
+class DiesLate(CountingEnv):
+    """Ends its process with action 1; one that is made after that does so by itself after so many seconds."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__()
+        self._died = Path(path)
+        if self._died.exists():
+            time.sleep(seconds)
+            os._exit(3)
 
     def step(self, action: Any) -> Any:
         if action == 1:

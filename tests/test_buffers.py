@@ -201,5 +201,9 @@ def test_what_can_not_work_is_refused() -> None:
     replay.add(World(1).chunk(8, np.zeros((8, 1), np.int64)))
     with pytest.raises(ConfigError, match=r"environments \[0\].*Got: \[0, 1\]"):
         replay.add(World(2).chunk(1, np.zeros((1, 2), np.int64)))
-    with pytest.raises(CheckpointError, match=r"at most 4 steps.*Got: 8"):
+    with pytest.raises(CheckpointError, match=r"4 steps of each environment. Got: 8"):
         ReplayBuffer(4).load_state_dict(replay.state_dict())
+    ReplayBuffer(16).load_state_dict(replay.state_dict())
+    replay.add(World(1).chunk(1, np.zeros((1, 1), np.int64)))
+    with pytest.raises(CheckpointError, match=r"16 steps of each environment. Got: 8"):
+        ReplayBuffer(16).load_state_dict(replay.state_dict())

@@ -283,7 +283,7 @@ class PPOLearner(ActorCriticLearner):
         norm = self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)
         stats = torch.cat([stats, norm])
         if not math.isfinite(norm):  # the same on all ranks, unlike their shares of the metrics
-            raise self._not_finite(_mean([stats]))
+            raise self._not_finite(_mean(self._whole([stats])))
         self._optimizer.step()
         return stats
 

@@ -183,19 +183,29 @@ class SharedMemoryRanks:
         marks = self._marks
         self._num_steps += 1
         marks[self.rank * 8] = num_steps = self._num_steps
+        begin_s = 0.0
         for other in self._others:
             place = other * 8
             for _ in range(_LOOKS):
                 if marks[place] >= num_steps:
                     break
             else:
-                self._wait_for(other)
+                begin_s = self._wait_for(other, begin_s)
             if marks[place] >= _LEFT:
-                self._wait_for(other)
+                begin_s = self._wait_for(other, begin_s)
 
-    def _wait_for(self, other: int) -> None:
-        """Waits for one rank: lets others have the core at first, then sleeps, and looks whether the rank lives."""
-        place, begin_s = other * 8, time.monotonic()
+    def _wait_for(self, other: int, begin_s: float) -> float:
+        """Waits for one rank: lets others have the core at first, then sleeps, and looks whether the rank lives.
+
+        Args:
+            other: The rank.
+            begin_s: When this sum began to wait, by ``time.monotonic``; 0 if it has not yet.
+
+        Returns:
+            When it began.
+        """
+        place = other * 8
+        begin_s = begin_s or time.monotonic()
         looked_s = begin_s
         while (mark := self._marks[place]) < self._num_steps:
             now_s = time.monotonic()
@@ -210,6 +220,7 @@ class SharedMemoryRanks:
             time.sleep(_SLEEP_S)
         if mark >= _LEFT and mark - _LEFT < self._num_steps:
             raise _lost(f"rank {other} to come to a sum", f"rank {other} gave up")
+        return begin_s
 
     def _late(self, other: int) -> RankLostError:
         here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]

@@ -221,10 +221,12 @@ class PoolClient:
     def _look_after(self, link: WorkerLink) -> None:
         """Restarts a worker that has ended, or takes too long for its oldest command."""
         limit_s = self._supervision.step_timeout_s
-        if link.ended():
-            link.poll()
-            if link.num_done < link.num_posted:
-                self._restart_worker(link, link.lost())
+        ended = link.ended()
+        link.poll()  # what is done was in time, however late somebody looks
+        if link.num_done == link.num_posted:
+            return
+        if ended:
+            self._restart_worker(link, link.lost())
         elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
             self._restart_worker(link, link.hangs(limit_s), link.waited_s)
 
@@ -244,7 +246,7 @@ class PoolClient:
             raise error
         link.kill()  # one that was only slow must not write over what is restored now
         link.raise_what_it_said()
-        if not self._budget.spend(link.index, hung_s):
+        if not self._budget.spend(link.index, link.startup_s() if link.is_starting else hung_s):
             raise WorkerLostError(
                 message(
                     "A worker that ends again and again is not restarted for ever.",

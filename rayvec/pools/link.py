@@ -138,6 +138,8 @@ class WorkerLink:
         self.pipe = pipe
         self._watched = abs(int(self._pid[0]))
         self._process = ProcessWatch(self._watched)
+        self._taken_s = time.monotonic()
+        self._was_starting = self.is_starting  # when somebody last looked
 
     @property
     def replaced(self) -> bool:
@@ -148,6 +150,10 @@ class WorkerLink:
     def is_starting(self) -> bool:
         """Whether the worker, in the place of one that has ended, is still making its environments."""
         return bool(self._pid[0] < 0)
+
+    def startup_s(self) -> float:
+        """Returns for how long a worker that is starting has been."""
+        return time.monotonic() - self._taken_s
 
     @property
     def num_posted(self) -> int:
@@ -253,8 +259,9 @@ class WorkerLink:
         To be asked again and again: progress is taken for as old as it was first seen, and what is under way begins
         when the environments are made.
         """
-        if self.is_starting:
+        if self._was_starting:
             self._begun_s = time.monotonic()
+            self._was_starting = self.is_starting
         num_steps = self._posted[self.num_done].num_steps
         whole_s = self._begun_s + num_steps * step_timeout_s
         if num_steps == 1:
@@ -356,7 +363,7 @@ class WorkerLink:
 
     def raise_what_it_said(self) -> None:
         """Raises, of a worker that ended while it made its environments, what one of them raised."""
-        if self.is_starting and self.pipe.poll():
+        if self.is_starting and not self.pipe.closed and self.pipe.poll():
             with contextlib.suppress(EOFError, ConnectionResetError):
                 said = pickle.loads(self.pipe.recv_bytes())
                 assert isinstance(said, RemoteFailure)

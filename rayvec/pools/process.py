@@ -336,6 +336,8 @@ class ProcessPool(PoolClient):
         """Closes the environments, ends the workers and frees the memory; may be called again."""
         try:
             for link in self._links:
+                if link.is_starting:
+                    link.kill()  # it would read only when its environments are made that it is to end
                 link.post_call("close")
             for block in self._weights.values():
                 block.close()

@@ -39,8 +39,8 @@ def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
 class RestartBudget:
     """Allows five restarts within a minute, for each key; more are a crash loop, which restarting won't cure.
 
-    Time that was spent on waiting for who hangs does not count: else a hang that takes longer to be noticed than
-    a fifth of a minute could be repeated for ever.
+    Time that was spent on waiting for who hangs, or who ends while it starts, does not count: else what takes longer
+    than a fifth of a minute could be repeated for ever.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RestartBudget:
 
         Args:
             key: Of what is restarted.
-            hung_s: How long it was waited for before it was taken to hang.
+            hung_s: How long it was waited for before it was taken to hang, or had been starting when it ended.
         """
         self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
         times = self._times.setdefault(key, deque())

@@ -35,6 +35,7 @@ from kinds import (
     within,
 )
 from odd_envs import (
+    DiesLate,
     Echo,
     HasChild,
     Heir,
@@ -579,31 +580,83 @@ def test_registered_environments_are_known_to_workers() -> None:
         del gymnasium.registry["rayvec-tests/Known-v0"]
 
 
-def heirs(tmp_path: Path, error: str = "") -> ProcessPool:
-    """Two workers with an environment each, of which the first is being made anew."""
-    supervision = Supervision(restart=True, step_timeout_s=0.2)
-    pool = ProcessPool.start(factory([partial(Heir, str(tmp_path), error)] * 2), 2, supervision=supervision)
+def heirs(*args: Any) -> ProcessPool:
+    """Two workers with an environment each, of which the first is to be made anew."""
+    supervision = Supervision(restart=True, step_timeout_s=1.0)
+    pool = ProcessPool.start(factory([partial(Heir, *args)] * 2), 2, supervision=supervision)
     pool.reset(np.arange(2), [3, 4])
     pool.recv()
-    pool.send(np.arange(2), np.array([1, 0]), Autoreset.NEXT_STEP)
+    pool.send(np.arange(2), np.array([1, 0]), Autoreset.SAME_STEP)
     return pool
 
 
+def wait_for_successor(pool: ProcessPool) -> None:
+    def is_starting() -> bool:
+        within(DEADLINE_S, pool.ready_ids)
+        return pool._links[0].is_starting
+
+    wait_until(is_starting, "the first worker has a successor")
+
+
 def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
-    with closing(heirs(tmp_path)) as pool:
+    with closing(heirs(str(tmp_path))) as pool:
         other = np.array([1])
-        until = time.monotonic() + 1.0
+        until = time.monotonic() + 1.5
         while time.monotonic() < until:
             within(DEADLINE_S, partial(pool.recv, other))
-            pool.send(other, np.zeros(1, int), Autoreset.NEXT_STEP)
+            pool.send(other, np.zeros(1, int), Autoreset.SAME_STEP)
             assert within(DEADLINE_S, pool.ready_ids).tolist() in ([], [1])
         (tmp_path / "go").touch()
         batch = within(DEADLINE_S, partial(pool.recv, np.array([0])))
         assert batch.truncated.all() and pool._block.arrays["restarts"].tolist() == [1, 0]
 
 
+def test_a_successor_that_nobody_looks_at_while_it_starts_is_not_taken_to_hang(tmp_path: Path) -> None:
+    with closing(heirs(str(tmp_path), "", 0.5)) as pool:
+        wait_for_successor(pool)
+        time.sleep(1.5)
+        (tmp_path / "go").touch()
+        wait_until(lambda: not pool._links[0].is_starting, "its environment is made")
+        batch = within(DEADLINE_S, partial(pool.recv, min_ready=2))
+        assert batch.truncated.tolist() == [True, False] and pool._block.arrays["restarts"].tolist() == [1, 0]
+
+
+def test_a_step_that_was_done_long_ago_was_in_time() -> None:
+    supervision = Supervision(restart=True, step_timeout_s=1.5)
+    with closing(ProcessPool.start(factory([CountingEnv] * 2), 2, supervision=supervision)) as pool:
+        pool.reset(np.arange(2), [3, 4])
+        time.sleep(2.0)
+        within(DEADLINE_S, partial(pool.recv, min_ready=1))
+        assert not pool._block.arrays["restarts"].any()
+
+
+def test_successors_that_end_while_they_start_are_a_crash_loop_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayvec.pools.supervision._WINDOW_S", 1.0)
+    supervision = Supervision(restart=True, step_timeout_s=None)
+    fns = [partial(DiesLate, str(tmp_path / "died"), 0.3)]
+    with closing(ProcessPool.start(factory(fns), 1, supervision=supervision)) as pool:
+        pool.reset(np.arange(1), [3])
+        pool.recv()
+        pool.send(np.arange(1), np.ones(1, int), Autoreset.SAME_STEP)
+        with pytest.raises(WorkerLostError, match="again and again"):
+            within(DEADLINE_S, pool.recv)
+
+
+def test_closing_waits_for_no_successor(tmp_path: Path) -> None:
+    pool = heirs(str(tmp_path))
+    wait_for_successor(pool)
+    pids = pool.worker_pids
+    pool.close()
+    assert not any(map(alive, pids))
+
+
 def test_an_environment_that_can_not_be_made_anew_says_why(tmp_path: Path) -> None:
-    with closing(heirs(tmp_path, "no second one")) as pool, pytest.raises(KeyError, match="no second one") as caught:
+    with (
+        closing(heirs(str(tmp_path), "no second one")) as pool,
+        pytest.raises(KeyError, match="no second one") as caught,
+    ):
         within(DEADLINE_S, pool.recv)
     assert isinstance(caught.value.__cause__, EnvError)
 
