@@ -582,7 +582,7 @@ def test_registered_environments_are_known_to_workers() -> None:
 
 def heirs(*args: Any) -> ProcessPool:
     """Two workers with an environment each, of which the first is to be made anew."""
-    supervision = Supervision(restart=True, step_timeout_s=1.0)
+    supervision = Supervision(restart=True, step_timeout_s=2.0)
     pool = ProcessPool.start(factory([partial(Heir, *args)] * 2), 2, supervision=supervision)
     pool.reset(np.arange(2), [3, 4])
     pool.recv()
@@ -601,7 +601,7 @@ def wait_for_successor(pool: ProcessPool) -> None:
 def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
     with closing(heirs(str(tmp_path))) as pool:
         other = np.array([1])
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 2.5
         while time.monotonic() < until:
             within(DEADLINE_S, partial(pool.recv, other))
             pool.send(other, np.zeros(1, int), Autoreset.SAME_STEP)
@@ -614,7 +614,7 @@ def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_st
 def test_a_successor_that_nobody_looks_at_while_it_starts_is_not_taken_to_hang(tmp_path: Path) -> None:
     with closing(heirs(str(tmp_path), "", 0.5)) as pool:
         wait_for_successor(pool)
-        time.sleep(1.5)
+        time.sleep(2.5)
         (tmp_path / "go").touch()
         wait_until(lambda: not pool._links[0].is_starting, "its environment is made")
         batch = within(DEADLINE_S, partial(pool.recv, min_ready=2))
