@@ -65,7 +65,7 @@ class CompiledGradient:
 
     def _graph_for(self, num_rows: int, device: str) -> Callable[..., Tensor]:
         assert self._graph is not None
-        if device == "cpu" or not self._capture:
+        if device != "cuda" or not self._capture:
             return self._graph
         if num_rows not in self._captured:
             self._captured[num_rows] = CUDAGraph(self._graph)

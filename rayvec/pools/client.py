@@ -246,7 +246,7 @@ class PoolClient:
             raise error
         link.kill()  # one that was only slow must not write over what is restored now
         link.raise_what_it_said()
-        if not self._budget.spend(link.index, link.startup_s() if link.is_starting else hung_s):
+        if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
             raise WorkerLostError(
                 message(
                     "A worker that ends again and again is not restarted for ever.",

@@ -151,8 +151,9 @@ class WorkerLink:
         """Whether the worker, in the place of one that has ended, is still making its environments."""
         return bool(self._pid[0] < 0)
 
+    @property
     def startup_s(self) -> float:
-        """Returns for how long a worker that is starting has been."""
+        """For how long a worker that is starting has been."""
         return time.monotonic() - self._taken_s
 
     @property

@@ -99,3 +99,23 @@ def test_one_rank_alone_counts_and_sums() -> None:
     mean, variance = global_moments(ALONE, [torch.tensor([1.0, 2.0, 6.0]), torch.zeros(0)], [3, 0])
     assert mean.tolist() == [3.0, 0.0]
     torch.testing.assert_close(variance, torch.tensor([14 / 3, 0.0], dtype=torch.float64))
+
+
+def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes just in time, rank 2 never; the clock is one that goes on when it is looked at."""
+    ranks = SharedMemoryRanks(0, 3, timeout_s=1.0)
+    now_s = 0.0
+
+    def look() -> float:
+        nonlocal now_s
+        now_s += 0.01
+        if now_s > 0.9:
+            ranks._marks[8] = 1
+        return now_s
+
+    monkeypatch.setattr("rayvec.parallel.shared_memory.time.monotonic", look)
+    with pytest.raises(RankLostError, match=r"rank 2 to come.*only rank\(s\) 0, 1 in time"):
+        ranks.sum_(torch.ones(3))
+    assert now_s < 1.1
+    monkeypatch.undo()
+    ranks.close()
