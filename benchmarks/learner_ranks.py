@@ -64,11 +64,13 @@ class Way:
     size: int
     threads: int
     sums: str
+    """"half" is one rank's part without another beside it: what two could gain at most."""
 
 
 WAYS = (
     Way("one rank", 1, 1, "alone"),
     Way("one rank, 2 threads", 1, 2, "alone"),
+    Way("half the rows alone", 1, 1, "half"),
     Way("2 ranks, shared memory", 2, 1, "shared memory"),
     Way("2 ranks, gloo", 2, 1, "gloo"),
     Way("2 ranks, DDP over gloo", 2, 1, "ddp"),
@@ -173,10 +175,10 @@ def make_batch(net: Net, learner: PPOLearner) -> Batch:
 def learn(way: Way, rank: int, net: Net, minibatch_size: int, pipe: Connection) -> None:
     """Is one rank: updates whenever it is told how often, and answers with seconds for each update."""
     torch.set_num_threads(way.threads)
-    ranks = make_ranks(way.sums, rank, way.size, pipe)
-    learner = make_learner(net, minibatch_size)
+    ranks, parts = make_ranks(way.sums, rank, way.size, pipe), 2 if way.sums == "half" else way.size
+    learner = make_learner(net, minibatch_size * way.size // parts)
     batch = make_batch(net, learner)
-    bounds = [net.num_envs * k // way.size for k in range(way.size + 1)]
+    bounds = [net.num_envs * k // parts for k in range(parts + 1)]
     shard = Batch((batch.chunks[0].columns(bounds[rank], bounds[rank + 1]),), batch.stats)
     if way.sums == "ddp":
         ranks = _DDPRanks(ranks, learner._flat.grad)

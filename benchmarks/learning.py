@@ -163,11 +163,12 @@ def plot(outcomes: list[Outcome], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for k, each in enumerate(curves):
+    for k, each in enumerate(curves if len(curves) > 1 else []):
         axes.plot(
             grid, each, color=BLUE, alpha=0.35, linewidth=1, label=f"each of {len(curves)} seeds" if k == 0 else None
         )
-    axes.plot(grid[known], curves[:, known].mean(0), color=BLUE, linewidth=2.5, label="mean")
+    label = "mean" if len(curves) > 1 else "one seed"
+    axes.plot(grid[known], curves[:, known].mean(0), color=BLUE, linewidth=2.5, label=label)
     axes.set(title=title, xlabel="environment steps", ylabel="return of the exploring policy")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(frameon=False)
@@ -225,7 +226,7 @@ def main() -> None:
         print(f"`python {' '.join(sys.argv)}` on {os.cpu_count()} cores of {processor()}\n")
         print(table(outcomes))
         if args.plot:
-            plot(outcomes, args.plot, f"{args.env_id} · {args.algorithm.upper()} · {len(outcomes)} seeds")
+            plot(outcomes, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
         if args.random:
             chance = random_return(outcomes[0].run_dir, args.random)
             mean = np.mean([item.returns.mean() for item in outcomes])

@@ -33,6 +33,10 @@ _PROBE_S = 5.0
 _TOKEN = secrets.token_hex(32)
 """What our private clusters ask of who connects. One for this process, since Ray reads it only once; without
 it Ray would write one to the user's home."""
+_SETTINGS = {
+    "RAY_worker_niceness": "0",  # else a busy driver starves the workers
+    "RAY_prestart_worker_first_driver": "0",  # one process for each core, of which we need one
+}
 
 
 class RaySession:
@@ -125,7 +129,7 @@ def _start_private() -> subprocess.Popen[bytes]:
     directory = tempfile.mkdtemp(prefix="rayvec-")
     reaper = start_reaper(directory)
     try:
-        with _environment(RAY_AUTH_TOKEN=_TOKEN, RAY_worker_niceness="0", **{CLUSTER_MARK: directory}):
+        with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS, **{CLUSTER_MARK: directory}):
             ray.init(
                 address="local",
                 include_dashboard=False,

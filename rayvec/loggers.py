@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -211,6 +208,10 @@ def plot_learning_curve(
         title: Above the picture.
         greedy: Steps at a greedy evaluation and its mean return, to be marked.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # at a run's end: half a second would delay its start
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
     points = [(line["steps"], line["return_mean"], line["episodes"]) for line in metrics if line.get("episodes")]
     steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

@@ -51,7 +51,9 @@ class NatureCNN(nn.Module):
         images = images.reshape(-1, *images.shape[-3:])
         if self._channels_last:
             images = images.movedim(-1, 1)
-        features: Tensor = self.layers(images.to(next(self.parameters()).dtype) / 255)
+        layout = torch.channels_last if images.device.type == "cpu" else torch.preserve_format  # the fastest on CPUs
+        numbers = images.to(next(self.parameters()).dtype, memory_format=layout)
+        features: Tensor = self.layers(numbers / 255)
         return features.view(*lead, self.num_features)
 
 
@@ -293,7 +295,8 @@ def _mlp(sizes: Sequence[int], last_gain: float, generator: torch.Generator) -> 
 
 def _initialised(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.Module:
     """Returns a layer, given without values, with orthogonal weights and biases of 0."""
-    layer = layer.to_empty(device="cpu")
+    for name, parameter in list(layer.named_parameters()):  # layer.to_empty() would import sympy for half a second
+        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")))
     nn.init.orthogonal_(layer.get_parameter("weight"), gain, generator)
     nn.init.zeros_(layer.get_parameter("bias"))
     return layer

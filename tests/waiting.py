@@ -21,5 +21,5 @@ def alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the open, or before the read
         return False

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.errors import CheckpointError, LearnerError, message
 from rayvec.learners.adam import Adam
-from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
 from rayvec.learners.moments import ReturnScale, RunningMoments
 from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
 from rayvec.parallel.ranks import ALONE, Ranks
@@ -59,6 +59,7 @@ class ActorCriticLearner:
         device: str | None,
         normalize_obs: bool = False,
     ) -> None:
+        keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
         self.module = module or make_actor_critic(

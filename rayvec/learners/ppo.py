@@ -241,7 +241,7 @@ class PPOLearner(ActorCriticLearner):
             This rank's share of the first five metrics, ``[5]``.
         """
         if self._compiled is not None:
-            gradient, shares = self._compiled(self._flat.data, rows.columns, count)
+            gradient, shares = self._compiled(self._flat.data, rows.columns, count, self.ranks.size)
             self._flat.grad.copy_(gradient)
         else:
             loss, metrics = self._loss(self.module(rows.obs), *rows.columns[1:])

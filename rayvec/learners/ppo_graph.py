@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class CompiledGradient:
         module: Called with the first of the columns.
         loss: From what `module` returns and the other columns to what each row loses, ``[B]``, and to its
             metrics, ``[M, B]``.
-        num_rows: About how many rows a minibatch has.
+        num_rows: About how many rows a minibatch has on all ranks.
         capture: Whether to capture graphs on CUDA.
     """
 
@@ -40,21 +41,27 @@ class CompiledGradient:
         self._graph: Compiled | None = None
         self._captured: dict[int, CUDAGraph] = {}
 
-    def __call__(self, flat: Tensor, columns: tuple[Tree, ...], count: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, flat: Tensor, columns: tuple[Tree, ...], count: int, num_ranks: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Returns the gradient of the rows' loss over `count`, like `flat`, and their metrics over `count`, ``[M]``.
 
         Args:
             flat: The parameters, ``[P]``, in the order of ``module.parameters()``; the same tensor at every call.
             columns: Trees of ``[B, ...]``; B may be 0.
-            count: What sums over rows are divided by.
+            count: Rows of the minibatch on all ranks, which sums over rows are divided by.
+            num_ranks: Among how many `count` rows were divided by chance, evenly.
         """
         num_rows = len(next(tree_leaves(columns)))
-        missing = -num_rows % self._quantum or (0 if num_rows else self._quantum)
+        missing = self._size(num_rows, count, num_ranks) - num_rows
 
         def filled(column: Tensor) -> Tensor:
-            return pad(column, (0, 0) * (column.ndim - 1) + (0, missing))
+            if not missing:
+                return column
+            last = column[-1:] if num_rows else column.new_zeros(1, *column.shape[1:])
+            return torch.cat([column, last.expand(missing, *column.shape[1:])])
 
-        weight = filled(flat.new_full((num_rows,), 1 / count))
+        weight = pad(flat.new_full((num_rows,), 1 / count), (0, missing))
         arguments = ((flat,), weight, tree_map(filled, columns))
         with torch.no_grad():
             if self._graph is None:
@@ -62,6 +69,20 @@ class CompiledGradient:
                 self._graph = Compiled(self._gradient)
             result = self._graph_for(len(weight), flat.device.type)(*arguments)
         return result[: len(flat)], result[len(flat) :]
+
+    def _size(self, num_rows: int, count: int, num_ranks: int) -> int:
+        """Returns how many rows a rank's `num_rows` of the `count` of a minibatch are filled up to.
+
+        Shares spread around their mean with a standard deviation of at most half the root of the minibatch, and all
+        ranks wait for the largest: what two of these above the mean can hold is nearly always enough.
+        """
+        whole = self._multiple(count)
+        share = 8 * math.ceil((whole / num_ranks + math.sqrt(whole)) / 8)
+        return share if num_ranks > 1 and num_rows <= share else self._multiple(num_rows)
+
+    def _multiple(self, num_rows: int) -> int:
+        """Returns `num_rows`, at least 1, rounded up to a quarter of a minibatch or 32 rows."""
+        return self._quantum * math.ceil(max(1, num_rows) / self._quantum)
 
     def _graph_for(self, num_rows: int, device: str) -> Callable[..., Tensor]:
         assert self._graph is not None

@@ -73,6 +73,17 @@ def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.Monkey
     assert learner._flat.grad.any()
 
 
+def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty narrow Gaussians the density at 0 is beyond float32: rows of zeros would bring infinity times 0."""
+    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
+    learner = PPOLearner(OBS, spaces.Box(-1, 1, (20,), np.float32), ppo_config(compile=True))
+    assert learner.module.log_std is not None
+    learner.module.log_std.data.fill_(-6.0)
+    rows = learner._rows(make_batch(Policy(learner.module)))
+    learner._gradients(rows[torch.arange(5)], 5)
+    assert learner._flat.grad.any() and learner._flat.grad.isfinite().all()
+
+
 def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
     compile_, graphs = torch.compile, []
