@@ -21,7 +21,7 @@ from torch import Tensor
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.nets import ActorCritic
-from rayvec.parallel.ranks import gather_counts
+from rayvec.parallel.ranks import deal, gather_counts
 from rayvec.returns import vtrace
 from rayvec.types import Batch, Chunk, Tree, as_slice, tree_map
 
@@ -166,12 +166,12 @@ class IMPALALearner(ActorCriticLearner):
     ) -> Iterator[tuple[Trajectories, int]]:
         """Yields this rank's share of each minibatch, and how many steps that minibatch has on all ranks.
 
-        Environments are shuffled over all ranks alike; a minibatch without a valid step is left out.
+        Environments are dealt out over all ranks alike; a minibatch without a valid step is left out.
         """
         num_columns = gather_counts(self.ranks, trajectories.valid.shape[1])
-        first = sum(num_columns[: self.ranks.rank])
-        parts = np.array_split(generator.permutation(sum(num_columns)), self.config.num_minibatches)
-        own = [np.sort(part[(part >= first) & (part < first + num_columns[self.ranks.rank])]) - first for part in parts]
+        first, last = sum(num_columns[: self.ranks.rank]), sum(num_columns[: self.ranks.rank + 1])
+        dealt = deal(sum(num_columns), self.config.num_minibatches, generator)
+        own = [columns[slice(*columns.searchsorted([first, last]))] - first for columns in dealt]
         valid = trajectories.valid.sum(0)
         counts = self.ranks.sum_(torch.tensor([int(valid[columns].sum()) for columns in own]))
         for columns, count in zip(own, counts.tolist(), strict=True):

@@ -22,7 +22,7 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.nets import ActorCritic
-from rayvec.parallel.ranks import check_minibatch, gather_counts, global_moments
+from rayvec.parallel.ranks import check_minibatch, deal, gather_counts, global_moments
 from rayvec.returns import gae
 from rayvec.types import Batch, Chunk, Tree, tree_leaves, tree_map
 
@@ -206,7 +206,7 @@ class PPOLearner(ActorCriticLearner):
     def _minibatches(
         self, rows: Rows, first: int, total: int, generator: np.random.Generator
     ) -> Iterator[tuple[Rows, int]]:
-        """Yields the rows of all ranks once, shuffled, in parts of about ``minibatch_size`` that differ by at most one.
+        """Yields the rows of all ranks once, dealt at random into parts of about ``minibatch_size``.
 
         Args:
             rows: Those of this rank.
@@ -218,10 +218,13 @@ class PPOLearner(ActorCriticLearner):
             This rank's rows of a minibatch, advantages normalised by the whole minibatch's moments, and how many
             rows the whole one has.
         """
-        numbers = (torch.from_numpy(generator.permutation(total)) - first).to(self._device)
-        whole = numbers.tensor_split(max(1, round(total / self.config.minibatch_size)))
-        counts = [len(part) for part in whole]
-        own = whole if len(rows) == total else [part[(part >= 0) & (part < len(rows))] for part in whole]
+        dealt = deal(total, max(1, round(total / self.config.minibatch_size)), generator)
+        counts = [len(numbers) for numbers in dealt]
+        bounds = [numbers.searchsorted([first, first + len(rows)]) for numbers in dealt]
+        own = [
+            torch.from_numpy(numbers[start:stop] - first).to(self._device)
+            for numbers, (start, stop) in zip(dealt, bounds, strict=True)
+        ]
         advantages = [rows.advantage[index] for index in own]
         if self.config.normalize_advantage:
             mean, variance = global_moments(self.ranks, advantages, counts)

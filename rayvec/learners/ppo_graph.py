@@ -50,7 +50,7 @@ class CompiledGradient:
             flat: The parameters, ``[P]``, in the order of ``module.parameters()``; the same tensor at every call.
             columns: Trees of ``[B, ...]``; B may be 0.
             count: Rows of the minibatch on all ranks, which sums over rows are divided by.
-            num_ranks: Among how many `count` rows were divided by chance, evenly.
+            num_ranks: Among how many `count` rows were divided.
         """
         num_rows = len(next(tree_leaves(columns)))
         missing = self._size(num_rows, count, num_ranks) - num_rows
@@ -73,12 +73,13 @@ class CompiledGradient:
     def _size(self, num_rows: int, count: int, num_ranks: int) -> int:
         """Returns how many rows a rank's `num_rows` of the `count` of a minibatch are filled up to.
 
-        Shares spread around their mean with a standard deviation of at most half the root of the minibatch, and all
-        ranks wait for the largest: what two of these above the mean can hold is nearly always enough.
+        That is a mean share or a little more, as shares of ranks with equally many rows are; else as much as one rank
+        would fill up to.
         """
-        whole = self._multiple(count)
-        share = 8 * math.ceil((whole / num_ranks + math.sqrt(whole)) / 8)
-        return share if num_ranks > 1 and num_rows <= share else self._multiple(num_rows)
+        share = _eights(self._multiple(count) / num_ranks)
+        if num_ranks == 1 or num_rows > share + 8:
+            return self._multiple(num_rows)
+        return max(share, _eights(num_rows))
 
     def _multiple(self, num_rows: int) -> int:
         """Returns `num_rows`, at least 1, rounded up to a quarter of a minibatch or 32 rows."""
@@ -106,3 +107,7 @@ class CompiledGradient:
 
         gradient, metrics = grad(total, has_aux=True)(flat)
         return torch.cat([gradient, metrics])
+
+
+def _eights(count: float) -> int:
+    return 8 * math.ceil(count / 8)

@@ -1,4 +1,4 @@
-"""What the ranks of a learner have in common: one sum.
+"""What the ranks of a learner have in common: one sum, and which rows a minibatch has.
 
 Whoever computes on several ranks computes sums over all rows, scales by global counts, and lets `Ranks.sum_` add
 what each rank has. Nothing here needs Ray.
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.errors import ConfigError, message
 
-__all__ = ["ALONE", "Alone", "ClosableRanks", "Ranks", "check_minibatch", "gather_counts", "global_moments"]
+__all__ = ["ALONE", "Alone", "ClosableRanks", "Ranks", "check_minibatch", "deal", "gather_counts", "global_moments"]
 
 
 class Ranks(Protocol):
@@ -68,6 +70,26 @@ def gather_counts(ranks: Ranks, count: int) -> list[int]:
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = count
     return [int(each) for each in ranks.sum_(counts)]
+
+
+def deal(count: int, num_minibatches: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Deals the numbers from 0 to ``count - 1`` out among minibatches at random, one to each in every round.
+
+    So neighbours, such as two steps of an episode, come into different minibatches, and sizes differ by at most one.
+    Whoever holds a range of numbers holds as many of each minibatch, give or take two: no rank waits for another that
+    has drawn more.
+
+    Returns:
+        The numbers of each minibatch, ascending.
+
+    >>> deal(7, 3, np.random.default_rng(0))
+    [array([1, 5]), array([2, 4]), array([0, 3, 6])]
+    """
+    one_round = np.arange(num_minibatches, dtype=np.min_scalar_type(num_minibatches))  # small numbers sort faster
+    rounds = np.tile(one_round, (-(-count // num_minibatches), 1))
+    minibatch = generator.permuted(rounds, axis=1).ravel()[:count]
+    ends = np.bincount(minibatch, minlength=num_minibatches).cumsum()
+    return np.split(minibatch.argsort(kind="stable"), ends[:-1])
 
 
 def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from rayvec.envs import EnvFactory
 from rayvec.errors import ConfigError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.nets import ActorCritic, make_actor_critic
+from rayvec.parallel.ranks import deal
 from rayvec.policies import Policy
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout import rollout
@@ -93,8 +94,8 @@ class Reference:
     def update(self, chunk: Chunk) -> None:
         config = self.config
         self.optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - self.num_steps / config.total_steps)
-        permutation = np.random.default_rng([config.seed, self.num_updates]).permutation(N)
-        for columns in np.array_split(permutation, config.num_minibatches):
+        generator = np.random.default_rng([config.seed, self.num_updates])
+        for columns in deal(N, config.num_minibatches, generator):
             self.optimizer.zero_grad()
             torch.autograd.backward(self.loss(chunk, columns))
             nn.utils.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from rayvec.config import PPOConfig
 from rayvec.learners.ppo import PPOLearner
 from rayvec.nets import ActorCritic
+from rayvec.parallel.ranks import deal
 from rayvec.policies import Policy
 from rayvec.returns import gae
 from rayvec.types import Batch, Chunk
@@ -90,8 +91,7 @@ class Reference:
         self.optimizer.param_groups[0]["lr"] = config.learning_rate * left
         generator = np.random.default_rng([config.seed, self.num_updates])
         for _ in range(config.num_epochs):
-            permutation = torch.from_numpy(generator.permutation(count))
-            for index in permutation.tensor_split(round(count / config.minibatch_size)):
+            for index in deal(count, round(count / config.minibatch_size), generator):
                 self.optimizer.zero_grad()
                 torch.autograd.backward(self.loss({name: column[index] for name, column in rows.items()}))
                 nn.utils.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
