@@ -11,8 +11,9 @@ the greedy policy plays 20 episodes, which are the same for all libraries of a s
 return of at least 475, or -200, ends the run, and what the clock says then is the result. A run that needs longer than
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
-Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which is faster
-for small nets.
+Ours runs as it comes, with a Ray of its own, and with ``num_nodes=0``: no Ray, the environments in the driver's own
+process. Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which is
+faster for small nets.
 
 Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
 stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
@@ -39,13 +40,14 @@ from measure import heading, markdown, tree
 
 LIBRARIES = {
     "rayvec": "",
+    "rayvec, no Ray": "",
     "CleanRL-style": "",
     "Stable-Baselines3": "stable-baselines3",
     "Tianshou": "",
     "RLlib": "rllib",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
-OURS = "rayvec"
+OURS = ("rayvec", "rayvec, no Ray")
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -113,7 +115,7 @@ TITLES = {"cartpole": "PPO, CartPole-v1 to 475", "pendulum": "SAC, Pendulum-v1 t
 
 def variants(libraries: list[str], threads: list[int]) -> list[tuple[str, int]]:
     """Returns what runs for each seed: our own settings say how many threads to learn with, of others all are tried."""
-    return [(name, count) for name in libraries for count in (threads if name != OURS else [0])]
+    return [(name, count) for name in libraries for count in ([0] if name in OURS else threads)]
 
 
 def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
@@ -127,7 +129,7 @@ def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
         if not runs:
             rows.append([title, "not installed", "", "", ""])
             continue
-        ours = [mine.get((OURS, 0, record["seed"]), {}).get("reached_s") for record in done]
+        ours = [mine.get((OURS[0], 0, record["seed"]), {}).get("reached_s") for record in done]
         ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
         failed = next((record["error"] for record in runs if record["error"]), "")
         rows.append(
@@ -139,7 +141,7 @@ def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
                 spread(ratios, ".2f"),
             ]
         )
-    return markdown([TITLES[task], "reached", "wall time, s", "steps", f"time / {OURS}, seed by seed"], rows)
+    return markdown([TITLES[task], "reached", "wall time, s", "steps", f"time / {OURS[0]}, seed by seed"], rows)
 
 
 def spread(values: list[float], form: str) -> str:

@@ -22,7 +22,12 @@ from judge import TASKS, Judge
 from numpy.typing import NDArray
 
 
-def rayvec(task: str, seed: int, judge: Judge) -> None:
+def rayvec_without_ray(task: str, seed: int, judge: Judge) -> None:
+    """The same on no node: the driver itself steps the environments."""
+    rayvec(task, seed, judge, num_nodes=0)
+
+
+def rayvec(task: str, seed: int, judge: Judge, **settings: Any) -> None:
     """``rayvec.train`` as it is, logs and checkpoints included; the learner shows its weights after each update.
 
     While the judge looks, with the clock stopped, SAC's workers take the 16 steps that are prefetched.
@@ -55,7 +60,8 @@ def rayvec(task: str, seed: int, judge: Judge) -> None:
     register(config_class, Judged)
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        rayvec.train(config_class(env_id=TASKS[task].env_id, seed=seed, run_dir=run_dir, eval_episodes=0))
+        env_id = TASKS[task].env_id
+        rayvec.train(config_class(env_id=env_id, seed=seed, run_dir=run_dir, eval_episodes=0, **settings))
 
 
 def cleanrl_style(task: str, seed: int, judge: Judge) -> None:
@@ -260,6 +266,7 @@ def rllib_sac() -> Any:
 
 LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
     "rayvec": rayvec,
+    "rayvec, no Ray": rayvec_without_ray,
     "CleanRL-style": cleanrl_style,
     "Stable-Baselines3": stable_baselines3,
     "Tianshou": tianshou,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rayvec.batching import split_groups
 from rayvec.chunks import edges_of
-from rayvec.pools.ray import RayPool
+from rayvec.pools.base import ActingPool
 from rayvec.rollout import Stopwatch, as_policy, rollout
 from rayvec.types import Rollout, StepBatch
 
@@ -30,7 +30,7 @@ class DriverActing:
         groups: The ids of each.
     """
 
-    def __init__(self, pool: RayPool, groups: Literal[1, 2, "auto"]) -> None:
+    def __init__(self, pool: ActingPool, groups: Literal[1, 2, "auto"]) -> None:
         self._pool = pool
         self._undecided = groups == "auto"
         self._trials_s: list[float] = []  # of a step, by chunk

@@ -103,7 +103,7 @@ def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -
 
 
 def make_env(config: TrainConfig) -> RayVecEnv:
-    """Returns the environments of a run, on Ray; to be closed by the caller."""
+    """Returns the environments of a run; to be closed by the caller."""
     return RayVecEnv(
         config.env_id,
         config.num_envs,
@@ -111,7 +111,7 @@ def make_env(config: TrainConfig) -> RayVecEnv:
         wrappers=[_function(name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
-        address=config.address,
+        address=config.address if config.num_nodes != 0 else None,  # of the learner's ranks, if there are any
     )
 
 
@@ -149,7 +149,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     `learners_apart`, or fewer workers, keep them from competing.
     """
     build = _learner_builder(config, env)
-    if config.num_learners == 1 and not config.learners_apart:
+    if config.learns_in_driver:
         yield build()
         return
     group = rayvec.LearnerGroup(

@@ -20,7 +20,6 @@ from rayvec.config import TrainConfig
 from rayvec.evaluate import evaluate, greedy_policy
 from rayvec.learners.base import Learner
 from rayvec.loggers import RunLogger
-from rayvec.parallel.learner_group import LearnerGroup
 from rayvec.policies import Policy
 from rayvec.runs import (
     Progress,
@@ -167,7 +166,7 @@ def _begin(
         inference=config.inference,
         seed=config.seed,
         prefetch=in_workers and config.prefetch,
-        by_reference=in_workers and isinstance(learner, LearnerGroup),
+        by_reference=in_workers and not config.learns_in_driver,
     )
     if state:
         restore(collector, state["collector"])

@@ -33,9 +33,9 @@ from rayvec.batching import (
 from rayvec.driver import DriverActing
 from rayvec.envs import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, check_choice, check_count, message
-from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.base import ActingPool, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.local import LocalPool
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.ray import RayPool
 from rayvec.rollout import as_policy
 from rayvec.types import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.weights import WeightStore
@@ -68,7 +68,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         autoreset_mode: When an environment is reset whose episode has ended.
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
-        num_nodes: How many nodes to use; by default all that have free cores.
+        num_nodes: How many nodes to use; by default all that have free cores. 0 is none: this process steps the
+            environments, one after another and without Ray, for a debugger's sake or where steps take microseconds.
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
             turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
@@ -120,15 +121,22 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.copy = copy
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
-        self._pool = RayPool.open(
-            factory,
-            num_nodes=num_nodes,
-            workers_per_node=workers_per_node,
-            preload=preload,
-            supervision=supervision,
-            rehost=on_node_loss == "rehost",
-            address=address,
-        )
+        self._pool: ActingPool
+        if num_nodes == 0:
+            _check_local(workers_per_node=workers_per_node, address=address, step_timeout_s=step_timeout_s)
+            self._pool = LocalPool(factory, supervision)
+        else:
+            from rayvec.pools.ray import RayPool  # who does without Ray need not import it, a third of a second
+
+            self._pool = RayPool.open(
+                factory,
+                num_nodes=num_nodes,
+                workers_per_node=workers_per_node,
+                preload=preload,
+                supervision=supervision,
+                rehost=on_node_loss == "rehost",
+                address=address,
+            )
         self.closed = False
         try:
             self._take_spaces(self._pool.spaces, observation_mode)
@@ -169,7 +177,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """How each node is reached: ``"shm"`` or ``"tcp"``."""
+        """How each node is reached: ``"shm"`` or ``"tcp"``, or ``"local"`` if this process steps the environments."""
         return self._pool.transports
 
     def worker_pids(self) -> dict[str, list[int]]:
@@ -399,7 +407,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
         self._assert_pending("rollout")
-        result = self._guarded(lambda: self._pool.finish_rollout(timeout), Exception)  # Ctrl-C leaves it pending
+        fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
+        result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
         if not self._pool.acting.num_under_way:
             self._pending = None
         self._driver.note_absence()
@@ -595,6 +604,20 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
             )
         self._late = False
+
+
+def _check_local(**settings: Any) -> None:
+    """Refuses what has no meaning where the driver's process steps the environments."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given:
+        raise ConfigError(
+            message(
+                "num_nodes=0 lets this process step the environments: without Ray, and nobody can stop a step.",
+                expected=f"no {', '.join(settings)} beside it",
+                got=", ".join(f"{name}={value!r}" for name, value in given.items()),
+                remedy="Leave it out, or pass num_nodes=1 for worker processes on this machine.",
+            )
+        )
 
 
 def make_vec(

@@ -8,11 +8,10 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError, message
-from rayvec.pools.ray import RayPool
+from rayvec.pools.base import ActingPool
 
 __all__ = ["WeightStore"]
 
@@ -31,7 +30,7 @@ class WeightStore:
 
     def __init__(
         self,
-        pool: RayPool,
+        pool: ActingPool,
         policy: Any,
         first_version: int = 0,
         guarded: Callable[[Callable[[], None]], None] = lambda function: function(),
@@ -40,7 +39,6 @@ class WeightStore:
         self.version = first_version
         self._pool = pool
         self._size: int | None = None
-        self._current: Any = None
         self._guarded = guarded
         pickled = cloudpickle.dumps(policy)
         guarded(lambda: pool.acting.load(self.key, pickled, first_version))
@@ -67,8 +65,7 @@ class WeightStore:
             )
         self._size = weights.size
         self.version += 1
-        self._current = ray.put(weights)  # kept, so that a node that joins later can fetch it
-        self._guarded(lambda: self._pool.acting.publish(self.key, self.version, self._current))
+        self._guarded(lambda: self._pool.acting.publish(self.key, self.version, weights))
         return self.version
 
     def drop(self) -> None:

@@ -70,7 +70,7 @@ def _making() -> Iterator[MakeVec]:
     made: list[RayVecEnv] = []
     gc.collect()  # environments that an earlier test left open hold cores until they are collected
 
-    def make(env: Any, nodes: int = 1, workers: int = 1, **kwargs: Any) -> RayVecEnv:
+    def make(env: Any, nodes: int = 1, workers: int | None = 1, **kwargs: Any) -> RayVecEnv:
         made.append(RayVecEnv(env, num_nodes=nodes, workers_per_node=workers, **kwargs))
         return made[-1]
 

@@ -25,12 +25,13 @@ from rayvec.testing import CountingEnv, DriftEnv, FaultyEnv, SpaceEnv, TablePoli
 from rayvec.types import Chunk, tree_map
 from rayvec.vector import RayVecEnv
 
-TOPOLOGIES: dict[str, dict[str, int]] = {
+TOPOLOGIES: dict[str, dict[str, int | None]] = {
     "1x1": {"nodes": 1, "workers": 1},
     "2x1": {"nodes": 2, "workers": 1},
     "1x3 uneven": {"nodes": 1, "workers": 3},
     "1x2 groups": {"nodes": 1, "workers": 2, "groups": 2},
     "2x1 groups": {"nodes": 2, "workers": 1, "groups": 2},
+    "none groups": {"nodes": 0, "workers": None, "groups": 2},
 }
 NUM_ENVS = 5
 

@@ -33,12 +33,15 @@ class TestEquivalence:
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize(
         ("kind", "topology"),
-        [*(("arrays", topology) for topology in TOPOLOGIES), ("objects", "2x1"), ("objects", "1x3")],
+        [
+            *(("arrays", topology) for topology in TOPOLOGIES),
+            *(("objects", topology) for topology in ("2x1", "1x3", "none")),
+        ],
     )
     def test_every_space_at_once(self, make_vec: MakeVec, kind: str, topology: str, mode: AutoresetMode) -> None:
         fns = env_fns(5, EVERYTHING[kind], EVERYTHING[kind])
         env = make_vec(fns, *TOPOLOGIES[topology], autoreset_mode=mode)
-        assert env.transports == ("shm", "tcp")[: TOPOLOGIES[topology][0]]
+        assert env.transports == (("shm", "tcp")[: TOPOLOGIES[topology][0]] or ("local",))
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(env, sync, 12, options={"level": 2}) > 10
 
@@ -70,7 +73,7 @@ class TestEquivalence:
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(env, sync, 60) > 2
 
-    @pytest.mark.parametrize("topology", ["1x1", "2x1"])
+    @pytest.mark.parametrize("topology", ["1x1", "2x1", "none"])
     def test_infos_that_are_hard_to_send(self, make_vec: MakeVec, topology: str) -> None:
         fns = [OddInfo] * 3
         env = make_vec(fns, *TOPOLOGIES[topology])
@@ -169,7 +172,7 @@ class TestSeeds:
 
 class TestGroups:
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    @pytest.mark.parametrize("topology", ["1x2", "2x1", "none"])
     def test_each_group_is_a_vector_environment(self, make_vec: MakeVec, topology: str, mode: AutoresetMode) -> None:
         """While one group steps the other is answered, in either order, and between whole steps."""
         fns = env_fns(5, ARRAY_SPACES["nested"], ARRAY_SPACES["dict"])
@@ -260,7 +263,7 @@ class TestGroups:
 class TestMemory:
     """What is returned belongs to the caller."""
 
-    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    @pytest.mark.parametrize("topology", ["1x2", "2x1", "none"])
     @pytest.mark.parametrize("kind", ["nested", "dict_of_text"])
     def test_everything_is_writable_and_stays_as_it_was(self, make_vec: MakeVec, topology: str, kind: str) -> None:
         env = make_vec(env_fns(4, ALL_SPACES[kind]), *TOPOLOGIES[topology], autoreset_mode="SameStep")

@@ -108,7 +108,8 @@ def test_a_node_fetches_once_and_its_workers_read_the_same_memory(make_vec: Make
         assert (rollout(env, store, 1).extras["sum"] == version * size).all()
         until = time.monotonic() + 60
         nodes = sorted(node.node_id for node in env.topology.nodes)
-        while sorted(get_object_locations([store._current])[store._current]["node_ids"]) != nodes:
+        _, ref = env._pool.acting._weights[store.key]
+        while sorted(get_object_locations([ref])[ref]["node_ids"]) != nodes:
             assert time.monotonic() < until, "Ray reports after a while where a copy lies"
     for pids in env.worker_pids().values():
         assert len(pids) == 1 + 8

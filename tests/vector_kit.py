@@ -10,8 +10,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from rayvec.vector import RayVecEnv
 
-TOPOLOGIES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "1x3": (1, 3)}
-"""Nodes and workers on each."""
+TOPOLOGIES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "1x3": (1, 3), "none": (0, None)}
+"""Nodes and workers on each; on none, this process steps the environments."""
 DEADLINE_S = 20.0
 
 

@@ -83,8 +83,9 @@ class TrainConfig:
     run_dir: Path | None = None
     """Directory of the run, which must not exist yet; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
-    num_nodes: Count | None = None
-    """Ray nodes to spread the environments over; unset: decided by the cluster's resources."""
+    num_nodes: Annotated[int, Bounds(0)] | None = None
+    """Ray nodes to spread the environments over; unset: decided by the cluster's resources. 0: the driver steps them
+    itself, without Ray, for a debugger's sake or where steps take microseconds."""
 
     workers_per_node: Count | None = None
     """Worker processes on each node; unset: decided by the node's cores."""
@@ -147,6 +148,11 @@ class TrainConfig:
         With ``inference="driver"`` it is not, whatever this says.
         """
         return False
+
+    @property
+    def learns_in_driver(self) -> bool:
+        """Whether the driver itself computes updates, and not ranks on Ray."""
+        return self.num_learners == 1 and not self.learners_apart
 
     @property
     def random_steps(self) -> int:

@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
 from rayvec.errors import NodeLostError
 from rayvec.pools.bulk import MOST_CHUNKS
 from rayvec.pools.remote import NodeHandle
@@ -109,19 +113,19 @@ class ActingNodes:
         self._policies.pop(key, None)
         self._weights.pop(key, None)
 
-    def publish(self, key: int, version: int, weights: Any) -> None:
-        """Gives every node new weights: an object reference, which each node fetches once.
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
+        """Gives every node new weights, which each fetches once; a node that joins later can fetch them too.
 
         Chunks that are asked for from now on are taken with them. Nobody waits for a chunk under way. Between chunks
         only a policy's first weights are waited for, of which the workers are told, and those before these.
         """
         is_first = key not in self._weights
-        self._weights[key] = version, weights
+        newest = self._weights[key] = version, ray.put(weights)
         if self._flights:
-            self._flights[-1].publishing += self._call_all("publish", key, version, weights)
+            self._flights[-1].publishing += self._call_all("publish", key, *newest)
             return
         self.settle()
-        self._publishing = self._call_all("publish", key, version, weights)
+        self._publishing = self._call_all("publish", key, *newest)
         if is_first:
             self.settle()
 

@@ -21,8 +21,9 @@ from rayvec.types import StepBatch, Tree
 
 if TYPE_CHECKING:
     from rayvec.pools.memory import ArrayLayout
+    from rayvec.types import Rollout, Topology
 
-__all__ = ["RAISE", "Autoreset", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
+__all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
 
 
 class Autoreset(IntEnum):
@@ -211,4 +212,91 @@ class EnvPool(Protocol):
 
     def close(self) -> None:
         """Closes the environments and everything that ran them; may be called again."""
+        ...
+
+
+class Acting(Protocol):
+    """The policies that a pool holds, by key."""
+
+    @property
+    def num_under_way(self) -> int:
+        """How many chunks are under way."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another may be asked for."""
+        ...
+
+    def load(self, key: int, policy: bytes, version: int = 0) -> None:
+        """Takes a pickled policy that brings weights of a version along."""
+        ...
+
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
+        """Takes new weights of a policy, with which every chunk is taken that is asked for from now on."""
+        ...
+
+    def drop(self, key: int) -> None:
+        """Forgets a policy and its weights."""
+        ...
+
+
+class ActingPool(EnvPool, Protocol):
+    """All environments of a vector environment, in which policies can be let act."""
+
+    steps_here: bool
+    """Whether environments step in the driver's own process, while their answer is awaited."""
+
+    @property
+    def spaces(self) -> PoolSpaces:
+        """What the environments say of themselves."""
+        ...
+
+    @property
+    def acting(self) -> Acting:
+        """The policies."""
+        ...
+
+    @property
+    def topology(self) -> Topology:
+        """Which node holds which environments."""
+        ...
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached."""
+        ...
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Makes the arrays for these spaces; before it, nothing can be stepped."""
+        ...
+
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Asks for a chunk of steps with a policy; :meth:`finish_rollout` returns it.
+
+        Args:
+            key: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in Ray's object store, and only its edges come.
+        """
+        ...
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """Waits for the oldest chunk that was asked for.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays under way.
+        """
+        ...
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Returns the processes of each node, by its name."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes everything; after so many seconds, 10 by default, by force."""
         ...

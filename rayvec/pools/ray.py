@@ -84,6 +84,8 @@ class RayPool:
         NodeLostError: A node ended meanwhile.
     """
 
+    steps_here = False
+
     def __init__(
         self,
         factory: EnvFactory,

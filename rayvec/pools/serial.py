@@ -83,8 +83,11 @@ class SerialPool:
         self._progress = np.zeros(1, np.int64).data
         self._num_turns = 0
         self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
-        layout = ArrayLayout.of(self._envs[0].observation_space)
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
+        self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
+
+    def attach_own(self, layout: ArrayLayout | None) -> None:
+        """Lets results go into new arrays of this process."""
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(
@@ -134,8 +137,9 @@ class SerialPool:
         progress[0] = 0
         self._progress = progress.data
 
+    @property
     def spaces(self) -> PoolSpaces:
-        """Returns what the environments say of themselves."""
+        """What the environments say of themselves."""
         return PoolSpaces.join(
             [
                 (1, PoolSpaces(env.observation_space, env.action_space, dict(env.metadata), env.render_mode))

@@ -110,7 +110,7 @@ class Worker:
             self._say(RemoteFailure.capture(error, self._where))
             raise EOFError from error
         if not spec.successor:
-            self._say(self.pool.spaces())
+            self._say(self.pool.spaces)
             self._take_setup()
 
     def _say(self, value: Any) -> None:

@@ -238,7 +238,7 @@ def learn_behind(config: IMPALAConfig, lag: int) -> tuple[list[NDArray[np.float6
     pool = SerialPool(EnvFactory.build("CartPole-v1", config.num_envs))
     pool.reset(ids, ids.tolist())
     pool.recv(ids)
-    spaces_of = pool.spaces()
+    spaces_of = pool.spaces
     learner = IMPALALearner(spaces_of.observation, spaces_of.action, config)
     policy, tracker = Policy(learner.module), EpisodeTracker(config.num_envs)
     weights, returns, divergences = [learner.weights()] * (lag + 1), [], []

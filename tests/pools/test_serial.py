@@ -154,7 +154,7 @@ def test_chunks_over_any_number_of_steps_follow_each_other() -> None:
 def test_spaces_of_the_environments_are_reported() -> None:
     fns = [partial(SpaceEnv, spaces.Box(0.0, float(high), (2,)), render_mode="rgb_array") for high in (1, 2)]
     with closing(SerialPool(factory(fns))) as pool:
-        found = pool.spaces()
+        found = pool.spaces
         assert found.observation == spaces.Box(0.0, 1.0, (2,))
         assert found.observations == (spaces.Box(0.0, 1.0, (2,)), spaces.Box(0.0, 2.0, (2,)))
         assert (found.render_mode, found.metadata["kind"]) == ("rgb_array", "space")
