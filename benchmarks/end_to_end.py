@@ -12,8 +12,8 @@ return of at least 475, or -200, ends the run, and what the clock says then is t
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
 Ours runs as it comes, with a Ray of its own, and with ``num_nodes=0``: no Ray, the environments in the driver's own
-process. Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which is
-faster for small nets.
+process. Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which
+is faster for small nets.
 
 Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
 stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
