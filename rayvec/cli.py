@@ -102,7 +102,7 @@ class Eval:
     """Address of a running Ray cluster; not given: as in training."""
 
     num_nodes: int | None = None
-    """Ray nodes to spread the environments over; not given: as in training."""
+    """Ray nodes to spread the environments over, 0 for this process, without Ray; not given: as in training."""
 
     workers_per_node: int | None = None
     """Worker processes on each node; not given: as in training."""

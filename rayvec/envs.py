@@ -1,4 +1,4 @@
-"""How environments are made: on the worker, never on the driver, each with a seed of its own."""
+"""How environments are made: in the process that steps them, each with a seed of its own."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def make_actor_critic(
 class ModuleActor:
     """Acts with any module, through torch but without autograd.
 
-    The number of torch's threads is left alone: a pool starts its workers with one.
+    The number of torch's threads is left alone: a pool starts its worker processes with one.
 
     Args:
         module: From observations (tree of tensors ``[k, *obs_shape]``) to parameters ``[k, P]``; a copy is kept on the

@@ -152,6 +152,15 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     if config.learns_in_driver:
         yield build()
         return
+    if config.num_nodes == 0 and config.learners_apart:
+        raise ConfigError(
+            message(
+                "learners_apart puts ranks on nodes of Ray where no environments step.",
+                expected="environments on nodes of Ray",
+                got="num_nodes=0: the driver's process steps them",
+                remedy="Leave learners_apart out, or pass num_nodes=1.",
+            )
+        )
     group = rayvec.LearnerGroup(
         build,
         config.num_learners,

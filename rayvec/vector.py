@@ -69,7 +69,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 is none: this process steps the
-            environments, one after another and without Ray, for a debugger's sake or where steps take microseconds.
+            environments, one after another and without Ray, for a debugger's sake or where steps take microseconds;
+            workers_per_node, step_timeout_s and address have no meaning then.
         workers_per_node: Worker processes on each; by default one for each free core.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
             turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
@@ -122,7 +123,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
         self._pool: ActingPool
-        if num_nodes == 0:
+        if num_nodes == 0 and num_nodes is not False:
             _check_local(workers_per_node=workers_per_node, address=address, step_timeout_s=step_timeout_s)
             self._pool = LocalPool(factory, supervision)
         else:

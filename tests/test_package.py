@@ -34,6 +34,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec.tianshou.pool_env", {"gymnasium"}),
         ("import rayvec; rayvec.Policy", {"gymnasium"}),
         ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
+        ("import rayvec; rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0).close()", {"gymnasium"}),
         ("import rayvec.parallel.ranks, rayvec.parallel.shared_memory, rayvec.parallel.collective", {"torch"}),
     ],
 )

@@ -230,7 +230,7 @@ class TestInput:
             {"env": [CountingEnv(), CountingEnv()]},
             {"env": [CountingEnv] * 2, "num_envs": 3},
             {"env": [CountingEnv], "env_kwargs": {"a": 1}},
-            {"env": [CountingEnv], "num_nodes": 0},
+            {"env": [CountingEnv], "num_nodes": False},
             {"env": [CountingEnv], "num_nodes": -1},
             {"env": [CountingEnv], "workers_per_node": 0},
             {"env": [CountingEnv], "workers_per_node": 1.5},

@@ -142,7 +142,7 @@ class ActorCriticLearner:
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
 
-        There is no random state: permutations are drawn from (seed, number of the update).
+        There is no random state: minibatches are drawn from (seed, number of the update).
         """
         return copy.deepcopy(
             {

@@ -143,10 +143,16 @@ class EnvPool(Protocol):
     """
 
     num_envs: int
-    layout: ArrayLayout | None
-    """How observations lie in arrays; None where they are objects, in arrays of ``dtype=object``."""
-    action_layout: ArrayLayout | None
-    """How actions lie in arrays; None where they are objects, in lists."""
+
+    @property
+    def layout(self) -> ArrayLayout | None:
+        """How observations lie in arrays; None where they are objects, in arrays of ``dtype=object``."""
+        ...
+
+    @property
+    def action_layout(self) -> ArrayLayout | None:
+        """How actions lie in arrays; None where they are objects, in lists."""
+        ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """Starts one step of some environments.

@@ -76,6 +76,9 @@ class SerialPool:
                 failure = self._failure(row, error)
                 self.close()
                 raise EnvsFailed([failure]) from error
+            except BaseException:  # Ctrl-C
+                self.close()
+                raise
         self._between_episodes = [False] * self.num_envs
         self._begun: set[int] = set()
         self._everyone: NDArray[np.int64] | None = None

@@ -12,7 +12,7 @@ class NodeSlice:
     """The environments that one node holds.
 
     Attributes:
-        node_id: Ray's id of the node, in hexadecimal.
+        node_id: Ray's id of the node, in hexadecimal; ``"driver"`` where the driver's process itself has them.
         address: The node's own IP address.
         worker_bounds: ``workers + 1`` ascending global indices; worker k holds
             ``range(worker_bounds[k], worker_bounds[k + 1])``.
