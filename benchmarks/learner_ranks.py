@@ -1,7 +1,7 @@
 """Two ranks on two cores against one on one, for whole PPO updates on the same batch; and the bare sums. Needs no Ray.
 
     python benchmarks/learner_ranks.py updates
-    python benchmarks/learner_ranks.py updates --nets cnn --minibatches 256
+    python benchmarks/learner_ranks.py updates --nets cnn --minibatches 256 --compile
     python benchmarks/learner_ranks.py sums
 
 Every way to learn has processes of its own, which wait on a pipe while another way is measured; all take turns,
@@ -126,7 +126,7 @@ class _DDPRanks:
         return tensor.mul_(self.size) if tensor is self._grad else self._ranks.sum_(tensor)
 
 
-def make_learner(net: Net, minibatch_size: int) -> PPOLearner:
+def make_learner(net: Net, minibatch_size: int, compile: bool) -> PPOLearner:
     """Makes a learner with the usual settings."""
     config = PPOConfig(
         total_steps=10**9,
@@ -137,6 +137,7 @@ def make_learner(net: Net, minibatch_size: int) -> PPOLearner:
         hidden_sizes=net.hidden_sizes,
         shared_trunk=net.obs is _IMAGES,
         learning_rate=1e-4,
+        compile=compile,
     )
     return PPOLearner(net.obs, net.act, config)
 
@@ -172,11 +173,11 @@ def make_batch(net: Net, learner: PPOLearner) -> Batch:
     return Batch((chunk,), stats)
 
 
-def learn(way: Way, rank: int, net: Net, minibatch_size: int, pipe: Connection) -> None:
+def learn(way: Way, rank: int, net: Net, minibatch_size: int, compile: bool, pipe: Connection) -> None:
     """Is one rank: updates whenever it is told how often, and answers with seconds for each update."""
     torch.set_num_threads(way.threads)
     ranks, parts = make_ranks(way.sums, rank, way.size, pipe), 2 if way.sums == "half" else way.size
-    learner = make_learner(net, minibatch_size * way.size // parts)
+    learner = make_learner(net, minibatch_size * way.size // parts, compile)
     batch = make_batch(net, learner)
     bounds = [net.num_envs * k // parts for k in range(parts + 1)]
     shard = Batch((batch.chunks[0].columns(bounds[rank], bounds[rank + 1]),), batch.stats)
@@ -241,6 +242,7 @@ class Processes:
 
 def updates(args: argparse.Namespace) -> None:
     """Speed-up of whole updates over one rank on one core."""
+    ways = [way for way in WAYS if way.sums != "ddp" or not args.compile]  # DDP's hooks have no place in our graph
     rows = []
     for name in args.nets:
         net = NETS[name]
@@ -248,8 +250,8 @@ def updates(args: argparse.Namespace) -> None:
             if minibatch_size > net.num_steps * net.num_envs:
                 continue
             all_ways = [
-                Processes(way.size, learn, lambda rank, way=way: (way, rank, net, minibatch_size))  # noqa: B023
-                for way in WAYS
+                Processes(way.size, learn, lambda rank, way=way: (way, rank, net, minibatch_size, args.compile))  # noqa: B023
+                for way in ways
             ]
             count = max(1, round(args.seconds / min(each.ask(1) for each in all_ways)))
             times_s = [[each.ask(count) for each in all_ways] for _ in range(args.repeats)]
@@ -262,7 +264,7 @@ def updates(args: argparse.Namespace) -> None:
     print()
     print(heading(("torch", "numpy")))
     print("Speed-up over one rank on one core: median, and smallest to largest, of whole updates of the same batch.\n")
-    print(markdown(["net", "minibatch", "one rank, ms", *(way.name for way in WAYS[1:])], rows))
+    print(markdown(["net", "minibatch", "one rank, ms", *(way.name for way in ways[1:])], rows))
 
 
 def sums(args: argparse.Namespace) -> None:
@@ -288,6 +290,7 @@ def main() -> None:
     command = commands.add_parser("updates", help=updates.__doc__)
     command.add_argument("--nets", nargs="+", default=list(NETS), choices=NETS)
     command.add_argument("--minibatches", nargs="+", type=int, default=[256, 1024, 4096])
+    command.add_argument("--compile", action="store_true", help="all ways, so without DDP")
     command.add_argument("--repeats", type=int, default=7)
     command.add_argument("--seconds", type=float, default=1.0, help="about how long to measure one way at a time")
     command.set_defaults(run=updates)
