@@ -48,6 +48,8 @@ LIBRARIES = {
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
 OURS = ("rayvec", "rayvec, no Ray")
+REFERENCES = {"cartpole": "rayvec, no Ray", "pendulum": "rayvec"}
+"""Of each task, what the others' times are divided by."""
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -129,7 +131,7 @@ def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
         if not runs:
             rows.append([title, "not installed", "", "", ""])
             continue
-        ours = [mine.get((OURS[0], 0, record["seed"]), {}).get("reached_s") for record in done]
+        ours = [mine.get((REFERENCES[task], 0, record["seed"]), {}).get("reached_s") for record in done]
         ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
         failed = next((record["error"] for record in runs if record["error"]), "")
         rows.append(
@@ -141,7 +143,9 @@ def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
                 spread(ratios, ".2f"),
             ]
         )
-    return markdown([TITLES[task], "reached", "wall time, s", "steps", f"time / {OURS[0]}, seed by seed"], rows)
+    return markdown(
+        [TITLES[task], "reached", "wall time, s", "steps", f"time / {REFERENCES[task]}, seed by seed"], rows
+    )
 
 
 def spread(values: list[float], form: str) -> str:

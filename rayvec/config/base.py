@@ -126,15 +126,6 @@ class TrainConfig:
                     remedy='Pass one, for example env_id="CartPole-v1".',
                 )
             )
-        if self.num_nodes == 0 and self.workers_per_node is not None:
-            raise ConfigError(
-                message(
-                    "With num_nodes=0 the driver itself steps the environments.",
-                    expected="no workers_per_node beside it",
-                    got=self.workers_per_node,
-                    remedy="Leave it out, or pass num_nodes=1 for worker processes on this machine.",
-                )
-            )
         if self.num_learners > self.num_envs:
             raise ConfigError(
                 message(

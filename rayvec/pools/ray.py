@@ -383,23 +383,14 @@ class RayPool:
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> None:
-        """Lets every worker take steps with a policy over its own slice; :meth:`finish_rollout` returns the chunk.
+        """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.
 
-        Args:
-            key: Of the policy.
-            num_steps: T.
-            first_step: How many steps the environments had taken in chunks before.
-            noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in the object store, a part on each node, and only its edges come.
+        By reference, a part of the chunk stays on each node.
         """
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
     def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
-        """Waits for the chunk under way.
-
-        Raises:
-            NotReady: It takes longer; the chunk stays under way.
-        """
+        """See :class:`~rayvec.pools.base.ActingPool`."""
         parts, waited_s = self.acting.finish(timeout_s)
         for note in (note for part in parts for note in part.notes):
             logger.warning(note)
