@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
-from rayvec.tianshou.buffers import add_chunk
-from rayvec.types import Chunk, ChunkInfo
+from rayvec.data import Chunk, ChunkInfo
+from rayvec.tianshou.collect.buffers import add_chunk
 
 Infos = Callable[[int, bool], dict[str, Any]]
 

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from measure import heading, markdown, ratio, simulated_cluster, spread, tree
 
-from rayvec.collector import Collector
+from rayvec.collect.collector import Collector
 from rayvec.pools.base import Autoreset
 from rayvec.testing import TimedEnv
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def timed(step_s: float, busy: bool = False) -> Callable[[], TimedEnv]:

@@ -243,10 +243,10 @@ def floor(setting: Setting, kind: str) -> Iterator[Row]:
 @contextlib.contextmanager
 def ours(setting: Setting) -> Iterator[list[Row]]:
     """The Collector, inference in the workers of one local node: chunk by chunk, and with the next chunk prefetched."""
-    from rayvec.collector import Collector
-    from rayvec.nets import make_actor_critic
-    from rayvec.policies import Policy
-    from rayvec.vector import RayVecEnv
+    from rayvec.collect.collector import Collector
+    from rayvec.policies.networks import make_actor_critic
+    from rayvec.policies.policy import Policy
+    from rayvec.vector.ray_vec_env import RayVecEnv
 
     total = setting.num_envs * setting.workers
     n_step = setting.num_steps * total

@@ -34,10 +34,10 @@ def rayvec(task: str, seed: int, judge: Judge, **settings: Any) -> None:
     """
     import rayvec
     from rayvec.config import PPOConfig, SACConfig
-    from rayvec.evaluate import greedy_policy
     from rayvec.learners.ppo import PPOLearner
     from rayvec.learners.sac import SACLearner
-    from rayvec.runs import register
+    from rayvec.training.evaluation import greedy_policy
+    from rayvec.training.runs import register
 
     config_class: Any = {"cartpole": PPOConfig, "pendulum": SACConfig}[task]
     learner_class: Any = {"cartpole": PPOLearner, "pendulum": SACLearner}[task]

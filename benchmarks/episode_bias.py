@@ -17,9 +17,9 @@ import numpy as np
 from measure import heading, markdown, simulated_cluster
 from numpy.typing import NDArray
 
-from rayvec.collector import Collector
+from rayvec.collect.collector import Collector
 from rayvec.testing import CoinEnv
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 SHORT, LONG = 1, 100
 TRUE_MEAN, DEVIATION = (SHORT + LONG) / 2, (LONG - SHORT) / 2

@@ -24,7 +24,7 @@ from measure import heading, markdown, simulated_cluster, tree
 
 from rayvec.errors import NodeLostError
 from rayvec.testing import TimedEnv
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 STEP_TIMEOUT_S = 0.5
 DRIVER = """
@@ -32,7 +32,7 @@ import sys
 import numpy as np
 import ray
 from rayvec.testing import TimedEnv
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level=40)
 env = RayVecEnv([lambda: TimedEnv(1e-3)] * 8, num_nodes=2, workers_per_node=2)

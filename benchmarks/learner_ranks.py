@@ -27,12 +27,12 @@ from measure import heading, markdown, ratio
 from torch import Tensor, nn
 
 from rayvec.config import PPOConfig
+from rayvec.data import Batch, Chunk, CollectStats
+from rayvec.distributed.collective import CollectiveRanks, RankStore
+from rayvec.distributed.shared_memory import SharedMemoryRanks
 from rayvec.learners.ppo import PPOLearner
-from rayvec.parallel.collective import CollectiveRanks, RankStore
-from rayvec.parallel.ranks import ALONE, Ranks
-from rayvec.parallel.shared_memory import SharedMemoryRanks
-from rayvec.policies import Policy
-from rayvec.types import Batch, Chunk, CollectStats
+from rayvec.learners.ranks import ALONE, Ranks
+from rayvec.policies.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from measure import heading, markdown, simulated_cluster, spread
 
-from rayvec.noise import NO_NOISE
+from rayvec.policies.noise import NO_NOISE
 from rayvec.testing import CountingEnv
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 class Weighs:

@@ -39,8 +39,8 @@ def rayvec(width: int, *, compile: bool) -> Updates:
     from gymnasium import spaces
 
     from rayvec.config import SACConfig
+    from rayvec.data import Batch, Chunk, CollectStats
     from rayvec.learners.sac import SACLearner
-    from rayvec.types import Batch, Chunk, CollectStats
 
     data = transitions()
     zeros = np.zeros((STORED, 1), bool)

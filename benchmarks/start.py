@@ -19,10 +19,10 @@ CODE = """
 import sys, time
 laps = [float(sys.argv[1])]
 lap = lambda: laps.append(time.monotonic())
-import rayvec.train
-from rayvec.cluster import RaySession
+import rayvec.training.loop
+from rayvec.cluster.session import RaySession
 from rayvec.config import PPOConfig
-from rayvec.runs import make_env, make_learner
+from rayvec.training.runs import make_env, make_learner
 lap()
 session = RaySession()
 lap()

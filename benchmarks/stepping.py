@@ -26,10 +26,10 @@ import gymnasium
 import numpy as np
 from measure import cpu_s, heading, markdown, ratio, simulated_cluster, spread, tree
 
-from rayvec.envs import EnvFactory
+from rayvec.envs.factory import EnvFactory
+from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
-from rayvec.pools.process import ProcessPool
-from rayvec.vector import RayVecEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 @dataclass

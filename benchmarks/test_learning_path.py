@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from rayvec import Policy, PPOConfig, checkpoint
-from rayvec.envs import EnvFactory
+from rayvec import Policy, PPOConfig
+from rayvec.data import Batch, CollectStats
+from rayvec.envs.factory import EnvFactory
 from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.returns import gae
 from rayvec.pools.serial import SerialPool
-from rayvec.returns import gae
-from rayvec.rollout import rollout
-from rayvec.types import Batch, CollectStats
+from rayvec.rollout.loop import rollout
+from rayvec.training import checkpoint
 
 CONFIG = PPOConfig()
 

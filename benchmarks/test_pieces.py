@@ -11,19 +11,19 @@ from bulk_insert import add_in_order, episode_info, make_chunk
 from gymnasium import spaces
 from tianshou.data import VectorReplayBuffer
 
-from rayvec.bench.hosted.emulated import EmulatedSpec
-from rayvec.bench.hosted.learners import LearnerTask
-from rayvec.bench.hosted.ours import TimedPolicy
-from rayvec.chunks import join_chunks
-from rayvec.envs import EnvFactory
+from rayvec.bench.harness.emulated import EmulatedSpec
+from rayvec.bench.harness.learners import LearnerTask
+from rayvec.bench.harness.ours import TimedPolicy
+from rayvec.cluster.frames import FrameFormat
+from rayvec.data import StepBatch
+from rayvec.data.chunk_ops import join_chunks
+from rayvec.envs.factory import EnvFactory
+from rayvec.learners.returns import vtrace
+from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
-from rayvec.pools.frames import FrameFormat
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.process import ProcessPool
-from rayvec.returns import vtrace
-from rayvec.rollout import as_policy
-from rayvec.tianshou.buffers import add_chunk
-from rayvec.types import StepBatch
+from rayvec.rollout.loop import as_policy
+from rayvec.tianshou.collect.buffers import add_chunk
 
 ENVS = 48
 SHAPES = [(4,), (84, 84)]

@@ -33,7 +33,7 @@ from tianshou.utils.net.continuous import ContinuousActorProbabilistic, Continuo
 from torch.distributions import Independent, Normal
 
 import rayvec.tianshou
-from rayvec.tianshou.parallel import DataParallel
+from rayvec.tianshou.learn.data_parallel import DataParallel
 
 STEPS, TEST_EPISODES = 2048, 10
 PHASES = ("collecting", "updating", "testing", "the rest", "whole loop")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rayvec
 from rayvec.config import CONFIGS
-from rayvec.fields import describe
+from rayvec.config.schema import describe
 
 project = "rayvec"
 author = "rayvec maintainers"

@@ -1,4 +1,4 @@
-"""An algorithm of one's own in one file: REINFORCE with a learned baseline, trained by rayvec.train.
+"""An algorithm of one's own in one file: REINFORCE with a learned baseline, trained by rayvec.training.loop.
 
 python examples/own_algorithm.py
 
@@ -20,8 +20,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import rayvec
-from rayvec.nets import flat_weights, make_actor_critic
-from rayvec.runs import register
+from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.training.runs import register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayvec import errors as errors
-    from rayvec.collector import Collector as Collector
+    from rayvec.collect.collector import Collector as Collector
     from rayvec.config import IMPALAConfig as IMPALAConfig
     from rayvec.config import PPOConfig as PPOConfig
     from rayvec.config import SACConfig as SACConfig
     from rayvec.config import TrainConfig as TrainConfig
-    from rayvec.parallel.learner_group import LearnerGroup as LearnerGroup
-    from rayvec.policies import Policy as Policy
-    from rayvec.train import TrainResult as TrainResult
-    from rayvec.train import resume as resume
-    from rayvec.train import train as train
-    from rayvec.types import Batch as Batch
-    from rayvec.types import Chunk as Chunk
-    from rayvec.types import StepBatch as StepBatch
-    from rayvec.vector import RayVecEnv as RayVecEnv
-    from rayvec.vector import make_vec as make_vec
+    from rayvec.data import Batch as Batch
+    from rayvec.data import Chunk as Chunk
+    from rayvec.data import StepBatch as StepBatch
+    from rayvec.distributed.learner_group import LearnerGroup as LearnerGroup
+    from rayvec.policies.policy import Policy as Policy
+    from rayvec.training.loop import TrainResult as TrainResult
+    from rayvec.training.loop import resume as resume
+    from rayvec.training.loop import train as train
+    from rayvec.vector.ray_vec_env import RayVecEnv as RayVecEnv
+    from rayvec.vector.ray_vec_env import make_vec as make_vec
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Batch": "rayvec.types",
-    "Chunk": "rayvec.types",
-    "Collector": "rayvec.collector",
-    "LearnerGroup": "rayvec.parallel.learner_group",
+    "Batch": "rayvec.data",
+    "Chunk": "rayvec.data",
+    "Collector": "rayvec.collect.collector",
+    "LearnerGroup": "rayvec.distributed.learner_group",
     "IMPALAConfig": "rayvec.config",
     "PPOConfig": "rayvec.config",
     "SACConfig": "rayvec.config",
-    "Policy": "rayvec.policies",
-    "RayVecEnv": "rayvec.vector",
-    "StepBatch": "rayvec.types",
+    "Policy": "rayvec.policies.policy",
+    "RayVecEnv": "rayvec.vector.ray_vec_env",
+    "StepBatch": "rayvec.data",
     "TrainConfig": "rayvec.config",
-    "TrainResult": "rayvec.train",
-    "make_vec": "rayvec.vector",
-    "resume": "rayvec.train",
-    "train": "rayvec.train",
+    "TrainResult": "rayvec.training.loop",
+    "make_vec": "rayvec.vector.ray_vec_env",
+    "resume": "rayvec.training.loop",
+    "train": "rayvec.training.loop",
 }
 """Where each public name is defined; `errors` is a module."""
 

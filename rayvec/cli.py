@@ -24,13 +24,13 @@ import tyro
 
 import rayvec
 from rayvec.bench.compare import Compare
-from rayvec.bench.cost import Cost
+from rayvec.bench.cost_model.cost import Cost
+from rayvec.bench.cost_model.plan import Model
 from rayvec.bench.learner import LearnerBench
-from rayvec.bench.plan import Model
 from rayvec.bench.scaling import Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
+from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
-from rayvec.fields import Bounds, check, field_names
 
 __all__ = ["main"]
 
@@ -72,11 +72,11 @@ class Train:
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
         if run_dir is None:
             config = cls(**values)
-            from rayvec.train import train
+            from rayvec.training.loop import train
 
             result = train(config)
         else:
-            from rayvec.train import resume
+            from rayvec.training.loop import resume
 
             result = resume(run_dir, **{name: value for name, value in values.items() if name in mentioned})
         print(
@@ -110,7 +110,7 @@ class Eval:
     def run(self, mentioned: frozenset[str]) -> None:
         """Evaluates; `mentioned` are the names of the options on the command line."""
         check(self)
-        from rayvec.evaluate import evaluate_run
+        from rayvec.training.evaluation import evaluate_run
 
         changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
         evaluation = evaluate_run(self.run_dir, num_episodes=self.episodes, seed=self.seed, **changes)
@@ -169,7 +169,7 @@ def _cluster(address: str | None) -> Iterator[str]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from rayvec.cluster import RaySession
+    from rayvec.cluster.session import RaySession
 
     session = RaySession(address)
     try:

@@ -46,11 +46,23 @@ __all__ = [
 class RayvecError(Exception):
     """The root of everything that rayvec raises on its own account.
 
+    Args:
+        rule: The rule that was broken, or the whole text of the message.
+        expected: What the rule asks for. With it, `got` and `remedy` are required.
+        got: What was found instead.
+        remedy: What to do about it.
+
     Attributes:
-        raised_in: Who raised it, if that was another process: node, worker, environment index, seed.
+        raised_in: Where it was raised, if that was another process: node, worker, environment index, seed.
+
+    >>> print(ConfigError("num_envs is a count.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
+    num_envs is a count. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
     """
 
     raised_in: str | None = None
+
+    def __init__(self, rule: object = "", *, expected: object = None, got: object = None, remedy: str = "") -> None:
+        super().__init__(rule if not remedy else message(str(rule), expected=expected, got=got, remedy=remedy))
 
 
 class ConfigError(RayvecError, ValueError):
@@ -101,12 +113,10 @@ def check_count(name: str, value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(
-            message(
-                f"{name} is a count.",
-                expected="a whole number of at least 1",
-                got=repr(value),
-                remedy=f"Pass {name}=1 or more.",
-            )
+            f"{name} is a count.",
+            expected="a whole number of at least 1",
+            got=repr(value),
+            remedy=f"Pass {name}=1 or more.",
         )
     return int(value)
 
@@ -119,12 +129,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     if value not in choices or isinstance(value, bool):
         raise ConfigError(
-            message(
-                f"{name} is one of a few.",
-                expected=" or ".join(map(repr, choices)),
-                got=repr(value),
-                remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
-            )
+            f"{name} is one of a few.",
+            expected=" or ".join(map(repr, choices)),
+            got=repr(value),
+            remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
         )
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from rayvec.noise import NoiseSpec
-from rayvec.types import Chunk, Tree, tree_leaves
+from rayvec.data import Chunk, Tree, tree_leaves
+from rayvec.policies.noise import NoiseSpec
 
 __all__ = [
     "CoinEnv",

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["FireToServe", "atari"]
 
@@ -64,23 +64,19 @@ def atari(env: Env) -> Env:
     """
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         raise ConfigError(
-            message(
-                "Frames are skipped once.",
-                expected="a game made with frameskip=1",
-                got=f"frameskip={env.unwrapped._frameskip}",  # type: ignore[attr-defined]
-                remedy="Pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line).",
-            )
+            "Frames are skipped once.",
+            expected="a game made with frameskip=1",
+            got=f"frameskip={env.unwrapped._frameskip}",  # type: ignore[attr-defined]
+            remedy="Pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line).",
         )
     try:
         env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(
-            message(
-                "Atari's frames are resized by OpenCV.",
-                expected="opencv-python-headless",
-                got=str(error),
-                remedy="Install rayvec[atari].",
-            )
+            "Atari's frames are resized by OpenCV.",
+            expected="opencv-python-headless",
+            got=str(error),
+            remedy="Install rayvec[atari].",
         ) from error
     get_meanings = getattr(env.unwrapped, "get_action_meanings", None)
     if get_meanings is not None and get_meanings()[1:2] == ["FIRE"]:

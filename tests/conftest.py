@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rayvec.vector import RayVecEnv
+    from rayvec.vector.ray_vec_env import RayVecEnv
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
 # Workers are to find the modules that stand beside this one.
@@ -65,7 +65,7 @@ def make_module_vec(ray_cluster: object) -> Iterator[MakeVec]:
 
 
 def _making() -> Iterator[MakeVec]:
-    from rayvec.vector import RayVecEnv
+    from rayvec.vector.ray_vec_env import RayVecEnv
 
     made: list[RayVecEnv] = []
     gc.collect()  # environments that an earlier test left open hold cores until they are collected

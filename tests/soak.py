@@ -27,9 +27,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rayvec.chunks import counted_ends
-from rayvec.types import Chunk
-from rayvec.vector import RayVecEnv
+from rayvec.data import Chunk
+from rayvec.data.chunk_ops import counted_ends
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 STEP, RAISE, HANG, DIE = range(4)
 INDEX, INSTANCE, EPISODE, COUNT = range(4)

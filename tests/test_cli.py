@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from conftest import AssertRefused
-from processes import assert_nothing_left, running
+from helpers.processes import assert_nothing_left, running
 
 from rayvec.cli import main
 from rayvec.config import PPOConfig
-from rayvec.fields import field_names
-from rayvec.runs import load_run
+from rayvec.config.schema import field_names
+from rayvec.training.runs import load_run
 
 TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --workers-per-node 1 --total-steps 64".split()
 
@@ -97,7 +97,14 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
     [
         (
             "breaks",
-            ["RuntimeError: the", "wears out", "worker 0", ", environment ", 'wrap.py", line ', ", in reward. Remedy"],
+            [
+                "RuntimeError: the",
+                "wears out",
+                "worker 0",
+                ", environment ",
+                'helpers.wrap.py", line ',
+                ", in reward. Remedy",
+            ],
         ),
         ("goes_blind", ["finite numbers", "nan"]),
     ],
@@ -107,7 +114,7 @@ def test_a_run_that_fails_on_its_way_says_how_to_go_on(
 ) -> None:
     run_dir = tmp_path / "a"
     arguments = [*TINY, "--total-steps", "100_000", "--checkpoint-interval-s", "0"]
-    assert main(["train", "ppo", *arguments, "--wrappers", f"wrap:{name}", "--run-dir", str(run_dir)]) == 1
+    assert main(["train", "ppo", *arguments, "--wrappers", f"helpers.wrap:{name}", "--run-dir", str(run_dir)]) == 1
     error = capsys.readouterr().err
     for word in (*words, f"go on with: rayvec train ppo --resume {run_dir}"):
         assert word in error

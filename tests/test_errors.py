@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odd_envs import OwnError
+from helpers.odd_envs import OwnError
 
 from rayvec import errors
 from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, message

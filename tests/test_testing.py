@@ -11,10 +11,11 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
-from kinds import ALL_SPACES, factory
+from helpers.kinds import ALL_SPACES, factory
 
+from rayvec.data import Chunk
 from rayvec.pools.serial import SerialPool
-from rayvec.rollout import rollout
+from rayvec.rollout.loop import rollout
 from rayvec.testing import (
     CoinEnv,
     CountingEnv,
@@ -28,7 +29,6 @@ from rayvec.testing import (
     counting_errors,
     describe,
 )
-from rayvec.types import Chunk
 
 VALUES: list[Any] = [
     None,

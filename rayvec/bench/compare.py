@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayvec.bench.scaling import check_any
-from rayvec.errors import ConfigError, RayvecError, message
-from rayvec.fields import Bounds, check, plain
+from rayvec.config.schema import Bounds, check, plain
+from rayvec.errors import ConfigError, RayvecError
 
 if TYPE_CHECKING:
     from rayvec.bench.results import Results
@@ -188,7 +188,7 @@ def _environment() -> dict[str, str]:
     """Returns what the processes of one peer have in their environment, with a mark of their own."""
     import uuid
 
-    from rayvec.bench.hosted.host import MARK
+    from rayvec.bench.harness.host import MARK
 
     return {MARK: uuid.uuid4().hex, "RAY_ADDRESS": "", "RAY_worker_niceness": "0"}
 
@@ -199,7 +199,7 @@ def _check_envs(env_ids: tuple[str, ...]) -> None:
     Raises:
         ConfigError: One of them.
     """
-    from rayvec.envs import EnvFactory
+    from rayvec.envs.factory import EnvFactory
 
     for env_id in env_ids:
         try:
@@ -208,12 +208,10 @@ def _check_envs(env_ids: tuple[str, ...]) -> None:
             raise
         except Exception as error:
             raise ConfigError(
-                message(
-                    "--env-id names environments that can be made.",
-                    expected="a registered environment whose libraries are installed",
-                    got=f"{env_id} ({type(error).__name__}: {error})",
-                    remedy="Install what it needs, or leave it out.",
-                )
+                "--env-id names environments that can be made.",
+                expected="a registered environment whose libraries are installed",
+                got=f"{env_id} ({type(error).__name__}: {error})",
+                remedy="Install what it needs, or leave it out.",
             ) from error
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rayvec.bench.scaling import check_any
+from rayvec.config.schema import Bounds, check, plain
 from rayvec.errors import RayvecError
-from rayvec.fields import Bounds, check, plain
 
 if TYPE_CHECKING:
     from rayvec.bench.results import Results
@@ -100,7 +100,7 @@ class LearnerBench:
         import os
         import uuid
 
-        from rayvec.bench.hosted.host import MARK
+        from rayvec.bench.harness.host import MARK
         from rayvec.bench.peers import PeerProcess
 
         task = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import rayvec
-from rayvec.errors import ConfigError, RayvecError, message
+from rayvec.errors import ConfigError, RayvecError
 
 __all__ = ["COMPARE_PEERS", "NOT_INSTALLED", "SCALING_PEERS", "PeerProcess", "check_peers", "peer_process", "venvs"]
 
@@ -45,12 +45,10 @@ def check_peers(names: tuple[str, ...], known: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(
-            message(
-                "--peer names what is measured beside rayvec.",
-                expected=", ".join(known),
-                got=", ".join(unknown),
-                remedy="Correct the name, or leave it out.",
-            )
+            "--peer names what is measured beside rayvec.",
+            expected=", ".join(known),
+            got=", ".join(unknown),
+            remedy="Correct the name, or leave it out.",
         )
 
 
@@ -69,19 +67,17 @@ def venvs(given: tuple[str, ...]) -> dict[str, str]:
         python = Path(path) / "bin" / "python"
         if name not in COMPARE_PEERS or not python.exists():
             raise ConfigError(
-                message(
-                    "--peer-venv names a peer and the virtual environment that it is installed in.",
-                    expected="name=path, with an interpreter at path/bin/python",
-                    got=text,
-                    remedy="Make it with benchmarks/make_peer_venvs.sh, or leave it out.",
-                )
+                "--peer-venv names a peer and the virtual environment that it is installed in.",
+                expected="name=path, with an interpreter at path/bin/python",
+                got=text,
+                remedy="Make it with benchmarks/make_peer_venvs.sh, or leave it out.",
             )
         found[name] = str(python)
     return found
 
 
 class PeerProcess:
-    """A :mod:`rayvec.bench.hosted.host` in a process of its own.
+    """A :mod:`rayvec.bench.harness.host` in a process of its own.
 
     Args:
         peer: Which.
@@ -100,7 +96,7 @@ class PeerProcess:
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, "-u", "-m", "rayvec.bench.hosted.host", str(ask_read), str(answer_write)],
+                [python, "-u", "-m", "rayvec.bench.harness.host", str(ask_read), str(answer_write)],
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
                 pass_fds=(ask_read, answer_write),
                 stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from rayvec.bench.hosted.split import STATES
+from rayvec.bench.harness.split import STATES
 from rayvec.bench.results import old_design
 
 __all__ = ["plot_scaling"]

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
 
@@ -124,12 +124,10 @@ class Results:
         expected = f"rayvec-bench-{kind}, version {SCHEMA_VERSION}"
         if got != expected:
             raise ConfigError(
-                message(
-                    "A result file is read by the command, and by the version of it, that wrote it.",
-                    expected=expected,
-                    got=got,
-                    remedy="Pass another file, or measure anew.",
-                )
+                "A result file is read by the command, and by the version of it, that wrote it.",
+                expected=expected,
+                got=got,
+                remedy="Pass another file, or measure anew.",
             )
         extra = {name: value for name, value in content.items() if name not in _WRITTEN}
         return cls(kind, settings, path, rows, notes, extra, command)

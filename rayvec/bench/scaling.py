@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rayvec.errors import ConfigError, RayvecError, message
-from rayvec.fields import Bounds, check, plain
+from rayvec.config.schema import Bounds, check, plain
+from rayvec.errors import ConfigError, RayvecError
 
 if TYPE_CHECKING:
     from rayvec.bench.peers import PeerProcess
@@ -51,12 +51,10 @@ def parse_jitter(text: str | None) -> float:
     except ValueError:
         pass
     raise ConfigError(
-        message(
-            "--jitter says how step durations vary around their mean.",
-            expected="lognormal:SIGMA with SIGMA above 0 up to 3",
-            got=text,
-            remedy="Pass for example --jitter lognormal:0.5, or leave it out for steps of equal length.",
-        )
+        "--jitter says how step durations vary around their mean.",
+        expected="lognormal:SIGMA with SIGMA above 0 up to 3",
+        got=text,
+        remedy="Pass for example --jitter lognormal:0.5, or leave it out for steps of equal length.",
     )
 
 
@@ -79,12 +77,10 @@ def check_any(settings: Any, *names: str) -> None:
         if not getattr(settings, name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                message(
-                    f"{option} lists what is measured.",
-                    expected="at least one value",
-                    got="none",
-                    remedy=f"Pass values after {option}, or leave it out.",
-                )
+                f"{option} lists what is measured.",
+                expected="at least one value",
+                got="none",
+                remedy=f"Pass values after {option}, or leave it out.",
             )
 
 
@@ -196,7 +192,7 @@ class Scaling:
 
 
 def emulated_task(settings: Scaling, way: str, num_nodes: int, address: str) -> dict[str, Any]:
-    """Returns the fields of a :class:`~rayvec.bench.hosted.task.Task` for a way of stepping."""
+    """Returns the fields of a :class:`~rayvec.bench.harness.task.Task` for a way of stepping."""
     num_envs = num_nodes * settings.cores_per_node
     return {
         "num_envs": num_envs,

@@ -12,7 +12,7 @@ from rayvec.bench.results import Results
 from rayvec.bench.scaling import ENOUGH, Scaling, Stepper, stored
 from rayvec.bench.simulate import check_memory, nodes
 from rayvec.bench.terminal import console, number, show_split, show_table, ticking
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["run"]
 
@@ -57,23 +57,19 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
         path = settings.out / "scaling.json"
         if path.exists():
             raise ConfigError(
-                message(
-                    "A result file is not overwritten.",
-                    expected="--out DIR without a scaling.json",
-                    got=str(path),
-                    remedy=f"Go on with it by --resume {path}, or pass another --out.",
-                )
+                "A result file is not overwritten.",
+                expected="--out DIR without a scaling.json",
+                got=str(path),
+                remedy=f"Go on with it by --resume {path}, or pass another --out.",
             )
         return settings, Results("scaling", stored(settings), path)
     changed = [f"--{name.replace('_', '-')}" for name in sorted(mentioned - {"resume"})]
     if changed:
         raise ConfigError(
-            message(
-                "A resumed benchmark keeps the settings that it began with.",
-                expected="--resume FILE alone",
-                got=", ".join(changed),
-                remedy="Leave these out, or start a new one without --resume.",
-            )
+            "A resumed benchmark keeps the settings that it began with.",
+            expected="--resume FILE alone",
+            got=", ".join(changed),
+            remedy="Leave these out, or start a new one without --resume.",
         )
     results = Results.read(given.resume, "scaling")
     values = {**results.settings, "out": given.resume.parent}
@@ -83,12 +79,10 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
         return Scaling(**values), results
     except TypeError as error:
         raise ConfigError(
-            message(
-                "A benchmark is resumed by the version that began it.",
-                expected="the settings of rayvec bench scaling",
-                got=f"{given.resume} ({error})",
-                remedy="Measure anew, without --resume.",
-            )
+            "A benchmark is resumed by the version that began it.",
+            expected="the settings of rayvec bench scaling",
+            got=f"{given.resume} ({error})",
+            remedy="Measure anew, without --resume.",
         ) from error
 
 

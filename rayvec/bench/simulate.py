@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rayvec.bench.hosted.host import MARK
-from rayvec.cluster import CLUSTER_MARK, end_reaper, start_reaper
-from rayvec.errors import ConfigError, NodeLostError, message
+from rayvec.bench.harness.host import MARK
+from rayvec.cluster.session import CLUSTER_MARK, end_reaper, start_reaper
+from rayvec.errors import ConfigError, NodeLostError
 
 __all__ = ["Nodes", "check_memory", "nodes", "reachable"]
 
@@ -62,12 +62,10 @@ class Nodes:
         fit = sum(cpus >= cores for cpus in self._cpus)
         if not self.simulated and fit < count:
             raise ConfigError(
-                message(
-                    "On a cluster its own nodes are measured.",
-                    expected=f"{count} nodes of at least {cores} cores",
-                    got=f"{fit} at {self.address}, whose nodes have {', '.join(f'{n:g}' for n in self._cpus)} cores",
-                    remedy="Lower --nodes or --cores-per-node, or add nodes to the cluster.",
-                )
+                "On a cluster its own nodes are measured.",
+                expected=f"{count} nodes of at least {cores} cores",
+                got=f"{fit} at {self.address}, whose nodes have {', '.join(f'{n:g}' for n in self._cpus)} cores",
+                remedy="Lower --nodes or --cores-per-node, or add nodes to the cluster.",
             )
 
     def cores(self, count: int, most: int) -> int:
@@ -192,13 +190,11 @@ def reachable(address: str) -> list[float]:
     except subprocess.TimeoutExpired:
         got = f"no answer within {_PROBE_S:g} s"
     raise ConfigError(
-        message(
-            "--address names a running Ray cluster.",
-            expected="a cluster that answers, such as auto or host:6379",
-            got=f"{address} ({got})",
-            remedy="Start one (ray start --head), set RAY_AUTH_TOKEN if it asks for a token, "
-            "or leave --address out to simulate nodes on this machine.",
-        )
+        "--address names a running Ray cluster.",
+        expected="a cluster that answers, such as auto or host:6379",
+        got=f"{address} ({got})",
+        remedy="Start one (ray start --head), set RAY_AUTH_TOKEN if it asks for a token, "
+        "or leave --address out to simulate nodes on this machine.",
     )
 
 
@@ -219,14 +215,12 @@ def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -
     available = available_mib()
     if needed > available:
         raise ConfigError(
-            message(
-                "Simulated nodes and emulated cores need memory.",
-                expected=f"at least {needed / 1024:.1f} GiB available for {num_nodes} nodes with {num_envs} cores "
-                f"({each_mib:.0f} MiB for each core with {peer})",
-                got=f"{available / 1024:.1f} GiB",
-                remedy="Lower --nodes or --cores-per-node"
-                + ("." if peer == "rayvec" else f", or leave {peer} out of --peer."),
-            )
+            "Simulated nodes and emulated cores need memory.",
+            expected=f"at least {needed / 1024:.1f} GiB available for {num_nodes} nodes with {num_envs} cores "
+            f"({each_mib:.0f} MiB for each core with {peer})",
+            got=f"{available / 1024:.1f} GiB",
+            remedy="Lower --nodes or --cores-per-node"
+            + ("." if peer == "rayvec" else f", or leave {peer} out of --peer."),
         )
 
 

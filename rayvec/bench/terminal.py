@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rayvec.bench.hosted.split import STATES
+from rayvec.bench.harness.split import STATES
 
 __all__ = ["Ticker", "console", "number", "show_split", "show_table", "ticking"]
 

@@ -1,6 +1,6 @@
 """Settings of a run: frozen dataclasses that the command line, the YAML file and the docs derive from.
 
-A field's docstring is the literal below it, its bounds stand in its type (see `rayvec.fields`), and
+A field's docstring is the literal below it, its bounds stand in its type (see `rayvec.config.schema`), and
 nothing repeats either: ``rayvec train`` reads them by tyro, `TrainConfig.to_yaml` writes them as
 comments, and the table in the documentation is made of them.
 """

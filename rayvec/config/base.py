@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import yaml
 
-from rayvec.errors import ConfigError, message
-from rayvec.fields import Bounds, check, describe, field_names, plain
+from rayvec.config.schema import Bounds, check, describe, field_names, plain
+from rayvec.errors import ConfigError
 
 __all__ = [
     "ADJUSTABLE",
@@ -119,21 +119,17 @@ class TrainConfig:
         check(self)
         if not self.env_id:
             raise ConfigError(
-                message(
-                    "env_id names the environment.",
-                    expected="an id that Gymnasium knows",
-                    got="an empty string",
-                    remedy='Pass one, for example env_id="CartPole-v1".',
-                )
+                "env_id names the environment.",
+                expected="an id that Gymnasium knows",
+                got="an empty string",
+                remedy='Pass one, for example env_id="CartPole-v1".',
             )
         if self.num_learners > self.num_envs:
             raise ConfigError(
-                message(
-                    "Every rank learns from environments of its own.",
-                    expected=f"num_learners at most num_envs = {self.num_envs}",
-                    got=self.num_learners,
-                    remedy="Lower num_learners, or raise num_envs.",
-                )
+                "Every rank learns from environments of its own.",
+                expected=f"num_learners at most num_envs = {self.num_envs}",
+                got=self.num_learners,
+                remedy="Lower num_learners, or raise num_envs.",
             )
 
     @property
@@ -187,12 +183,10 @@ class TrainConfig:
         fixed = [name for name, value in changes.items() if name not in ADJUSTABLE and value != getattr(self, name)]
         if fixed:
             raise ConfigError(
-                message(
-                    "A run keeps the settings that it began with, but for where and how fast it goes.",
-                    expected=f"only changes of {', '.join(ADJUSTABLE)}",
-                    got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
-                    remedy="Leave these out, or start a new run.",
-                )
+                "A run keeps the settings that it began with, but for where and how fast it goes.",
+                expected=f"only changes of {', '.join(ADJUSTABLE)}",
+                got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
+                remedy="Leave these out, or start a new run.",
             )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # there are none any more
@@ -233,24 +227,20 @@ class TrainConfig:
         """
         if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
             raise ConfigError(
-                message(
-                    "Settings are a mapping that names its algorithm.",
-                    expected=f"algorithm: one of {', '.join(CONFIGS)}",
-                    got=settings.get("algorithm") if isinstance(settings, dict) else settings,
-                    remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
-                )
+                "Settings are a mapping that names its algorithm.",
+                expected=f"algorithm: one of {', '.join(CONFIGS)}",
+                got=settings.get("algorithm") if isinstance(settings, dict) else settings,
+                remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
         unknown = sorted(map(str, values.keys() - set(field_names(cls))))
         if unknown:
             raise ConfigError(
-                message(
-                    f"{cls.__name__} has a closed list of settings.",
-                    expected=", ".join(field_names(cls)),
-                    got=", ".join(unknown),
-                    remedy="Correct the name or leave it out.",
-                )
+                f"{cls.__name__} has a closed list of settings.",
+                expected=", ".join(field_names(cls)),
+                got=", ".join(unknown),
+                remedy="Correct the name or leave it out.",
             )
         return cls(**values)
 
@@ -260,12 +250,10 @@ def check_ranks(config: TrainConfig, name: str) -> None:
     num_rows = getattr(config, name)
     if config.num_learners > num_rows:
         raise ConfigError(
-            message(
-                "Every rank computes on rows of each minibatch.",
-                expected=f"num_learners at most {name} = {num_rows}",
-                got=config.num_learners,
-                remedy=f"Lower num_learners, or raise {name}.",
-            )
+            "Every rank computes on rows of each minibatch.",
+            expected=f"num_learners at most {name} = {num_rows}",
+            got=config.num_learners,
+            remedy=f"Lower num_learners, or raise {name}.",
         )
 
 

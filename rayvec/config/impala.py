@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["IMPALAConfig"]
 
@@ -83,12 +83,10 @@ class IMPALAConfig(TrainConfig):
         super().__post_init__()
         if self.num_minibatches > self.num_envs:
             raise ConfigError(
-                message(
-                    "A minibatch has at least one environment.",
-                    expected=f"num_minibatches at most num_envs = {self.num_envs}",
-                    got=self.num_minibatches,
-                    remedy="Lower num_minibatches, or raise num_envs.",
-                )
+                "A minibatch has at least one environment.",
+                expected=f"num_minibatches at most num_envs = {self.num_envs}",
+                got=self.num_minibatches,
+                remedy="Lower num_minibatches, or raise num_envs.",
             )
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig, check_ranks
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["PPOConfig"]
 
@@ -85,12 +85,10 @@ class PPOConfig(TrainConfig):
         super().__post_init__()
         if self.minibatch_size > self.steps_per_iteration:
             raise ConfigError(
-                message(
-                    "A minibatch is part of one iteration.",
-                    expected=f"minibatch_size at most num_envs * num_steps = {self.steps_per_iteration}",
-                    got=self.minibatch_size,
-                    remedy="Lower minibatch_size, or raise num_envs or num_steps.",
-                )
+                "A minibatch is part of one iteration.",
+                expected=f"minibatch_size at most num_envs * num_steps = {self.steps_per_iteration}",
+                got=self.minibatch_size,
+                remedy="Lower minibatch_size, or raise num_envs or num_steps.",
             )
         check_ranks(self, "minibatch_size")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig, check_ranks
-from rayvec.errors import ConfigError, message
-from rayvec.fields import Bounds
+from rayvec.config.schema import Bounds
+from rayvec.errors import ConfigError
 
 __all__ = ["SACConfig"]
 
@@ -95,22 +95,18 @@ class SACConfig(TrainConfig):
         super().__post_init__()
         if self.batch_size > self.replay_size:
             raise ConfigError(
-                message(
-                    "A minibatch is drawn from the replay.",
-                    expected=f"batch_size at most replay_size = {self.replay_size}",
-                    got=self.batch_size,
-                    remedy="Lower batch_size, or raise replay_size.",
-                )
+                "A minibatch is drawn from the replay.",
+                expected=f"batch_size at most replay_size = {self.replay_size}",
+                got=self.batch_size,
+                remedy="Lower batch_size, or raise replay_size.",
             )
         check_ranks(self, "batch_size")
         if self.learning_starts >= self.total_steps:
             raise ConfigError(
-                message(
-                    "Learning starts within the run.",
-                    expected=f"learning_starts below total_steps = {self.total_steps}",
-                    got=self.learning_starts,
-                    remedy="Lower learning_starts, or raise total_steps.",
-                )
+                "Learning starts within the run.",
+                expected=f"learning_starts below total_steps = {self.total_steps}",
+                got=self.learning_starts,
+                remedy="Lower learning_starts, or raise total_steps.",
             )
 
     @property

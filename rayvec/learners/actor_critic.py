@@ -11,13 +11,13 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rayvec.errors import CheckpointError, LearnerError, message
+from rayvec.data import Chunk
+from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
-from rayvec.learners.moments import ReturnScale, RunningMoments
-from rayvec.nets import ActorCritic, flat_weights, make_actor_critic
-from rayvec.parallel.ranks import ALONE, Ranks
-from rayvec.types import Chunk
+from rayvec.learners.ranks import ALONE, Ranks
+from rayvec.learners.running_stats import ReturnScale, RunningMoments
+from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -83,23 +83,19 @@ class ActorCriticLearner:
         """Raises a LearnerError where a chunk lacks the probabilities of its actions."""
         if "logp" not in chunk.extras:
             raise LearnerError(
-                message(
-                    f"{self.config.algorithm.upper()} weighs actions by the probability with which they were chosen.",
-                    expected='extras["logp"] in every chunk',
-                    got=sorted(chunk.extras),
-                    remedy="Collect with rayvec.Policy(learner.module)",
-                )
+                f"{self.config.algorithm.upper()} weighs actions by the probability with which they were chosen.",
+                expected='extras["logp"] in every chunk',
+                got=sorted(chunk.extras),
+                remedy="Collect with rayvec.Policy(learner.module)",
             )
 
     def _not_finite(self, metrics: Mapping[str, float]) -> LearnerError:
         """Returns what to raise where a loss or its gradient is not finite."""
         return LearnerError(
-            message(
-                f"A loss and its gradient are finite numbers (update {self._num_updates}).",
-                expected="finite numbers",
-                got=metrics,
-                remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
-            )
+            f"A loss and its gradient are finite numbers (update {self._num_updates}).",
+            expected="finite numbers",
+            got=metrics,
+            remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
         )
 
     def _reward(
@@ -164,12 +160,10 @@ class ActorCriticLearner:
         expected, got = (_shape(each) for each in (self.state_dict(), state))
         if got != expected:
             raise CheckpointError(
-                message(
-                    "A learner continues from the state of one with the same net and the same statistics.",
-                    expected=expected,
-                    got=got,
-                    remedy="Use the configuration that the checkpoint was written with",
-                )
+                "A learner continues from the state of one with the same net and the same statistics.",
+                expected=expected,
+                got=got,
+                remedy="Use the configuration that the checkpoint was written with",
             )
         self._flat.data.copy_(state["parameters"])
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

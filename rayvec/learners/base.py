@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.errors import ConfigError, message
-from rayvec.types import Batch
+from rayvec.data import Batch
+from rayvec.errors import ConfigError
 
 __all__ = ["FlatParameters", "KeepsOwnState", "Learner", "keep_freed_memory", "torch_device"]
 
@@ -26,8 +26,8 @@ class Learner(Protocol):
     """Turns batches into new weights.
 
     :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
-    :func:`rayvec.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes ``weights()`` after every
-    update that learned something.
+    :func:`rayvec.training.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes ``weights()``
+    after every update that learned something.
     """
 
     @property
@@ -95,12 +95,10 @@ def torch_device(name: str) -> torch.device:
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            message(
-                "learner_device says where updates are computed.",
-                expected="a GPU that torch can use, for 'cuda'",
-                got=f"none (torch {torch.__version__})",
-                remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
-            )
+            "learner_device says where updates are computed.",
+            expected="a GPU that torch can use, for 'cuda'",
+            got=f"none (torch {torch.__version__})",
+            remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
         )
     return torch.device(name)
 
@@ -127,12 +125,10 @@ class FlatParameters:
         leaves = list(module.parameters())
         if len({(leaf.dtype, leaf.device) for leaf in leaves}) != 1:
             raise ConfigError(
-                message(
-                    "A flat buffer has one dtype and lies on one device.",
-                    expected="parameters of one dtype on one device",
-                    got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
-                    remedy="Convert the module with module.to(device, dtype) first",
-                )
+                "A flat buffer has one dtype and lies on one device.",
+                expected="parameters of one dtype on one device",
+                got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
+                remedy="Convert the module with module.to(device, dtype) first",
             )
         self.param = nn.Parameter(torch.cat([leaf.detach().reshape(-1) for leaf in leaves]))
         self.grad = torch.zeros_like(self.data)

@@ -18,12 +18,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
-from rayvec.nets import ActorCritic
-from rayvec.parallel.ranks import deal, gather_counts
-from rayvec.returns import vtrace
-from rayvec.types import Batch, Chunk, Tree, as_slice, tree_map
+from rayvec.learners.ranks import deal, gather_counts
+from rayvec.learners.returns import vtrace
+from rayvec.policies.networks import ActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig

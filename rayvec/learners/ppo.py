@@ -18,13 +18,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
-from rayvec.nets import ActorCritic
-from rayvec.parallel.ranks import check_minibatch, deal, gather_counts, global_moments
-from rayvec.returns import gae
-from rayvec.types import Batch, Chunk, Tree, tree_leaves, tree_map
+from rayvec.learners.ranks import check_minibatch, deal, gather_counts, global_moments
+from rayvec.learners.returns import gae
+from rayvec.policies.networks import ActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.functional import pad
 
+from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.types import Tree, tree_leaves, tree_map
 
 __all__ = ["CompiledGradient"]
 

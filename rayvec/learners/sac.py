@@ -20,15 +20,16 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.buffers import ReplayBuffer
-from rayvec.distributions import Distribution, make_distribution, make_tanh_gaussian
-from rayvec.errors import CheckpointError, ConfigError, LearnerError, message
+from rayvec.data import Batch, Chunk
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import keep_freed_memory, torch_device
 from rayvec.learners.compiling import Compiled, CUDAGraph
+from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, gather_counts
+from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, Rows, SACMath, corrections
-from rayvec.parallel.ranks import ALONE, Ranks, check_minibatch, gather_counts
-from rayvec.policies import Encoder, MLPActor, make_encoder
-from rayvec.types import Batch, Chunk
+from rayvec.policies.actors import MLPActor
+from rayvec.policies.distributions import Distribution, make_distribution, make_tanh_gaussian
+from rayvec.policies.encoders import Encoder, make_encoder
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -215,12 +216,10 @@ class SACLearner:
             found[self.ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
         _, env_id, step, reward = next(row for row in self.ranks.sum_(found).tolist() if row[0])
         raise LearnerError(
-            message(
-                "A replay holds finite rewards, or updates would fail at some later time.",
-                expected="rewards that are finite in float32",
-                got=f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch",
-                remedy="Mend the environment's reward, or wrap it in one that replaces such rewards",
-            )
+            "A replay holds finite rewards, or updates would fail at some later time.",
+            expected="rewards that are finite in float32",
+            got=f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch",
+            remedy="Mend the environment's reward, or wrap it in one that replaces such rewards",
         )
 
     def _step(self, minibatch: _Minibatch) -> Tensor:
@@ -308,13 +307,11 @@ class SACLearner:
         if not self._nets.healthy.item():
             bad = next((row for row in stats if not row.isfinite().all()), stats[-1])
             raise LearnerError(
-                message(
-                    f"A loss and its gradient are finite numbers (one of the {len(stats)} updates up to number "
-                    f"{self._num_updates}).",
-                    expected="finite numbers",
-                    got=dict(zip(_METRICS, bad.tolist(), strict=True)),
-                    remedy="Look for NaN in observations and rewards, and lower policy_lr or q_lr",
-                )
+                f"A loss and its gradient are finite numbers (one of the {len(stats)} updates up to number "
+                f"{self._num_updates}).",
+                expected="finite numbers",
+                got=dict(zip(_METRICS, bad.tolist(), strict=True)),
+                remedy="Look for NaN in observations and rewards, and lower policy_lr or q_lr",
             )
         touched = (stats[:, -1:] > 0).sum(0).clamp(min=1)  # alpha is positive where the actor took a step
         counts = torch.where(torch.tensor([name in _OF_CRITICS for name in _METRICS]), len(stats), touched)
@@ -362,12 +359,10 @@ class SACLearner:
         expected = {"critic": (3, critic), "target": (critic,), "actor": (3, actor)}
         if shapes != expected or not state.keys() >= set(_COUNTERS):
             raise CheckpointError(
-                message(
-                    "A learner continues from the state of one with the same nets.",
-                    expected=f"{[*expected, *_COUNTERS]}, of shapes {expected}",
-                    got=f"{sorted(state)}, of shapes {shapes}",
-                    remedy="Use the configuration that the checkpoint was written with",
-                )
+                "A learner continues from the state of one with the same nets.",
+                expected=f"{[*expected, *_COUNTERS]}, of shapes {expected}",
+                got=f"{sorted(state)}, of shapes {shapes}",
+                remedy="Use the configuration that the checkpoint was written with",
             )
         for name, target in (("critic", self._nets.critic), ("actor", self._nets.actor)):
             for part, saved in zip(target, state[name], strict=True):
@@ -413,12 +408,10 @@ def _distribution(space: spaces.Space[Any]) -> Distribution:
         case spaces.Box():
             return make_tanh_gaussian(space)
     raise ConfigError(
-        message(
-            "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
-            expected="a bounded floating-point Box, or a Discrete action space",
-            got=space,
-            remedy="Flatten the action space with a Gymnasium wrapper, or use PPO",
-        )
+        "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
+        expected="a bounded floating-point Box, or a Discrete action space",
+        got=space,
+        remedy="Flatten the action space with a Gymnasium wrapper, or use PPO",
     )
 
 

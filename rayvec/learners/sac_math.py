@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rayvec.distributions import LOG_STD_MAX, LOG_STD_MIN
+from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN
 
 __all__ = ["AdamState", "MLPLayout", "Nets", "Rows", "SACMath"]
 
@@ -308,7 +308,7 @@ class SACMath:
 def _sample(outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws actions in (-1, 1); returns them, their log-probabilities, standard deviations and what squashed these.
 
-    The formulas are those of :class:`rayvec.distributions.TanhGaussian`.
+    The formulas are those of :class:`rayvec.policies.distributions.TanhGaussian`.
     """
     mean, raw = outputs.chunk(2, -1)
     tanh_std = raw.tanh()

@@ -16,12 +16,12 @@ from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, check_choice, message
-from rayvec.types import StepBatch, Tree
+from rayvec.data import StepBatch, Tree
+from rayvec.errors import ConfigError, check_choice
 
 if TYPE_CHECKING:
+    from rayvec.data import Rollout, Topology
     from rayvec.pools.memory import ArrayLayout
-    from rayvec.types import Rollout, Topology
 
 __all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
 
@@ -64,12 +64,10 @@ class Supervision:
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         if step_timeout_s is not None and not step_timeout_s > 0:
             raise ConfigError(
-                message(
-                    "step_timeout_s is how long a worker may take for a step of its environments.",
-                    expected="seconds, more than 0, or None for no limit",
-                    got=repr(step_timeout_s),
-                    remedy="Leave it out, or pass several times what the slowest step takes.",
-                )
+                "step_timeout_s is how long a worker may take for a step of its environments.",
+                expected="seconds, more than 0, or None for no limit",
+                got=repr(step_timeout_s),
+                remedy="Leave it out, or pass several times what the slowest step takes.",
             )
         return cls(on_env_error == "restart", step_timeout_s)
 
@@ -138,7 +136,7 @@ class EnvPool(Protocol):
 
     `send`, `reset` and `ready` start something, `recv` returns its answer. At most one of them is under way
     for an environment, and the ids of a `recv` are those of one such call. Arrays in a
-    :class:`~rayvec.types.StepBatch` may be views of memory that the next step of these environments
+    :class:`~rayvec.data.StepBatch` may be views of memory that the next step of these environments
     overwrites: who keeps them copies them.
     """
 

@@ -22,8 +22,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
+from rayvec.data import Tree
 from rayvec.errors import message
-from rayvec.types import Tree
 
 __all__ = [
     "ArrayLayout",
@@ -149,7 +149,7 @@ class ArrayLayout:
 
     Attributes:
         space: The space of one environment.
-        leaves: Data type and shape of each leaf, in the order of :func:`rayvec.types.tree_leaves`.
+        leaves: Data type and shape of each leaf, in the order of :func:`rayvec.data.tree_leaves`.
     """
 
     space: Space[Any]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.types import StepBatch, Tree, as_slice, tree_map
+from rayvec.data import StepBatch, Tree, as_slice, tree_map
 
 __all__ = ["Part", "Plan", "Plans"]
 

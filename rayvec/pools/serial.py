@@ -12,12 +12,12 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.envs import EnvFactory
+from rayvec.data import RawInfo, StepBatch, Tree
+from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions, tree_writer
-from rayvec.pools.supervision import RESTARTED, RestartBudget, restart_seed, store_seed
-from rayvec.types import RawInfo, StepBatch, Tree
+from rayvec.pools.restarts import RESTARTED, RestartBudget, restart_seed, store_seed
 
 __all__ = ["EnvsFailed", "SerialPool"]
 

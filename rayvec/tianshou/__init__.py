@@ -9,31 +9,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rayvec.tianshou.buffers import add_chunk as add_chunk
-    from rayvec.tianshou.collector import Collector as Collector
-    from rayvec.tianshou.collector import PrefetchCollectStats as PrefetchCollectStats
-    from rayvec.tianshou.highlevel import RayCollectorFactory as RayCollectorFactory
-    from rayvec.tianshou.impala import IMPALA as IMPALA
-    from rayvec.tianshou.impala import IMPALATrainingStats as IMPALATrainingStats
-    from rayvec.tianshou.parallel import data_parallel as data_parallel
+    from rayvec.tianshou.collect.buffers import add_chunk as add_chunk
+    from rayvec.tianshou.collect.collector import Collector as Collector
+    from rayvec.tianshou.collect.collector import PrefetchCollectStats as PrefetchCollectStats
+    from rayvec.tianshou.collect.highlevel import RayCollectorFactory as RayCollectorFactory
+    from rayvec.tianshou.env.vector_env import RayVectorEnv as RayVectorEnv
+    from rayvec.tianshou.env.vector_env import RayVectorEnvType as RayVectorEnvType
+    from rayvec.tianshou.learn.data_parallel import data_parallel as data_parallel
+    from rayvec.tianshou.learn.impala import IMPALA as IMPALA
+    from rayvec.tianshou.learn.impala import IMPALATrainingStats as IMPALATrainingStats
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
-    from rayvec.tianshou.vector_env import RayVectorEnv as RayVectorEnv
-    from rayvec.tianshou.vector_env import RayVectorEnvType as RayVectorEnvType
 
 _HOMES = {
-    "Collector": "rayvec.tianshou.collector",
-    "IMPALA": "rayvec.tianshou.impala",
-    "IMPALATrainingStats": "rayvec.tianshou.impala",
-    "PrefetchCollectStats": "rayvec.tianshou.collector",
-    "RayCollectorFactory": "rayvec.tianshou.highlevel",
-    "RayVectorEnv": "rayvec.tianshou.vector_env",
-    "RayVectorEnvType": "rayvec.tianshou.vector_env",
+    "Collector": "rayvec.tianshou.collect.collector",
+    "IMPALA": "rayvec.tianshou.learn.impala",
+    "IMPALATrainingStats": "rayvec.tianshou.learn.impala",
+    "PrefetchCollectStats": "rayvec.tianshou.collect.collector",
+    "RayCollectorFactory": "rayvec.tianshou.collect.highlevel",
+    "RayVectorEnv": "rayvec.tianshou.env.vector_env",
+    "RayVectorEnvType": "rayvec.tianshou.env.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",
-    "add_chunk": "rayvec.tianshou.buffers",
-    "data_parallel": "rayvec.tianshou.parallel",
+    "add_chunk": "rayvec.tianshou.collect.buffers",
+    "data_parallel": "rayvec.tianshou.learn.data_parallel",
 }
 """Where each public name is defined."""
 
@@ -59,12 +59,10 @@ def _check_version(cause: ImportError) -> None:
     version = getattr(tianshou, "__version__", "of an unknown version")
     if not str(version).startswith("2."):
         raise ConfigError(
-            message(
-                "rayvec.tianshou works with Tianshou 2.",
-                expected="tianshou>=2.0",
-                got=f"tianshou {version}",
-                remedy="pip install 'tianshou>=2', and port policies of Tianshou 1 to algorithms.",
-            )
+            "rayvec.tianshou works with Tianshou 2.",
+            expected="tianshou>=2.0",
+            got=f"tianshou {version}",
+            remedy="pip install 'tianshou>=2', and port policies of Tianshou 1 to algorithms.",
         ) from cause
 
 

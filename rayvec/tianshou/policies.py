@@ -20,9 +20,9 @@ from tianshou.data import Batch, to_numpy
 from tianshou.data.collector import get_stddev_from_dist
 from tianshou.exploration import BaseNoise
 
-from rayvec.errors import ConfigError, message
-from rayvec.noise import NoiseSpec
-from rayvec.types import Tree
+from rayvec.data import Tree
+from rayvec.errors import ConfigError
+from rayvec.policies.noise import NoiseSpec
 
 __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
@@ -31,7 +31,7 @@ _KINDS: tuple[type, ...] = (bool, int, float, type(None))
 
 
 class TianshouPolicy:
-    """Acts with a policy of Tianshou, for :func:`rayvec.rollout` and both collectors.
+    """Acts with a policy of Tianshou, for :func:`rayvec.rollout.loop` and both collectors.
 
     It does what Tianshou's Collector does in one step: forward pass, exploration noise, mapping to the action
     space. What goes into a buffer beside that stands in the extras: ``act``, the action before mapping; the
@@ -57,7 +57,7 @@ class TianshouPolicy:
         self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Chooses actions for k environments; see :class:`rayvec.rollout.ActingPolicy`."""
+        """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
         if not self._seeded:
             self._seed(noise)
         batch: Any = Batch(obs=obs, info=Batch())
@@ -100,12 +100,10 @@ class TianshouPolicy:
         sizes = [_padded(tensor) for tensor in tensors]
         if stream.size != sum(sizes) + 16 * len(numbers):
             raise ConfigError(
-                message(
-                    "The state of a policy is taken over by the same policy.",
-                    expected=f"{(sum(sizes) + 16 * len(numbers)) // 4} numbers",
-                    got=weights.shape,
-                    remedy="Pass what weights() of a TianshouPolicy returned; a changed policy is sent anew.",
-                )
+                "The state of a policy is taken over by the same policy.",
+                expected=f"{(sum(sizes) + 16 * len(numbers)) // 4} numbers",
+                got=weights.shape,
+                remedy="Pass what weights() of a TianshouPolicy returned; a changed policy is sent anew.",
             )
         start = 0
         with torch.no_grad():
@@ -150,7 +148,7 @@ class RandomActions:
         self._spaces: list[Space[Any]] = []
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Samples; see :class:`rayvec.rollout.ActingPolicy`."""
+        """Samples; see :class:`rayvec.rollout.loop.ActingPolicy`."""
         if not self._spaces:
             self._spaces = [copy.deepcopy(self._space) for _ in noise]
             for space, number in zip(self._spaces, noise[:, 0], strict=True):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import AssertRefused
-from processes import assert_nothing_left, running
+from helpers.processes import assert_nothing_left, running
 
 from rayvec.bench import simulate
-from rayvec.bench.hosted.adapters import ADAPTERS
-from rayvec.bench.hosted.ddp import SHARES
-from rayvec.bench.hosted.learners import LearnerTask, Updates
+from rayvec.bench.harness.adapters import ADAPTERS
+from rayvec.bench.harness.ddp import SHARES
+from rayvec.bench.harness.learners import LearnerTask, Updates
 from rayvec.bench.learner import show
 from rayvec.bench.peers import COMPARE_PEERS, SCALING_PEERS
 from rayvec.bench.results import Results

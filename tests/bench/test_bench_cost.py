@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayvec.bench.cost import PRICES, Instance, Mix, cheapest, mix_of, read_prices, suffices
-from rayvec.bench.model import Cluster, Costs, Fit
+from rayvec.bench.cost_model.cost import PRICES, Instance, Mix, cheapest, mix_of, read_prices, suffices
+from rayvec.bench.cost_model.model import Cluster, Costs, Fit
 from rayvec.cli import main
 
 FIT = Fit(Costs(), Costs())

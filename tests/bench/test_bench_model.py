@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayvec.bench.calibrate import check_settings, fit_settings, measure_settings, read_measured
-from rayvec.bench.checking import compare_overheads, explain
-from rayvec.bench.fitting import Observation, fit, fit_line
-from rayvec.bench.model import (
+from rayvec.bench.cost_model.calibrate import check_settings, fit_settings, measure_settings, read_measured
+from rayvec.bench.cost_model.checking import compare_overheads, explain
+from rayvec.bench.cost_model.fitting import Observation, fit, fit_line
+from rayvec.bench.cost_model.model import (
     Cluster,
     Costs,
     Fit,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import AssertRefused
-from processes import RAYVEC, assert_nothing_left, running
+from helpers.processes import RAYVEC, assert_nothing_left, running
 
-from rayvec.bench.hosted.ours import TimedPolicy
-from rayvec.bench.hosted.split import STATES
+from rayvec.bench.harness.ours import TimedPolicy
+from rayvec.bench.harness.split import STATES
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import Scaling, chunk_length
 from rayvec.bench.simulate import Nodes, available_mib, check_memory

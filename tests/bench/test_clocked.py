@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rayvec.bench.hosted import clocked
-from rayvec.bench.hosted.clocked import Clocked, read_clocks
+from rayvec.bench.harness import clocked
+from rayvec.bench.harness.clocked import Clocked, read_clocks
 
 
 class Pausing(gymnasium.Env[Any, Any]):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from conftest import MakeVec
-from waiting import wait_until
+from helpers.waiting import wait_until
 
-from rayvec.bench.hosted.cpu import NodeProcesses, machine_cpu_s, on_cpu_s, ticks_cpu_s
-from rayvec.bench.hosted.puffer import Spinning
+from rayvec.bench.harness.cpu import NodeProcesses, machine_cpu_s, on_cpu_s, ticks_cpu_s
+from rayvec.bench.harness.puffer import Spinning
 
 
 def burn(seconds: float) -> None:

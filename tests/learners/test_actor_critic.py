@@ -11,16 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import BOX, DISCRETE, OBS, SPACES, STATS, N, T, impala_config, make_batch, perturb, ppo_config
 from gymnasium import spaces
+from helpers.actor_critic_kit import (
+    BOX,
+    DISCRETE,
+    OBS,
+    SPACES,
+    STATS,
+    N,
+    T,
+    impala_config,
+    make_batch,
+    perturb,
+    ppo_config,
+)
 
+from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
-from rayvec.nets import make_actor_critic
-from rayvec.policies import Policy
-from rayvec.types import Batch
+from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.policy import Policy
 
 MakeLearner = Callable[..., PPOLearner | IMPALALearner]
 

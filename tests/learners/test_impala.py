@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import (
+from gymnasium import spaces
+from helpers.actor_critic_kit import (
     BOX,
     DISCRETE,
     OBS,
@@ -22,23 +23,22 @@ from actor_critic_kit import (
     make_batch,
     perturb,
 )
-from gymnasium import spaces
+from helpers.vtrace import vtrace_by_definition
 from numpy.typing import NDArray
-from test_returns import vtrace_by_definition
 from torch import Tensor, nn
 
-from rayvec.collector import EpisodeTracker
+from rayvec.collect.collector import EpisodeTracker
 from rayvec.config import IMPALAConfig
-from rayvec.envs import EnvFactory
+from rayvec.data import Batch, Chunk
+from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 from rayvec.learners.impala import IMPALALearner
-from rayvec.nets import ActorCritic, make_actor_critic
-from rayvec.parallel.ranks import deal
-from rayvec.policies import Policy
+from rayvec.learners.ranks import deal
+from rayvec.policies.networks import ActorCritic, make_actor_critic
+from rayvec.policies.policy import Policy
 from rayvec.pools.serial import SerialPool
-from rayvec.rollout import rollout
-from rayvec.train import torch_threads
-from rayvec.types import Batch, Chunk
+from rayvec.rollout.loop import rollout
+from rayvec.training.loop import torch_threads
 
 
 def double(module: ActorCritic) -> ActorCritic:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import (
+from gymnasium import spaces
+from helpers.actor_critic_kit import (
     DISCRETE,
     MIXED,
     OBS,
@@ -25,16 +26,15 @@ from actor_critic_kit import (
     perturb,
     ppo_config,
 )
-from gymnasium import spaces
 from torch import Tensor, nn
 
 from rayvec.config import PPOConfig
+from rayvec.data import Batch, Chunk
 from rayvec.learners.ppo import PPOLearner
-from rayvec.nets import ActorCritic
-from rayvec.parallel.ranks import deal
-from rayvec.policies import Policy
-from rayvec.returns import gae
-from rayvec.types import Batch, Chunk
+from rayvec.learners.ranks import deal
+from rayvec.learners.returns import gae
+from rayvec.policies.networks import ActorCritic
+from rayvec.policies.policy import Policy
 
 
 class Reference:

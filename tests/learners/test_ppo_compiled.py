@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import DISCRETE, OBS, SPACES, make_batch, ppo_config
 from gymnasium import spaces
+from helpers.actor_critic_kit import DISCRETE, OBS, SPACES, make_batch, ppo_config
 from torch import Tensor
 
 from rayvec.learners.compiling import Compiled
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies import Policy
+from rayvec.policies.policy import Policy
 
 
 def learn_both_ways(action_space: spaces.Space[Any]) -> tuple[Any, Any]:

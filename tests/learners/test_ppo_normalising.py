@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_kit import (
+from gymnasium import spaces
+from helpers.actor_critic_kit import (
     BOX,
     DISCRETE,
     FAR,
@@ -21,12 +22,11 @@ from actor_critic_kit import (
     make_batch,
     ppo_config,
 )
-from gymnasium import spaces
-from thread_ranks import learn_on_ranks
+from helpers.thread_ranks import learn_on_ranks
 
 from rayvec.errors import CheckpointError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies import Policy
+from rayvec.policies.policy import Policy
 
 NORMALIZED = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 0.5}
 

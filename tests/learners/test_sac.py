@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from sac_kit import BOX, DISCRETE, STATS, N, make_batch, make_chunk, make_config, make_learner
-from thread_ranks import Apart, ThreadRanks, on_ranks
+from helpers.sac_kit import BOX, DISCRETE, STATS, N, make_batch, make_chunk, make_config, make_learner
+from helpers.thread_ranks import Apart, ThreadRanks, on_ranks
 from torch import Tensor, nn
 
+from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.compiling import Compiled
 from rayvec.learners.sac import SACLearner
 from rayvec.learners.sac_math import MLPLayout, Rows
-from rayvec.noise import keyed_noise
-from rayvec.policies import Policy
-from rayvec.types import Batch
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
 
 SPACES = pytest.mark.parametrize("action_space", [BOX, DISCRETE], ids=["box", "discrete"])
 INTERVALS = pytest.mark.parametrize("policy_interval", [1, 2])

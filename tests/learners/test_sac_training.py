@@ -14,8 +14,8 @@ import torch
 import rayvec
 from rayvec import SACConfig
 from rayvec.errors import LearnerError
-from rayvec.runs import Progress, load_run, make_env, make_learner
-from rayvec.train import _begin
+from rayvec.training.loop import _begin
+from rayvec.training.runs import Progress, load_run, make_env, make_learner
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -48,7 +48,7 @@ def test_resuming_goes_on_with_the_same_replay(tmp_path: Path) -> None:
 def test_a_reward_that_is_not_finite_ends_a_run_with_a_good_checkpoint(tmp_path: Path) -> None:
     """Rewards are NaN after 40 steps of each environment; so few are drawn from the replay that it might go unseen."""
     config = tiny(tmp_path / "a", batch_size=4, num_envs=4, update_to_data=0.1, total_steps=600)
-    failing = replace(config, wrappers=("wrap:goes_blind",), checkpoint_interval_s=0.0)
+    failing = replace(config, wrappers=("helpers.wrap:goes_blind",), checkpoint_interval_s=0.0)
     with pytest.raises(LearnerError, match=r"Got: nan from environment 0 at step 0 of the batch") as caught:
         rayvec.train(failing)
     assert caught.value.__notes__ == [f"go on with: rayvec train sac --resume {config.run_dir}"]

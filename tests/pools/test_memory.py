@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, create_empty_array
+from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
-from kinds import ARRAY_SPACES, OBJECT_SPACES, within
 
+from rayvec.data import tree_map
 from rayvec.pools.memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
 from rayvec.testing import assert_identical
-from rayvec.types import tree_map
 
 FIELDS = {"a": (np.int64, (3, 2)), "odd": (np.bool_, (5,)), "scalar": (np.float32, ()), "none": (np.int8, (0, 4))}
 

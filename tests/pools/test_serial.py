@@ -12,15 +12,15 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import iterate
-from kinds import ALL_SPACES, env_fns, factory
-from odd_envs import OneInfo, ReusedObject
+from helpers.kinds import ALL_SPACES, env_fns, factory
+from helpers.odd_envs import OneInfo, ReusedObject
 
+from rayvec.data import tree_map
 from rayvec.errors import EnvError
 from rayvec.pools.base import Autoreset
 from rayvec.pools.serial import SerialPool
-from rayvec.rollout import CallablePolicy, rollout
+from rayvec.rollout.loop import CallablePolicy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv, assert_identical, counting_errors
-from rayvec.types import tree_map
 
 
 @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
@@ -132,7 +132,7 @@ def test_the_seed_is_still_known_after_automatic_resets() -> None:
 
 
 def test_a_constructor_that_raises_closes_what_was_made(tmp_path: Any) -> None:
-    from odd_envs import WritesWhenClosed
+    from helpers.odd_envs import WritesWhenClosed
 
     from rayvec.pools.serial import EnvsFailed
 

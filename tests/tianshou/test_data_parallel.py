@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tianshou.algorithm
-import tianshou_algorithms as kit
 import torch
+from helpers import tianshou_algorithms as kit
+from helpers.tianshou_stage import Stage
 from tianshou.algorithm import NPG, Reinforce
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
-from tianshou_stage import Stage
 
 import rayvec.tianshou
+from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, LearnerError
-from rayvec.parallel.rank_group import RankGroup
 from rayvec.tianshou import IMPALA, data_parallel
-from rayvec.tianshou.algorithm_state import AlgorithmState
-from rayvec.tianshou.parallel import EQUAL, pickle_algorithm, wrap
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState
+from rayvec.tianshou.learn.data_parallel import EQUAL, pickle_algorithm, wrap
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Parallel = Callable[..., Any]

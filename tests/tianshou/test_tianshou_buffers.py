@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tianshou_buffers import assert_same_buffer, assert_same_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tianshou.data import (
@@ -22,9 +23,9 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
+from rayvec.data import Chunk, ChunkInfo, tree_map
 from rayvec.errors import ConfigError
-from rayvec.tianshou.buffers import ChunkInsertion, add_chunk
-from rayvec.types import Chunk, ChunkInfo, tree_map
+from rayvec.tianshou.collect.buffers import ChunkInsertion, add_chunk
 
 SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
     "flat": lambda rng, lead: rng.normal(size=(*lead, 3)).astype(np.float32),
@@ -108,43 +109,6 @@ def add_in_order(buffer: ReplayBuffer, chunk: Chunk, policy: Batch | None = None
                 {"t": t, "n": n, "index": index[row], "return": returns[row], "len": lens[row], "start": starts[row]}
             )
     return rows
-
-
-def assert_same_values(got: Any, expected: Any, path: str) -> None:
-    assert type(got) is type(expected), path
-    if isinstance(expected, Batch):
-        assert set(got.keys()) == set(expected.keys()), f"{path}: {set(got.keys())} {set(expected.keys())}"
-        for key in expected.keys():
-            assert_same_values(got[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype and torch.equal(got, expected), path
-    else:
-        assert got.dtype == expected.dtype and got.shape == expected.shape, f"{path}: {got.dtype} {expected.dtype}"
-        np.testing.assert_array_equal(got, expected, err_msg=path, strict=True)
-
-
-def assert_same_buffer(got: Any, expected: Any) -> None:
-    assert_same_values(got._meta, expected._meta, "meta")
-    assert len(got) == len(expected)
-    np.testing.assert_array_equal(got.last_index, expected.last_index)
-    subs = zip(getattr(got, "buffers", [got]), getattr(expected, "buffers", [expected]), strict=True)
-    for mine, theirs in subs:
-        for name in ("_insertion_idx", "_size", "_ep_return", "_ep_len", "_ep_start_idx", "last_index"):
-            assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
-        assert_same_values(mine._meta, theirs._meta, "sub-buffer")
-    if hasattr(expected, "_lengths"):
-        np.testing.assert_array_equal(got._lengths, expected._lengths)
-    if hasattr(expected, "weight"):
-        np.testing.assert_array_equal(got.weight._value, expected.weight._value)
-    if not len(expected):
-        return
-    np.testing.assert_array_equal(got.unfinished_index(), expected.unfinished_index())
-    indices = expected.sample_indices(0)
-    np.testing.assert_array_equal(got.sample_indices(0), indices)
-    if len(indices):
-        np.testing.assert_array_equal(got.prev(indices), expected.prev(indices))
-        np.testing.assert_array_equal(got.next(indices), expected.next(indices))
-        assert_same_values(got[indices], expected[indices], "rows")
 
 
 def assert_same_results(added: Any, rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
-from test_tianshou_buffers import assert_same_buffer
+from helpers.tianshou_buffers import assert_same_buffer
+from helpers.tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
@@ -33,9 +34,8 @@ from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
-from tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
 
-from rayvec.collector import CollectorProtocol
+from rayvec.collect.collector import CollectorProtocol
 from rayvec.errors import ConfigError
 from rayvec.testing import DriftEnv, FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv

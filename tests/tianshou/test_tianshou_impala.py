@@ -13,7 +13,7 @@ import pytest
 import tianshou.data
 import torch
 from gymnasium import spaces
-from test_returns import vtrace_by_definition
+from helpers.vtrace import vtrace_by_definition
 from tianshou.algorithm import A2C
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory

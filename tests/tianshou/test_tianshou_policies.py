@@ -11,6 +11,7 @@ import tianshou.data
 import torch
 from conftest import MakeVec
 from gymnasium import spaces
+from helpers.tianshou_kit import Exact, Remembers
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
@@ -20,9 +21,8 @@ from tianshou.exploration import GaussianNoise
 from tianshou.utils.net.common import Net, Recurrent
 from tianshou.utils.net.continuous import ContinuousActorDeterministic, ContinuousActorProbabilistic
 from tianshou.utils.net.discrete import DiscreteActor
-from tianshou_kit import Exact, Remembers
 
-from rayvec.collector import Collector
+from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
 from rayvec.testing import DriftEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
-from test_tianshou_buffers import assert_same_buffer
+from helpers.tianshou_buffers import assert_same_buffer
+from helpers.tianshou_kit import Exact, Remembers
 from tianshou.algorithm import DQN, PPO
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
@@ -21,7 +22,6 @@ from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
-from tianshou_kit import Exact, Remembers
 
 from rayvec.errors import ConfigError
 from rayvec.testing import DriftEnv, FaultyEnv

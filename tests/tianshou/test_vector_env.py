@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
-from odd_envs import PressesCtrlC
+from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
+from helpers.odd_envs import PressesCtrlC
+from helpers.tianshou_envs import Bare, Breaks, Held, Line, Misfit, NoGymReset, OwnSeed, Ragged, Told
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 from tianshou.env.worker import EnvWorker
-from tianshou_envs import Bare, Breaks, Held, Line, Misfit, NoGymReset, OwnSeed, Ragged, Told
 
 from rayvec.errors import ConfigError, EnvError, WorkerLostError
 from rayvec.testing import CountingEnv, assert_identical

@@ -1,0 +1,230 @@
+"""Measurements that the model is fitted to and held against."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayvec.bench.cost_model.fitting import Observation, fit, fit_line
+from rayvec.bench.cost_model.model import Fit, Setting
+from rayvec.bench.results import Results
+from rayvec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayvec.bench.peers import PeerProcess
+    from rayvec.bench.simulate import Nodes
+    from rayvec.bench.terminal import Ticker
+
+__all__ = [
+    "CHECK_NODES",
+    "CHECK_WORKERS",
+    "FIT_NODES",
+    "FIT_WORKERS",
+    "Measured",
+    "check_settings",
+    "fit_settings",
+    "measure_policy",
+    "measure_settings",
+    "read_measured",
+]
+
+FIT_NODES, FIT_WORKERS = (1, 2), (1, 2, 8)
+"""What the model is fitted to. On 2 nodes of 8 workers shared cores are as crowded as where the model is checked."""
+CHECK_NODES, CHECK_WORKERS = (4, 8), 2
+_DURATIONS_S = (0.01, 0.001)
+_CHUNKS = (16, 128)
+_LARGE_OBS_BYTES = 40_000
+_TURNS = 3
+_CALLS_OF_WINDOW, _MOST_WINDOW_S = 4, 1.3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model is fitted to, as a result file keeps it.
+
+    Attributes:
+        observations: Of nodes, simulated or of a cluster.
+        shared_cores: Of the machine that simulated them; None of a cluster.
+        policy_s: Seconds of a forward pass of the policy, and of each of its rows.
+        check_observations: What the fitted model is held against, if that has been measured.
+        search_observations: Every setting for a few environments, likewise.
+    """
+
+    observations: list[Observation]
+    shared_cores: int | None
+    policy_s: tuple[float, float] = (0.0, 0.0)
+    check_observations: list[Observation] = field(default_factory=list)
+    search_observations: list[Observation] = field(default_factory=list)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether all that a check needs has been measured."""
+        return bool(self.check_observations and self.search_observations)
+
+    def fit(self) -> Fit:
+        """Fits the model."""
+        return fit(self.observations, self.shared_cores, self.policy_s)
+
+
+def read_measured(path: Path) -> Measured:
+    """Returns the measurements in a result file.
+
+    Raises:
+        ConfigError: It is no result file of ``rayvec bench model``, or holds no measurements.
+    """
+    content = Results.read(path, "model").extra
+    try:
+        if content.get("interrupted"):
+            raise ValueError(f"interrupted after {len(content['observations'])} settings")
+        call_s, row_s = content["policy_s"]
+        shared = content["shared_cores"]
+        return Measured(
+            _observations(content["observations"]),
+            None if shared is None else int(shared),
+            (call_s, row_s),
+            _observations(content.get("check_observations", [])),
+            _observations(content.get("search_observations", [])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "--fit names a model.json that holds measurements.",
+            expected="observations, shared_cores and policy_s",
+            got=f"{path} ({type(error).__name__}: {error})",
+            remedy="Measure anew, without --fit.",
+        ) from error
+
+
+def _observations(content: Sequence[dict[str, Any]]) -> list[Observation]:
+    return [
+        Observation(**{**each, "setting": Setting(**each["setting"]), "turns_s": tuple(each.get("turns_s", ()))})
+        for each in content
+    ]
+
+
+def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> Iterator[Setting]:
+    """Yields what is measured on nodes and workers of one kind, from the driver and in chunks."""
+    for step_s in durations_s:
+        yield replace(base, step_s=step_s, inference="driver")
+        for chunk_steps in _CHUNKS:
+            yield replace(base, step_s=step_s, inference="worker", chunk_steps=chunk_steps)
+
+
+def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = max(FIT_WORKERS)) -> list[Setting]:
+    """Returns what the model is fitted to: one and two nodes, few and many workers, some with several environments."""
+    found: list[Setting] = []
+    for nodes in FIT_NODES:
+        for workers in sorted({min(count, most_workers) for count in FIT_WORKERS}):
+            found += _of_topology(Setting(nodes, workers, sigma=sigma, obs_bytes=obs_bytes))
+    two = Setting(1, min(2, most_workers), sigma=sigma, obs_bytes=obs_bytes)
+    found += _of_topology(replace(two, envs=4), (0.001,))
+    found += _of_topology(replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes)), (0.001,))
+    return found
+
+
+def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
+    """Returns what the fitted model is held against: more nodes than it was fitted to."""
+    found: list[Setting] = []
+    for nodes in CHECK_NODES:
+        found += _of_topology(Setting(nodes, CHECK_WORKERS, sigma=sigma, obs_bytes=obs_bytes))
+    return found
+
+
+def measure_settings(
+    settings: Sequence[Setting],
+    nodes: Nodes,
+    cores: int,
+    window_s: float,
+    ticker: Ticker,
+    keep: Callable[[list[Observation]], None] = lambda found: None,
+) -> list[Observation]:
+    """Measures settings, those that can share environments in turns, and returns the quickest turn of each.
+
+    The quickest, because whatever else a machine does only adds to what a step costs.
+
+    Args:
+        settings: What to measure.
+        nodes: Simulated, or of a cluster.
+        cores: Of each node.
+        window_s: Seconds of each setting at least; every turn holds some calls too.
+        ticker: Advanced by 1 for each setting.
+        keep: Called with what there is so far, whenever there is more.
+    """
+    from rayvec.bench.peers import peer_process
+
+    found = []
+    for _, group in itertools.groupby(sorted(settings, key=_topology), _topology):
+        alike = list(group)
+        nodes.grow(alike[0].nodes, cores)
+        with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
+            turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
+            for _ in range(_TURNS):
+                for setting in alike:
+                    ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
+                    turns[setting].append(_observe(process, setting, window_s / _TURNS))
+                    ticker.advance(1.0 / _TURNS)
+        for each in turns.values():
+            quickest = min(each, key=lambda observation: observation.step_s)
+            found.append(replace(quickest, turns_s=tuple(turn.step_s for turn in each)))
+        keep(found)
+    return found
+
+
+def _topology(setting: Setting) -> tuple[Any, ...]:
+    return setting.nodes, setting.workers, setting.envs, setting.obs_bytes, setting.groups, setting.sigma
+
+
+def _task(setting: Setting, address: str) -> dict[str, Any]:
+    return {
+        "num_envs": setting.num_envs,
+        "workers": setting.nodes * setting.workers,
+        "nodes": setting.nodes,
+        "workers_per_node": setting.workers,
+        "groups": setting.groups,
+        "emulated": {"sigma": setting.sigma, "obs_size": setting.obs_bytes // 4},
+        "address": address,
+    }
+
+
+def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observation:
+    chunk_steps = setting.chunk_steps if setting.inference == "worker" or setting.groups == 2 else 1
+    process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=setting.inference)
+    seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.envs * setting.step_s))
+    window = process.do("measure", seconds=seconds, with_split=True)
+    steps = window["steps"] / setting.num_envs
+    own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
+    return Observation(
+        setting,
+        step_s=window["elapsed_s"] / steps,
+        work_s=window["split"]["environment"] * window["elapsed_s"] / steps,
+        driver_s=window["driver_cpu_s"] / steps,
+        node_s=window["node_cpu_s"] / steps / setting.nodes,
+        worker_s=window["worker_cpu_s"] / steps / (setting.nodes * setting.workers),
+        spread_s=window["step_spread_s"],
+        others=max(0.0, window["machine_cpu_s"] - own_s) / window["elapsed_s"],
+    )
+
+
+def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
+    """Returns seconds of a forward pass of a net of two tanh layers in NumPy, and of each of its rows."""
+    from rayvec.bench.harness.emulated import EmulatedEnv
+    from rayvec.bench.harness.task import Task
+
+    matrices = Task(1, hidden_size=hidden_size).net(EmulatedEnv(obs_size=obs_size).observation_space)
+    sizes, times = (1, 8, 64, 256), []
+    for rows in sizes:
+        obs, samples = np.zeros((rows, obs_size), np.float32), []
+        for _ in range(51):
+            begin = time.perf_counter()
+            hidden = obs
+            for matrix in matrices:
+                hidden = np.tanh(hidden @ matrix)
+            samples.append(time.perf_counter() - begin)
+        times.append(float(np.median(samples)))
+    call_s, row_s = fit_line([(1.0, rows) for rows in sizes], times)
+    return call_s, row_s

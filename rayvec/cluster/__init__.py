@@ -1,0 +1,1 @@
+"""Many machines: Ray sessions, placement, node actors, streams between driver and nodes."""

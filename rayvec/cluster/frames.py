@@ -1,0 +1,296 @@
+"""The frames of a stream: one that asks for steps or resets, and those that answer it.
+
+A frame is its length, a small fixed header, the ids of environments and raw array bytes in a layout that both
+sides know from the spaces. Nothing in it is pickled. What has no plain form stays where it is, and the other
+side fetches it by Ray; a frame only says so.
+
+Steps come by the thousand and all look alike, so whoever packs or unpacks them keeps its arrays over the memory of
+the frames, for each number of environments: a frame then costs a header and a copy for each array.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.cluster import codec
+from rayvec.data import RawInfo, StepBatch, Tree, tree_leaves
+from rayvec.node.wire import travels
+from rayvec.pools.base import Autoreset
+from rayvec.pools.memory import ArrayLayout, Field
+
+__all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
+
+_REQUEST = struct.Struct("<QBBBBIQ")
+"""Length of the frame; kind, autoreset, loose, number of arrays; number of environments; bytes of what follows."""
+_ANSWER = struct.Struct("<QIIQ")
+"""Length of the frame; form; number of environments; bytes of infos."""
+_PLAIN = {np.dtype(char) for char in "?bBhHiIlLqQefd"}
+_MOST_PACKED = 256
+_CODES = 8
+"""The data types of actions are padded to a multiple of this, so that what follows is aligned."""
+
+
+class Kind(IntEnum):
+    """What a request asks for."""
+
+    STEP = 0
+    RESET = 1
+    READY = 2
+    LOOK = 3
+
+
+class _Form(IntEnum):
+    PLAIN = 0
+    INFOS = 1
+    KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as the node reads it.
+
+    Attributes:
+        kind: What to do.
+        env_ids: With which environments, ``int64 [k]``, by the node's ids.
+        autoreset: Of a step.
+        loose: Whether each environment may be answered as soon as it is done; else all at once.
+        actions: Of a step; None where they are kept for it by Ray.
+        seeds: Of a reset; None, with its options, where they are kept for it by Ray.
+        options: Of a reset.
+    """
+
+    kind: Kind
+    env_ids: NDArray[np.int64]
+    autoreset: Autoreset
+    loose: bool
+    actions: Tree | None = None
+    seeds: Sequence[int | None] | None = None
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer as the driver reads it.
+
+    Attributes:
+        env_ids: Whose, ``int64 [k]``.
+        batch: The answers; None where the node keeps them, or what an environment raised, for Ray to fetch.
+    """
+
+    env_ids: NDArray[np.int64]
+    batch: StepBatch | None
+
+
+class Frames:
+    """Memory for one frame after another, and arrays over it for each number of environments.
+
+    Args:
+        fields: Data type and shape of a row of each array, after the ids, which come first.
+        at: Where the ids begin.
+    """
+
+    def __init__(self, fields: Sequence[Field], at: int) -> None:
+        self._fields = [(np.dtype(np.int64), ()), *((np.dtype(dtype), shape) for dtype, shape in fields)]
+        self._row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in self._fields]
+        self._at = at
+        self._arrays: dict[int, list[NDArray[Any]]] = {}
+        self._received = False
+        self.buffer: Any = bytearray()
+
+    def size(self, count: int) -> int:
+        """Returns the bytes of a frame for so many environments."""
+        return self._at + count * sum(self._row_bytes)
+
+    def own(self, count: int, extra_bytes: int = 0) -> list[NDArray[Any]]:
+        """Returns ids and arrays of a frame to be packed, in :attr:`buffer`, which has room for more behind them."""
+        size = self.size(count) + extra_bytes
+        if self._received or size > len(self.buffer):
+            self._arrays, self.buffer, self._received = {}, bytearray(size + extra_bytes), False
+        return self._arrays.get(count) or self._view(count)
+
+    def over(self, buffer: Any, count: int) -> list[NDArray[Any]]:
+        """Returns ids and arrays of a frame that was received in `buffer`, from its beginning."""
+        if buffer is not self.buffer:
+            self._arrays, self.buffer, self._received = {}, buffer, True
+        return self._arrays.get(count) or self._view(count)
+
+    def _view(self, count: int) -> list[NDArray[Any]]:
+        arrays, at = [], self._at
+        for (dtype, shape), row_bytes in zip(self._fields, self._row_bytes, strict=True):
+            flat = np.frombuffer(self.buffer, dtype, count * math.prod(shape), at)
+            arrays.append(flat.reshape(count, *shape))
+            at += count * row_bytes
+        self._arrays[count] = arrays
+        return arrays
+
+
+class FrameFormat:
+    """Packs and unpacks the frames of one end of a stream.
+
+    What it packs lies in memory that the next frame of the same kind overwrites. What it unpacks are views of the
+    frame's memory, which the next frame overwrites.
+
+    Args:
+        layout: Of observations; None where they are objects, which are always kept.
+        action_layout: Of actions, likewise.
+    """
+
+    def __init__(self, layout: ArrayLayout | None, action_layout: ArrayLayout | None) -> None:
+        self._layout = layout
+        self._action_layout = action_layout
+        leaves = () if layout is None else layout.leaves
+        self._fields: list[Field] = [(np.float64, ()), *leaves, (np.bool_, ()), (np.bool_, ())]
+        self._answer = Frames(self._fields, _ANSWER.size)
+        self._answers: dict[int, Answer] = {}
+        self._answers_buffer: Any = None
+        self._steps: dict[bytes, Frames] = {}
+        self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}
+        self._row_shape: tuple[Any, ...] = ("no array",)
+        if action_layout is not None and len(action_layout.leaves) == 1:
+            self._row_shape = action_layout.leaves[0][1]
+
+    def pack_step(
+        self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool
+    ) -> tuple[bytes | memoryview, bool]:
+        """Returns the frame that asks for a step, and whether the actions must be kept by Ray."""
+        count = len(env_ids)
+        if type(actions) is np.ndarray and actions.dtype in _PLAIN and actions.shape == (count, *self._row_shape):
+            leaves, codes = [actions], actions.dtype.char  # what nearly all steps are, without a further look
+        else:
+            found = self._action_leaves(actions, count)
+            if found is None:
+                size = _REQUEST.size + env_ids.nbytes
+                return _REQUEST.pack(size, Kind.STEP, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
+            leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
+        key = env_ids.tobytes(), codes, autoreset, loose
+        frame, arrays = self._packed.get(key) or self._packed_step(key, env_ids)
+        for array, leaf in zip(arrays, leaves, strict=True):
+            array[...] = leaf
+        return frame, False
+
+    def _packed_step(
+        self, key: tuple[bytes, str, Autoreset, bool], env_ids: NDArray[np.int64]
+    ) -> tuple[memoryview, list[NDArray[Any]]]:
+        """Makes a frame that lacks only its actions, and the arrays that these go into."""
+        if len(self._packed) >= _MOST_PACKED:  # random subsets would otherwise be kept for ever
+            self._packed.clear()
+        _, codes, autoreset, loose = key
+        frames, count = self._frames_of(codes.encode(), {}), len(env_ids)
+        ids, *arrays = frames.own(count)
+        size = frames.size(count)
+        _REQUEST.pack_into(frames.buffer, 0, size, Kind.STEP, autoreset, loose, len(codes), count, 0)
+        frames.buffer[_REQUEST.size : _REQUEST.size + len(codes)] = codes.encode()
+        ids[:] = env_ids
+        packed = self._packed[key] = memoryview(frames.buffer)[:size], arrays
+        return packed
+
+    def _frames_of(self, codes: bytes, known: dict[bytes, Frames]) -> Frames:
+        """Returns the memory for steps whose actions are of these data types."""
+        if codes not in known:
+            assert self._action_layout is not None
+            fields = [(chr(code), shape) for code, (_, shape) in zip(codes, self._action_layout.leaves, strict=True)]
+            known[codes] = Frames(fields, _REQUEST.size + -(-len(codes) // _CODES) * _CODES)
+        return known[codes]
+
+    def pack_reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None, loose: bool
+    ) -> tuple[bytes, bool]:
+        """Returns the frame that asks for a reset, and whether seeds and options must be kept by Ray."""
+        try:
+            payload = codec.encode([list(seeds), options])
+        except codec.NOT_PLAIN:
+            payload = b""
+        return self._request(Kind.RESET, env_ids, loose, payload), not payload
+
+    def pack_ready(self, env_ids: NDArray[np.int64], begin: bool, loose: bool) -> bytes:
+        """Returns the frame that asks for current observations, after resets where `begin` asks for them."""
+        return self._request(Kind.READY if begin else Kind.LOOK, env_ids, loose, b"")
+
+    @staticmethod
+    def _request(kind: Kind, env_ids: NDArray[np.int64], loose: bool, payload: bytes) -> bytes:
+        size = _REQUEST.size + env_ids.nbytes + len(payload)
+        head = _REQUEST.pack(size, kind, 0, loose, 0, len(env_ids), len(payload))
+        return b"".join([head, env_ids.tobytes(), payload])
+
+    def unpack_request(self, frame: bytes | bytearray | memoryview) -> Request:
+        """Reads a request; its arrays are views of `frame`, which belongs to whoever receives the next."""
+        frame = memoryview(frame)
+        _, kind, autoreset, loose, num_leaves, count, payload_bytes = _REQUEST.unpack_from(frame)
+        if num_leaves:
+            assert self._action_layout is not None
+            codes = bytes(frame[_REQUEST.size : _REQUEST.size + num_leaves])
+            ids, *leaves = self._frames_of(codes, self._steps).over(frame.obj, count)
+            actions = self._action_layout.tree(leaves)
+            return Request(Kind(kind), ids, Autoreset(autoreset), bool(loose), actions)
+        env_ids = np.frombuffer(frame, np.int64, count, _REQUEST.size)
+        at = _REQUEST.size + env_ids.nbytes
+        seeds, options = codec.decode(frame[at : at + payload_bytes]) if payload_bytes else (None, None)
+        return Request(Kind(kind), env_ids, Autoreset(autoreset), bool(loose), None, seeds, options)
+
+    def pack_answer(self, batch: StepBatch) -> tuple[bytes | memoryview, bool]:
+        """Returns the frame that answers for some environments, and whether the batch must be kept for Ray."""
+        if self._layout is None:
+            return self.pack_kept(batch.env_ids), True
+        form, extra = _Form.PLAIN, b""
+        if batch.info:
+            try:
+                form, extra = _Form.INFOS, codec.encode([list(info) for info in batch.info])
+            except codec.NOT_PLAIN:
+                return self.pack_kept(batch.env_ids), True
+        frames, count = self._answer, len(batch.env_ids)
+        ids, rew, *leaves, terminated, truncated = frames.own(count, len(extra))
+        size = frames.size(count)
+        _ANSWER.pack_into(frames.buffer, 0, size + len(extra), form, count, len(extra))
+        ids[:] = batch.env_ids
+        rew[:] = batch.rew
+        for array, leaf in zip(leaves, tree_leaves(batch.obs), strict=True):
+            array[...] = leaf
+        terminated[:] = batch.terminated
+        truncated[:] = batch.truncated
+        frames.buffer[size : size + len(extra)] = extra
+        return memoryview(frames.buffer)[: size + len(extra)], False
+
+    @staticmethod
+    def pack_kept(env_ids: NDArray[np.int64]) -> bytes:
+        """Returns the frame that says that the answer is kept, or what an environment raised."""
+        return _ANSWER.pack(_ANSWER.size + env_ids.nbytes, _Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
+
+    def unpack_answer(self, frame: bytes | bytearray | memoryview) -> Answer:
+        """Reads an answer; its arrays are views of `frame`, which belongs to whoever receives the next."""
+        _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
+        if form == _Form.KEPT:
+            return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
+        frame = memoryview(frame)
+        if frame.obj is not self._answers_buffer:
+            self._answers, self._answers_buffer = {}, frame.obj
+        answer = self._answers.get(count)
+        if answer is None:
+            assert self._layout is not None
+            ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
+            answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
+            self._answers[count] = answer
+        if form == _Form.PLAIN:
+            return answer
+        assert answer.batch is not None
+        at = self._answer.size(count)
+        infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at : at + extra_bytes]))
+        return Answer(answer.env_ids, replace(answer.batch, info=infos))
+
+    def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
+        """Returns the arrays of `actions`, or None if they don't fit into a frame."""
+        if self._action_layout is None or isinstance(actions, list):
+            return None
+        if type(actions) is np.ndarray and len(self._action_layout.leaves) == 1:
+            fits = len(actions) == count and travels(actions, self._action_layout.leaves[0][1])
+            return [actions] if fits else None
+        leaves = [np.asarray(leaf) for leaf in self._action_layout.flatten(actions)]
+        fit = all(map(travels, leaves, [shape for _, shape in self._action_layout.leaves]))
+        return leaves if fit and all(len(leaf) == count for leaf in leaves) else None

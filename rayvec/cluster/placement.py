@@ -1,0 +1,181 @@
+"""Where environments go: from a cluster's free cores to a :class:`~rayvec.data.Topology`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import ray
+
+from rayvec.data import NodeSlice, Topology
+from rayvec.data.partition import even_bounds
+from rayvec.errors import ConfigError, NodeLostError, check_count
+
+__all__ = ["FreeNode", "check_counts", "free_nodes", "place_again", "plan_topology", "wait_for_topology"]
+
+_PLACE_S = 10.0
+_PLACE_AGAIN_S = 8.0
+_LOOK_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNode:
+    """A node and the cores that nobody has claimed.
+
+    Attributes:
+        node_id: Ray's id, in hexadecimal.
+        address: The node's own IP address.
+        cpus: Free cores, whole ones.
+    """
+
+    node_id: str
+    address: str
+    cpus: int
+
+
+def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
+    """Returns the living nodes of the connected cluster that have cores, the driver's own first.
+
+    Args:
+        claimed_too: Whether to count cores that somebody has claimed, for who does without a claim.
+    """
+    from ray._private.state import available_resources_per_node
+
+    here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
+    nodes = [
+        FreeNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"]["CPU"] if claimed_too else free.get(node["NodeID"], {}).get("CPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+    ]
+    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+
+
+def check_counts(num_nodes: int | None, workers_per_node: int | None) -> None:
+    """Refuses counts that no cluster could satisfy.
+
+    Raises:
+        ConfigError: One of them is not a positive whole number.
+    """
+    for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+        if value is not None:
+            check_count(name, value)
+
+
+def plan_topology(
+    nodes: Sequence[FreeNode],
+    num_envs: int,
+    num_nodes: int | None = None,
+    workers_per_node: int | None = None,
+    *,
+    worker_per_env: bool = False,
+) -> Topology:
+    """Divides environments among nodes in proportion to their workers, and on each node evenly.
+
+    Args:
+        nodes: What there is; the first are taken first.
+        num_envs: How many environments.
+        num_nodes: How many nodes to use; by default all that have a free core.
+        workers_per_node: Workers on each; by default one for each free core. There are never more workers
+            than environments.
+        worker_per_env: A worker for each environment, so that none waits for another, even where there are
+            more of them than cores.
+
+    Raises:
+        ConfigError: The cluster has not got what is asked for.
+
+    >>> node = FreeNode("a", "10.0.0.1", 4)
+    >>> plan_topology([node], num_envs=7, workers_per_node=3).nodes[0].worker_bounds
+    (0, 3, 5, 7)
+    """
+    check_counts(num_nodes, workers_per_node)
+    wanted = workers_per_node or 1
+    usable = [node for node in nodes if node.cpus >= wanted]
+    count = min(num_nodes or max(1, len(usable)), num_envs)
+    if len(usable) < count:
+        raise ConfigError(
+            "Every worker needs a core of its own that nobody else has claimed.",
+            expected=f"{count} node(s) with {wanted} free core(s) each",
+            got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
+            remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?).",
+        )
+    chosen = usable[:count]
+    cpus = _limit([workers_per_node or node.cpus for node in chosen], num_envs)
+    if worker_per_env:
+        shares = np.round(np.cumsum([0, *cpus]) / sum(cpus) * num_envs).astype(int).tolist()
+        bounds = [tuple(range(first, last + 1)) for first, last in pairwise(shares)]
+    else:
+        every = even_bounds(num_envs, sum(cpus))
+        ends = np.cumsum([0, *cpus]).tolist()
+        bounds = [every[first : last + 1] for first, last in pairwise(ends)]
+    return Topology(
+        tuple(
+            NodeSlice(node.node_id, node.address, worker_bounds, num_cpus)
+            for node, worker_bounds, num_cpus in zip(chosen, bounds, cpus, strict=True)
+            if len(worker_bounds) > 1
+        )
+    )
+
+
+def _limit(workers: list[int], num_envs: int) -> list[int]:
+    """Takes workers away from the fullest nodes until there is an environment for each."""
+    workers = list(workers)
+    while sum(workers) > num_envs:
+        fullest = max(range(len(workers)), key=workers.__getitem__)
+        workers[fullest] -= 1
+    return workers
+
+
+def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
+    """Plans until it succeeds, for at most 10 s, since cores of a pool just closed come free with a delay.
+
+    Raises:
+        ConfigError: As :func:`plan_topology` does.
+    """
+    deadline = time.monotonic() + _PLACE_S
+    while True:
+        try:
+            return plan()
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError) -> NodeSlice:
+    """Finds a node for the environments of one that is lost: that with the most free cores.
+
+    It waits for at most 8 s for a node that returns or for cores that come free. The driver's own node is never
+    excluded: where the driver runs, that node lives, and only the actor was lost.
+
+    Args:
+        lost: What is to be placed.
+        excluded: Ids of nodes that are lost.
+        error: How the node was lost.
+
+    Raises:
+        NodeLostError: There is none; `error` is its cause.
+    """
+    gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
+    deadline = time.monotonic() + _PLACE_AGAIN_S
+    while True:
+        candidates = free_nodes(claimed_too=lost.num_cpus == 0)
+        nodes = [node for node in candidates if node.node_id not in gone and node.cpus >= 1]
+        if nodes:
+            break
+        if time.monotonic() >= deadline:
+            raise NodeLostError(f"{error} No other node has a free core to go on with.") from error
+        time.sleep(_LOOK_AGAIN_S)
+    node = max(nodes, key=lambda node: node.cpus)
+    bounds = lost.worker_bounds
+    cpus = min(lost.num_cpus, node.cpus)
+    if lost.num_workers == lost.num_cpus:  # a worker for each core; else for each environment
+        bounds = even_bounds(len(lost.env_range), cpus, lost.env_range.start)
+    return NodeSlice(node.node_id, node.address, bounds, cpus)

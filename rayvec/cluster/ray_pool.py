@@ -1,0 +1,523 @@
+"""The pool of a cluster: one actor for each node, each with a process pool, joined into one.
+
+The driver reaches the node it runs on through shared memory, which that node's actor lends it, and other nodes
+through a stream each. What is rare (starting, calls) and what is large (weights, other nodes' chunks) goes through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.cluster.acting import ActingNodes
+from rayvec.cluster.merging import JoinedAnswers
+from rayvec.cluster.node_pools import LentPool, NodeHandle, NodePool, StreamPool
+from rayvec.cluster.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.cluster.session import RaySession
+from rayvec.data import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
+from rayvec.data.chunk_ops import edges_of, join_chunks, join_edges
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError
+from rayvec.node.worker_link import LOOK_S, readable
+from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.plan import Part, Plan, Plans
+from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
+
+__all__ = ["RayPool"]
+
+_CLOSE_S = 10.0
+_PLACE_S = 10.0
+_START_ATTEMPTS = 3
+_T = TypeVar("_T")
+
+Ask = Callable[[NodePool, NDArray[np.int64]], None]
+"""Asks a node for something, for those of its ids that are named."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node and what it was asked for.
+
+    Attributes:
+        handle: Its actor.
+        pool: Through which it is stepped.
+        asked: What is under way: the node's ids, and how to ask once more.
+    """
+
+    handle: NodeHandle
+    pool: NodePool
+    asked: list[tuple[NDArray[np.int64], Ask]] = field(default_factory=list)
+
+
+class RayPool:
+    """Steps environments on the nodes of a Ray cluster.
+
+    Started in two steps, because the shapes of the arrays are known only when the environments have been
+    made: construct, look at :attr:`spaces`, then :meth:`allocate`.
+
+    Args:
+        factory: Makes all environments.
+        topology: Which node holds which of them.
+        preload: Modules that the workers' forkserver imports once on each node.
+        supervision: What becomes of environments that raise, hang, or whose process ends.
+        rehost: Whether the environments of a node that is lost go on elsewhere; else that is raised.
+        loose: Whether environments are answered each as soon as it is done.
+        session: Share in the connection to Ray, released when the pool is closed.
+
+    Attributes:
+        acting: The policies that act in the workers.
+
+    Raises:
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+        NodeLostError: A node ended meanwhile.
+    """
+
+    steps_here = False
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        topology: Topology,
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+        *,
+        rehost: bool = False,
+        loose: bool = False,
+        session: RaySession | None = None,
+    ) -> None:
+        self._session = session
+        self.topology = topology
+        self.num_envs = topology.num_envs
+        self.layout: ArrayLayout | None = None
+        self.action_layout: ArrayLayout | None = None
+        self._factory = factory
+        self._preload = tuple(preload)
+        self._supervision = supervision
+        self._rehost = rehost
+        self._loose = loose
+        self._nodes: list[_Node] = []
+        self._handles = [NodeHandle(node_slice, supervision) for node_slice in topology.nodes]
+        self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
+        self._plans = Plans(self._starts)
+        self._under_way = np.zeros(self.num_envs, bool)
+        self._sets: dict[bytes, NDArray[np.int64]] = {}
+        self._held: dict[bytes, dict[int, StepBatch]] = {}
+        self.acting = ActingNodes(self._nodes, self._replace, self._follow)
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._losses = np.zeros(self.num_envs, np.int64)
+        self._answers: JoinedAnswers | None = None
+        self._budget = RestartBudget()
+        self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
+        try:
+            starting = [self._start(handle) for handle in self._handles]
+            spaces = [handle.get(ref) for handle, ref in zip(self._handles, starting, strict=True)]
+        except BaseException:
+            self.close()
+            raise
+        self._session = session
+        sizes = [len(node_slice.env_range) for node_slice in topology.nodes]
+        self.spaces = PoolSpaces.join(list(zip(sizes, spaces, strict=True)))
+
+    @classmethod
+    def open(
+        cls,
+        factory: EnvFactory,
+        *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
+        worker_per_env: bool = False,
+        claim_cpus: bool = True,
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+        rehost: bool = False,
+        address: str | None = None,
+    ) -> RayPool:
+        """Connects to Ray, finds nodes with free cores, and starts a pool on them.
+
+        Args:
+            factory: Makes all environments.
+            num_nodes: How many nodes to use; by default all that have free cores.
+            workers_per_node: Worker processes on each; by default one for each free core.
+            worker_per_env: A worker for each environment, answered as soon as it is done.
+            claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
+            preload: As for the class.
+            supervision: As for the class.
+            rehost: As for the class.
+            address: Of a running Ray cluster.
+
+        Raises:
+            ConfigError: Settings that can't work, or a cluster without the cores for them.
+        """
+        check_counts(num_nodes, workers_per_node)
+        session = RaySession(address)
+
+        def plan() -> Topology:
+            nodes = free_nodes(claimed_too=not claim_cpus)
+            topology = plan_topology(
+                nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env
+            )
+            return topology if claim_cpus else topology.without_claims()
+
+        try:
+            for attempt in range(_START_ATTEMPTS):
+                topology = wait_for_topology(plan)
+                try:
+                    return cls(
+                        factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
+                    )
+                except NodeLostError as error:  # a node that ended may be listed for some seconds
+                    if attempt + 1 == _START_ATTEMPTS:
+                        raise
+                    logger.warning("placing environments anew: %s", error)
+            raise AssertionError("unreachable")
+        except BaseException:
+            session.release()
+            raise
+
+    def _start(self, handle: NodeHandle) -> Any:
+        return handle.actor.start.remote(self._factory.in_parts(handle.slice.worker_bounds), self._preload)
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Makes the shared memory of every node for these spaces, and connects to each."""
+        self._spaces = observation, action
+        self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
+        n = self.num_envs
+        obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
+        self._answers = JoinedAnswers(obs, n)
+        allocating = [handle.actor.allocate.remote(observation, action) for handle in self._handles]
+        for handle, ref in zip(self._handles, allocating, strict=True):
+            self._nodes.append(_Node(handle, self._connect(handle, handle.get(ref))))
+
+    def _connect(self, handle: NodeHandle, shape: Any) -> NodePool:
+        if handle.slice.node_id == ray.get_runtime_context().get_node_id():
+            return LentPool(handle, shape)
+        return StreamPool(handle, shape, self._loose)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached: ``"shm"`` or ``"tcp"``."""
+        return tuple(node.pool.transport for node in self._nodes)
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        plan = self._plans.of(env_ids)
+        whole = len(plan.parts) == 1
+        for part in plan.parts:
+            share = actions if whole else part.take(actions)
+
+            def ask(pool: NodePool, ids: NDArray[np.int64], share: Tree = share) -> None:
+                pool.send(ids, share, autoreset)
+
+            self._ask(part, ask)
+        self._flush(plan, autoreset == Autoreset.SAME_STEP)
+
+    def _flush(self, plan: Plan, stays: bool | None) -> None:
+        """Tells nodes what they were asked for.
+
+        Args:
+            plan: Of the environments concerned.
+            stays: Whether they are within an episode afterwards in any case; None if they are what they were.
+        """
+        assert self._answers is not None
+        for part in plan.parts:
+            try:
+                self._nodes[part.owner].pool.flush()
+            except NodeLostError as error:
+                self._replace(part.owner, error)  # which asks for what is under way
+        self._under_way[plan.select] = True
+        if not self._loose:
+            self._sets[plan.key] = plan.ids
+        if stays is not None:
+            self._answers.started(plan.select, stays)
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        for env_id, seed in zip(env_ids.tolist(), seeds, strict=True):
+            self._seeds[env_id] = self._seeds[env_id] if seed is None else seed
+        plan = self._plans.of(env_ids)
+        for part in plan.parts:
+            by_id = dict(zip(part.rows.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
+
+            def ask(pool: NodePool, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
+                pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
+
+            self._ask(part, ask)
+        self._flush(plan, True)
+
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        plan = self._plans.of(env_ids)
+        for part in plan.parts:
+            self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
+        self._flush(plan, True if begin else None)
+
+    def _ask(self, part: Part, ask: Ask) -> None:
+        node = self._nodes[part.owner]
+        node.asked.append((part.rows, ask))
+        try:
+            ask(node.pool, part.rows)
+        except NodeLostError as error:
+            self._replace(part.owner, error)  # which asks for what is under way
+
+    def recv(
+        self,
+        env_ids: NDArray[np.int64] | None = None,
+        min_ready: int | None = None,
+        timeout_s: float | None = None,
+    ) -> StepBatch:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if env_ids is None:
+            env_ids = np.flatnonzero(self._under_way)
+            if min_ready is not None:
+                env_ids = self._wait_for(min(min_ready, len(env_ids)), deadline)
+            if not self._loose and env_ids.tobytes() not in self._sets:
+                return self._recv_each(deadline)
+        return self._recv_plan(self._plans.of(env_ids), deadline)
+
+    def _recv_plan(self, plan: Plan, deadline: float | None) -> StepBatch:
+        assert self._answers is not None
+        held = self._held.pop(plan.key, {})
+        try:
+            for part in plan.parts:
+                if part.owner not in held:
+                    held[part.owner] = self._recv_part(part, deadline)
+        except NotReady:
+            for part in plan.parts:
+                if part.owner in held:  # for the next attempt, and in case that the node is lost before it
+                    batch = held[part.owner] = held[part.owner].copy()
+                    self._answers.keep(part.start + part.rows, batch.obs, batch.terminated, batch.truncated)
+            self._held[plan.key] = held
+            raise
+        self._under_way[plan.select] = False
+        self._sets.pop(plan.key, None)
+        batch = self._answers.join(plan, [held[part.owner] for part in plan.parts])
+        return batch
+
+    def _recv_part(self, part: Part, deadline: float | None) -> StepBatch:
+        node, ids = self._nodes[part.owner], part.rows
+        try:
+            batch = node.pool.recv(ids, timeout_s=_left(deadline))
+        except NodeLostError as error:
+            self._replace(part.owner, error)
+            batch = self._on_node(part.owner, lambda pool: pool.recv(ids, timeout_s=_left(deadline)))
+        self._answered(node, ids)
+        return batch
+
+    def _recv_each(self, deadline: float | None) -> StepBatch:
+        """Receives everything under way, set by set as it was asked for."""
+        assert self._answers is not None
+        env_ids = np.flatnonzero(self._under_way)
+        infos: list[RawInfo] = []
+        for ids in list(self._sets.values()):
+            infos += self._recv_plan(self._plans.of(ids), deadline).info
+        infos.sort(key=lambda info: info.env_id)
+        return self._answers.batch(env_ids, env_ids, tuple(infos))
+
+    def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
+        """Returns the ids that are ready, once there are enough of them."""
+        while True:
+            found = [self._on_node(k, lambda pool: pool.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
+            ids = np.concatenate(found)
+            if len(ids) >= min_ready:
+                return ids
+            left = _left(deadline)
+            if left == 0.0:
+                raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
+            events = [node.pool.event_fd for node in self._nodes]
+            readable(events, LOOK_S if left is None else min(LOOK_S, left))
+
+    @staticmethod
+    def _answered(node: _Node, ids: NDArray[np.int64]) -> None:
+        """Forgets how to ask for what has been answered."""
+        for position, (asked, _) in enumerate(node.asked):
+            if asked is ids or np.array_equal(asked, ids):
+                del node.asked[position]
+                return
+        done = set(ids.tolist())
+        node.asked = [
+            (left, ask)
+            for asked, ask in node.asked
+            if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
+        ]
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        parts = self._plans.of(env_ids).parts
+        pending = {part.owner: self._nodes[part.owner].pool.call(name, args, kwargs, part.rows) for part in parts}
+        in_order: list[Any] = [None] * len(env_ids)
+
+        def results(timeout_s: float | None) -> list[Any]:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            for part in parts:
+                if part.owner in pending:  # else it came before a timeout
+                    values = pending[part.owner](_left(deadline))
+                    del pending[part.owner]
+                    for place, value in zip(part.places.tolist(), values, strict=True):
+                        in_order[place] = value
+            return in_order
+
+        return results
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        for part in self._plans.of(env_ids).parts:
+            self._nodes[part.owner].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
+
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.
+
+        By reference, a part of the chunk stays on each node.
+        """
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        parts, waited_s = self.acting.finish(timeout_s)
+        for note in (note for part in parts for note in part.notes):
+            logger.warning(note)
+        chunk: Chunk | None = None
+        refs: tuple[ChunkRef, ...] = ()
+        if parts[0].edges is None:
+            chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
+            edges = edges_of(chunk)
+        else:
+            every = [part.edges for part in parts if part.edges is not None]
+            edges = join_edges(every)
+            refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
+        self._note_rollout(edges)
+        self.acting.settle()
+        return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+
+    def _note_rollout(self, edges: ChunkEdges) -> None:
+        """Takes note of a chunk: whatever is lost from now on goes on from its end."""
+        assert self._answers is not None
+        self._answers.started(slice(None), True)
+        self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
+        for node in self._nodes:
+            rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
+            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
+
+    def _follow(self) -> None:
+        """Lets the driver reach workers that nodes have started anew on their own."""
+        for number in range(len(self._nodes)):
+            self._on_node(number, lambda pool: pool.follow())
+
+    def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
+        """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
+        while True:
+            try:
+                return function(self._nodes[number].pool)
+            except NodeLostError as error:
+                self._replace(number, error)
+
+    def _replace(self, number: int, error: NodeLostError) -> None:
+        """Starts the environments of a lost node elsewhere, and asks there for what was under way.
+
+        Raises:
+            NodeLostError: Nodes are not replaced, or there is no core left.
+        """
+        node = self._nodes[number]
+        if not self._rehost:
+            raise error
+        with contextlib.suppress(Exception):
+            node.pool.close()
+        with contextlib.suppress(Exception):
+            ray.kill(node.handle.actor)
+        excluded: set[str] = set()
+        while True:
+            if not self._budget.spend(number):
+                raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
+            excluded.add(node.handle.slice.node_id)
+            try:
+                self._start_elsewhere(number, place_again(node.handle.slice, excluded, error), error)
+                for ids, ask in node.asked:
+                    ask(node.pool, ids)
+                node.pool.flush()
+                return
+            except NodeLostError as again:
+                if again.__cause__ is error:  # there is no other place
+                    raise
+                error = again
+
+    def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
+        """Starts the environments of a lost node anew, in the state that they last showed."""
+        assert self._answers is not None
+        node, old = self._nodes[number], self._nodes[number].handle.slice
+        rows = slice(old.env_range.start, old.env_range.stop)
+        self._losses[rows] += 1
+        logger.warning(
+            "node %s is lost; environments %d to %d, seeds %s, go on on node %s: %s",
+            *(old.name, rows.start, rows.stop - 1, self._seeds[rows], node_slice.name, error),
+        )
+        handle = node.handle = self._handles[number] = NodeHandle(node_slice, self._supervision)
+        handle.wait_until_placed(_PLACE_S)
+        handle.get(self._start(handle))
+        obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
+        state = NodeState(
+            obs, self._seeds[rows], RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows)
+        )
+        node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
+        nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
+        self.topology = Topology(nodes)
+        self.acting.install(handle)
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids of each node's actor and workers, by the node's name."""
+        pids: dict[str, list[int]] = {}
+        for number, node in enumerate(self._nodes):
+
+            def ask(pool: NodePool, node: _Node = node) -> list[int]:
+                found: list[int] = node.handle.call("worker_pids")
+                return found
+
+            found = self._on_node(number, ask)
+            pids[node.handle.slice.name] = found
+        return pids
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments and ends every worker and actor; may be called again.
+
+        Args:
+            timeout_s: After this long, 10 s by default, they are ended by force.
+        """
+        for node in self._nodes:
+            with contextlib.suppress(OSError):
+                node.pool.close()
+        closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
+        deadline = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
+        for handle, ref in zip(self._handles, closing, strict=False):
+            try:
+                handle.get(ref, _left(deadline))
+            except (NodeLostError, NotReady):
+                pass  # gone already, or ended by force below
+            except Exception:
+                logger.exception("node %s did not close in order", handle.slice.name)
+            ray.kill(handle.actor)
+        self._nodes.clear()
+        self._handles = []
+        if self._session is not None:
+            self._session.release()
+            self._session = None
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

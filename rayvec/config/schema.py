@@ -1,0 +1,197 @@
+"""Fields of a dataclass that carry their type, bounds and docstring, and what is derived from these.
+
+A field's docstring is the string literal below it; its bounds stand in its type, by `Annotated`.
+`check` holds an object to both, `describe` yields them for documents.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from rayvec.errors import ConfigError
+
+__all__ = ["Bounds", "FieldDoc", "check", "describe", "field_names", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The interval that a number must lie in; `low` itself belongs to it unless `above` is set."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"{'above' if self.above else 'from'} {self.low} to {self.high}"
+        return f"{'above' if self.above else 'at least'} {self.low}"
+
+
+class FieldDoc(NamedTuple):
+    """One row of the table of settings: name, type, bounds ("" where there are none), default, docstring."""
+
+    name: str
+    type: str
+    bounds: str
+    default: str
+    doc: str
+
+
+def describe(cls: type) -> Iterator[FieldDoc]:
+    """Yields what there is to say about each field of the dataclass `cls`, in the order of declaration.
+
+    >>> from rayvec import PPOConfig
+    >>> next(describe(PPOConfig))[:4]
+    ('env_id', 'str', '', 'CartPole-v1')
+    """
+    docs = {name: doc for base in reversed(cls.__mro__[:-1]) for name, doc in _docs(base)}
+    hints = _hints(cls)
+    for item in dataclasses.fields(cls):
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        bounds = ", ".join(str(bound) for bound in _bounds(hints[item.name]))
+        yield FieldDoc(item.name, _type_name(hints[item.name]), bounds, _shown(default), docs.get(item.name, ""))
+
+
+def _docs(cls: type) -> Iterator[tuple[str, str]]:
+    """Yields (name, docstring) of the annotated assignments in the body of `cls`, as far as its source can be found."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # made at a prompt
+        return
+    body = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                yield statement.target.id, " ".join(str(following.value.value).split())
+
+
+def field_names(cls: type) -> list[str]:
+    """Returns the names of the fields of the dataclass `cls`, in the order of declaration."""
+    return [item.name for item in dataclasses.fields(cls)]
+
+
+def plain(instance: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass's instance by name: strings, numbers, lists and dicts."""
+    return {name: _plain(getattr(instance, name)) for name in field_names(type(instance))}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in field_names(cls)}
+
+
+def _bounds(hint: Any) -> Iterator[Bounds]:
+    if get_origin(hint) is Annotated:
+        yield from (extra for extra in get_args(hint)[1:] if isinstance(extra, Bounds))
+    for part in get_args(hint):
+        yield from _bounds(part)
+
+
+def _type_name(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _type_name(parts[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(_type_name(part) for part in parts)
+    if origin is Literal:
+        return " | ".join(map(repr, parts))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(_type_name(part) for part in parts)}]"
+    return {type(None): "None", Ellipsis: "..."}.get(hint) or str(hint.__name__)
+
+
+def _shown(default: object) -> str:
+    return "unset" if default is None else str(default)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def check(instance: Any) -> None:
+    """Holds each field of a dataclass's instance to its type and bounds; for its ``__post_init__``.
+
+    What stands for a value of the right type becomes one: a list for a tuple, a string for a path, an
+    integer for a float, and NumPy's numbers for Python's.
+
+    Raises:
+        ConfigError: A value that is not of its type or outside its bounds.
+    """
+    for name, hint in _hints(type(instance)).items():
+        value = getattr(instance, name)
+        try:
+            object.__setattr__(instance, name, _coerced(value, hint))
+        except (TypeError, ValueError):
+            raise _refusal(type(instance), name, value) from None
+
+
+def _refusal(cls: type, name: str, value: object) -> ConfigError:
+    row = next(row for row in describe(cls) if row.name == name)
+    return ConfigError(
+        f"{name}: {row.doc}",
+        expected=f"{row.type}, {row.bounds}" if row.bounds else row.type,
+        got=repr(value),
+        remedy=f"Pass such a value as {name} (--{name.replace('_', '-')} on the command line); "
+        f"the default is {row.default}.",
+    )
+
+
+def _coerced(value: Any, hint: Any) -> Any:
+    """Returns `value` as type `hint`; raises TypeError or ValueError where it is none and stands for none."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = _coerced(value, parts[0])
+        if any(value not in bound for bound in _bounds(hint)):
+            raise ValueError(value)
+        return value
+    if origin in (Union, types.UnionType):
+        return _first_match(value, parts)
+    if origin is Literal:
+        return parts[parts.index(value)]
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_coerced(item, parts[0]) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {_coerced(key, parts[0]): _coerced(item, parts[1]) for key, item in value.items()}
+    if hint in (int, float):
+        return _number(value, hint)
+    if hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    if isinstance(hint, type) and isinstance(value, hint):
+        return value
+    raise TypeError(value)
+
+
+def _number(value: Any, hint: type) -> int | float:
+    if not isinstance(value, bool):
+        if hint is int and isinstance(value, Integral):
+            return int(value)
+        if hint is float and isinstance(value, Real):
+            return float(value)
+    raise TypeError(value)
+
+
+def _first_match(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        try:
+            return _coerced(value, hint)
+        except TypeError:
+            continue
+    raise TypeError(value)

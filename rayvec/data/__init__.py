@@ -1,0 +1,39 @@
+"""The data that travels: what an environment answers, what a rollout returns, who holds what.
+
+Shapes are stated here and nowhere else. ``T`` is a number of steps, ``N`` of environments, ``F`` of
+episodes that ended. *Tree* means an array, or a dict or tuple of trees, in the form that
+Gymnasium gives a batch of the space: an array for Box, Discrete, MultiDiscrete and MultiBinary, a
+dict for Dict, a tuple for Tuple.
+"""
+
+from __future__ import annotations
+
+from rayvec.data.batch import Batch, CollectStats, EpisodeStats
+from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.infos import ChunkInfo, ChunkInfos
+from rayvec.data.steps import RawInfo, StepBatch
+from rayvec.data.summary import BadObs, ChunkEdges, Rollout, RolloutTimes
+from rayvec.data.topology import NodeSlice, Topology
+from rayvec.data.trees import Tree, as_slice, tree_leaves, tree_map
+
+__all__ = [
+    "BadObs",
+    "Batch",
+    "Chunk",
+    "ChunkEdges",
+    "ChunkInfo",
+    "ChunkInfos",
+    "ChunkRef",
+    "CollectStats",
+    "EpisodeStats",
+    "NodeSlice",
+    "RawInfo",
+    "Rollout",
+    "RolloutTimes",
+    "StepBatch",
+    "Topology",
+    "Tree",
+    "as_slice",
+    "tree_leaves",
+    "tree_map",
+]

@@ -1,0 +1,68 @@
+"""Episodes, added up from chunk to chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import Chunk, ChunkEdges, EpisodeStats
+from rayvec.data.chunk_ops import counted_ends
+
+__all__ = ["EpisodeTracker"]
+
+
+class EpisodeTracker:
+    """Adds up rewards and steps of the episodes under way, from chunk to chunk.
+
+    Args:
+        num_envs: How many environments.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._returns = np.zeros(num_envs)
+        self._lens = np.zeros(num_envs, np.int64)
+
+    def add(self, chunk: Chunk | ChunkEdges) -> tuple[EpisodeStats, NDArray[np.int64]]:
+        """Takes note of a chunk. An episode that a fault has cut is forgotten: it did not end.
+
+        Returns:
+            The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
+        """
+        ends = chunk.ended if isinstance(chunk, ChunkEdges) else counted_ends(chunk)
+        cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
+        self._forget([n for t, n in cut_before if t < 0])
+        returns, lens, places = [], [], []
+        for t in range(chunk.num_steps):
+            self._forget([n for at, n in cut_before if at == t])
+            self._returns += np.where(chunk.valid[t], chunk.rew[t], 0.0)
+            self._lens += chunk.valid[t]
+            ended = np.flatnonzero(ends[t])
+            if len(ended):
+                returns.append(self._returns[ended])
+                lens.append(self._lens[ended])
+                places += [(t, n) for n in ended.tolist()]
+                self._returns[ended] = 0.0
+                self._lens[ended] = 0
+        at = np.array(places, np.int64).reshape(-1, 2)
+        stats = EpisodeStats(
+            chunk.env_ids[at[:, 1]],
+            np.concatenate([np.zeros(0), *returns]),
+            np.concatenate([np.zeros(0, np.int64), *lens]),
+        )
+        return stats, at
+
+    @property
+    def under_way(self) -> NDArray[np.bool_]:
+        """Which environments have taken a step since their last episode ended, ``bool [N]``."""
+        going_on: NDArray[np.bool_] = self._lens > 0
+        return going_on
+
+    def clear(self) -> None:
+        """Forgets the episodes under way."""
+        self._forget(slice(None))
+
+    def _forget(self, columns: Any) -> None:
+        self._returns[columns] = 0.0
+        self._lens[columns] = 0

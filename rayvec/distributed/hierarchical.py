@@ -1,0 +1,49 @@
+"""Ranks on several nodes: those of a node sum among themselves, then one of each node with the others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rayvec.learners.ranks import ClosableRanks
+
+__all__ = ["TwoLevelRanks"]
+
+
+class TwoLevelRanks:
+    """One of several ranks on several nodes; see :class:`~rayvec.learners.ranks.Ranks`.
+
+    Args:
+        rank: Number of this rank among all.
+        size: How many there are.
+        node: This rank among those of its node; its rank 0 leads the node.
+        leaders: This rank among the leaders of nodes; None for one that does not lead.
+
+    Attributes:
+        rank: Number of this rank among all.
+        size: How many there are.
+    """
+
+    def __init__(self, rank: int, size: int, node: ClosableRanks, leaders: ClosableRanks | None) -> None:
+        self.rank, self.size = rank, size
+        self._node, self._leaders = node, leaders
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
+
+        What a leader brings back reaches the others of its node as a sum to which they add zeros.
+
+        Raises:
+            RankLostError: A rank is gone, or did not come in time.
+        """
+        self._node.sum_(tensor)
+        if self._leaders is None:
+            tensor.zero_()
+        else:
+            self._leaders.sum_(tensor)
+        return self._node.sum_(tensor)
+
+    def close(self) -> None:
+        """Gives up, on both levels. May be called again."""
+        self._node.close()
+        if self._leaders is not None:
+            self._leaders.close()

@@ -1,0 +1,271 @@
+"""Ranks on one machine that sum through a piece of shared memory.
+
+A sum of a thousand numbers between two ranks takes microseconds here and a third of a millisecond through sockets,
+which decides whether a small net gains anything from a second rank.
+
+The block is an anonymous file: it has no name that could be left behind, and ends with the last process that maps it.
+Each rank has a *mark* in it, a counter of the steps it has come to; a rank that must wait for another looks at its
+mark. There are two ways to sum:
+
+*   A tensor of at most `_SMALL_BYTES` is written by every rank into a slot of its own; when all have come to the next
+    mark, each adds up all slots. There are two sets of slots in turns, so that a rank that goes on never overwrites
+    what a slower one still reads.
+*   A larger one is divided: rank k adds up part k of what all others have written, and hands its sum to all. Inputs
+    and sums lie apart and each sum has two marks, so that here too nothing is overwritten that is still read. What is
+    larger than the slot of a rank goes in pieces.
+
+Either way numbers are added in the order of ranks, by one operation for each rank, so that all have the same bits.
+
+That a mark is seen only after what was written before it is a promise of x86 processors. On others, use
+:class:`~rayvec.distributed.collective.CollectiveRanks`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+import time
+
+import torch
+from torch import Tensor
+
+from rayvec.errors import ConfigError, RankLostError
+
+__all__ = ["SharedMemoryRanks", "can_share_memory"]
+
+_LINE_BYTES = 64
+_SMALL_BYTES = 64 * 1024
+_SLOT_BYTES = 16 * 1024 * 1024
+_LEFT = 1 << 62
+_LOOKS = 400
+_YIELD_S = 0.005
+_SLEEP_S = 0.0005
+_LOOK_AFTER_S = 0.05
+
+
+def can_share_memory() -> bool:
+    """Says whether this processor keeps the order of writes that `SharedMemoryRanks` relies on."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class SharedMemoryRanks:
+    """One of several ranks on one machine; see :class:`~rayvec.learners.ranks.Ranks`.
+
+    Rank 0 is made first and tells the others its `path`. Tensors of any dtype and size may be summed, also those that
+    lie elsewhere than in memory, which are copied there and back.
+
+    Args:
+        rank: Number of this rank.
+        size: How many there are.
+        path: Where to find rank 0's block; None for rank 0 itself.
+        timeout_s: How long to wait for another rank, in seconds.
+
+    Attributes:
+        rank: Number of this rank.
+        size: How many there are.
+        path: Where the others find the block, as long as rank 0 lives.
+
+    Raises:
+        ConfigError: The machine is not one on which ranks can share memory.
+        RankLostError: Rank 0 is gone.
+    """
+
+    def __init__(self, rank: int, size: int, path: str | None = None, *, timeout_s: float = 60.0) -> None:
+        if not can_share_memory():
+            raise ConfigError(
+                "Ranks share memory where the processor keeps the order of writes.",
+                expected="x86_64",
+                got=platform.machine(),
+                remedy="Use CollectiveRanks",
+            )
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout_s
+        self._others = [other for other in range(size) if other != rank]
+        self._num_steps = 0
+        self._num_small = 0
+        self._pidfds: dict[int, int] = {}
+        fd = self._open(path)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
+        self._fd: int | None = fd
+        self._map(fd)
+        self._pids[rank * 8] = os.getpid()
+
+    def _open(self, path: str | None) -> int:
+        if path is None:
+            fd = os.memfd_create("rayvec-ranks", os.MFD_CLOEXEC)
+            os.ftruncate(fd, self._num_bytes)
+            return fd
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _lost("rank 0 to hold the shared memory", f"rank 0 is gone ({error.strerror})") from error
+
+    @property
+    def _num_bytes(self) -> int:
+        """Size of the block; pages that nobody touches take no memory."""
+        return 2 * self.size * _LINE_BYTES + 2 * self.size * _SMALL_BYTES + (self.size + 1) * _SLOT_BYTES
+
+    def _map(self, fd: int) -> None:
+        self._block = mmap.mmap(fd, self._num_bytes)
+        lines = self.size * _LINE_BYTES
+        whole = memoryview(self._block)
+        self._marks = whole[:lines].cast("Q")
+        self._pids = whole[lines : 2 * lines].cast("Q")
+        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
+        self._small_start = 2 * lines
+        self._large_start = self._small_start + 2 * self.size * _SMALL_BYTES
+        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
+
+        Raises:
+            RankLostError: A rank has ended, has given up, or did not come in time.
+        """
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return tensor.copy_(self.sum_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
+        flat = tensor.detach().view(-1)
+        if flat.nbytes <= _SMALL_BYTES:
+            self._sum_small(flat)
+        else:
+            length = _SLOT_BYTES // flat.element_size()
+            for start in range(0, len(flat), length):
+                self._sum_large(flat[start : start + length])
+        return tensor
+
+    def _sum_small(self, flat: Tensor) -> None:
+        key = (flat.dtype, len(flat))
+        slots = (self._views.get(key) or self._make_views(key))[self._num_small & 1]
+        self._num_small += 1
+        slots[self.rank].copy_(flat)
+        self._meet()
+        torch.add(slots[0], slots[1], out=flat)
+        for slot in slots[2:]:
+            flat.add_(slot)
+
+    def _make_views(self, key: tuple[torch.dtype, int]) -> list[list[Tensor]]:
+        """Returns the slots of both sets for tensors of this dtype and length, and keeps them."""
+        views = [
+            [
+                self._view(self._small_start + (which * self.size + rank) * _SMALL_BYTES, *key)
+                for rank in range(self.size)
+            ]
+            for which in range(2)
+        ]
+        self._views[key] = views
+        return views
+
+    def _view(self, start: int, dtype: torch.dtype, length: int) -> Tensor:
+        return self._bytes[start : start + length * dtype.itemsize].view(dtype)
+
+    def _sum_large(self, flat: Tensor) -> None:
+        bounds = [len(flat) * rank // self.size for rank in range(self.size + 1)]
+        parts = [slice(bounds[rank], bounds[rank + 1]) for rank in range(self.size)]
+        slots = [self._view(self._large_start + k * _SLOT_BYTES, flat.dtype, len(flat)) for k in range(self.size + 1)]
+        own, total = slots[self.rank], slots[self.size]
+        for other in self._others:
+            own[parts[other]].copy_(flat[parts[other]])
+        self._meet()
+        mine = parts[self.rank]
+        terms = [flat[mine] if rank == self.rank else slots[rank][mine] for rank in range(self.size)]
+        torch.add(terms[0], terms[1], out=total[mine])
+        for term in terms[2:]:
+            total[mine].add_(term)
+        self._meet()
+        flat.copy_(total)
+
+    def _meet(self) -> None:
+        """Says that this rank has come so far, and waits until all have."""
+        marks = self._marks
+        self._num_steps += 1
+        marks[self.rank * 8] = num_steps = self._num_steps
+        begin_s = 0.0
+        for other in self._others:
+            place = other * 8
+            for _ in range(_LOOKS):
+                if marks[place] >= num_steps:
+                    break
+            else:
+                begin_s = self._wait_for(other, begin_s)
+            if marks[place] >= _LEFT:
+                begin_s = self._wait_for(other, begin_s)
+
+    def _wait_for(self, other: int, begin_s: float) -> float:
+        """Waits for one rank: lets others have the core at first, then sleeps, and looks whether the rank lives.
+
+        Args:
+            other: The rank.
+            begin_s: When this sum began to wait, by ``time.monotonic``; 0 if it has not yet.
+
+        Returns:
+            When it began.
+        """
+        place = other * 8
+        begin_s = begin_s or time.monotonic()
+        looked_s = begin_s
+        while (mark := self._marks[place]) < self._num_steps:
+            now_s = time.monotonic()
+            if now_s - begin_s < _YIELD_S:
+                os.sched_yield()
+                continue
+            if now_s - begin_s > self._timeout_s:
+                raise self._late(other)
+            if now_s - looked_s > _LOOK_AFTER_S:
+                looked_s = now_s
+                self._look_after(other)
+            time.sleep(_SLEEP_S)
+        if mark >= _LEFT and mark - _LEFT < self._num_steps:
+            raise _lost(f"rank {other} to come to a sum", f"rank {other} gave up")
+        return begin_s
+
+    def _late(self, other: int) -> RankLostError:
+        here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
+        return _lost(
+            f"rank {other} to come to a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
+        )
+
+    def _look_after(self, other: int) -> None:
+        """Raises if the process of a rank that has come to the block once has ended."""
+        if other not in self._pidfds:
+            pid = self._pids[other * 8]
+            if pid == 0:
+                return
+            try:
+                self._pidfds[other] = os.pidfd_open(pid)
+            except ProcessLookupError as error:
+                raise _ended(other, pid) from error
+        if _is_over(self._pidfds[other]) and self._marks[other * 8] < self._num_steps:
+            raise _ended(other, self._pids[other * 8])
+
+    def close(self) -> None:
+        """Gives up: whoever waits for this rank, or comes to wait for it, is told so. May be called again."""
+        if self._fd is None:
+            return
+        self._marks[self.rank * 8] = _LEFT + self._num_steps
+        os.close(self._fd)
+        self._fd = None
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds = {}
+
+
+def _is_over(pidfd: int) -> bool:
+    """Says whether the process has ended, waited for or not."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _ended(rank: int, pid: int) -> RankLostError:
+    return _lost(f"rank {rank} to live", f"its process {pid} has ended")
+
+
+def _lost(expected: str, got: str) -> RankLostError:
+    return RankLostError(
+        "All ranks come to every sum.",
+        expected=expected,
+        got=got,
+        remedy="Look into the log of that rank; a LearnerGroup starts its ranks again by itself",
+    )

@@ -1,0 +1,1 @@
+"""How environments are made on the processes that step them."""

@@ -1,0 +1,212 @@
+"""How environments are made: in the process that steps them, each with a seed of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, _find_spec
+
+from rayvec.errors import ConfigError, check_count, message
+
+__all__ = ["EnvFactory", "EnvIdError", "env_seeds"]
+
+EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
+Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
+
+
+class EnvIdError(ConfigError, gymnasium.error.NameNotFound):
+    """An environment id that no registered environment has."""
+
+
+def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: int = 0) -> list[int | None]:
+    """Returns one seed for each environment: base + global index, as Gymnasium's vector environments do.
+
+    Args:
+        seed: A base, a list of `num_envs` seeds, or None for no seed at all.
+        num_envs: How many.
+        first: Global index of the first of them.
+
+    Raises:
+        ValueError: A list of another length.
+
+    >>> env_seeds(10, 3), env_seeds(None, 2)
+    ([10, 11, 12], [None, None])
+    """
+    if seed is None:
+        return [None] * num_envs
+    if isinstance(seed, int):
+        return [seed + first + i for i in range(num_envs)]
+    if len(seed) != num_envs:
+        raise ValueError(
+            message(
+                "A list of seeds names one seed for each environment.",
+                expected=f"{num_envs} seeds",
+                got=f"{len(seed)}",
+                remedy="Pass one int to have consecutive seeds, or a list of the right length.",
+            )
+        )
+    return [None if s is None else int(s) for s in seed]
+
+
+@dataclass(frozen=True, slots=True)
+class _MakeFromSpec:
+    """Makes one environment of a registered kind, as ``gymnasium.make`` would."""
+
+    spec: EnvSpec
+    kwargs: Mapping[str, Any]
+    wrappers: tuple[Wrapper, ...]
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        env = gymnasium.make(self.spec, **self.kwargs)
+        for wrapper in self.wrappers:
+            env = wrapper(env)
+        return env
+
+
+@dataclass(frozen=True, slots=True)
+class EnvFactory:
+    """Makes environment i of N, in whatever process it is told to.
+
+    It crosses processes by cloudpickle, and takes along the environments that were registered in the
+    process where it was built, so that ids known to the driver's script alone are known to the workers.
+
+    Attributes:
+        env_fns: One callable for each environment, in the order of their global indices.
+        spec: The spec that all of them were made from, if one was.
+        registered: Specs to register in the worker where they are unknown.
+    """
+
+    env_fns: tuple[EnvFn, ...]
+    spec: EnvSpec | None = None
+    registered: tuple[EnvSpec, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        env: str | EnvSpec | Sequence[EnvFn],
+        num_envs: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Wrapper] = (),
+    ) -> EnvFactory:
+        """Builds a factory from what a user passes for `env`.
+
+        Args:
+            env: An id (``"module:Id-v0"`` imports the module first), a spec, or one callable for each
+                environment.
+            num_envs: How many; with callables it may be left out.
+            env_kwargs: Passed to ``gymnasium.make``; not allowed with callables.
+            wrappers: Applied to each environment in order.
+
+        Raises:
+            EnvIdError: No environment of that id is registered.
+            ConfigError: Counts that are not positive or do not agree.
+        """
+        if isinstance(env, (str, EnvSpec)):
+            count = check_count("num_envs", 1 if num_envs is None else num_envs)
+            spec = _spec_of(env) if isinstance(env, str) else env
+            make = _MakeFromSpec(spec, dict(env_kwargs or {}), tuple(wrappers))
+            return cls((make,) * count, spec, _registered_specs())
+        env_fns = _checked_env_fns(env, num_envs, env_kwargs)
+        if wrappers:
+            env_fns = tuple(_Wrapped(env_fn, tuple(wrappers)) for env_fn in env_fns)
+        return cls(env_fns, None, _registered_specs())
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are in all."""
+        return len(self.env_fns)
+
+    def part(self, env_ids: range) -> EnvFactory:
+        """Returns a factory of only these environments, which is what a node or a worker is sent."""
+        return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered)
+
+    def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
+        """Returns a factory, by cloudpickle, of the environments between each two of some bounds."""
+        return [self.part(range(start, stop)).to_bytes() for start, stop in pairwise(bounds)]
+
+    def make(self, index: int) -> gymnasium.Env[Any, Any]:
+        """Makes the environment with this index."""
+        return self.env_fns[index]()
+
+    def register(self) -> None:
+        """Registers in this process what the factory brought along."""
+        for spec in self.registered:
+            gymnasium.registry.setdefault(spec.id, spec)
+
+    def to_bytes(self) -> bytes:
+        """Returns the factory by cloudpickle, functions of the main module by value."""
+        data: bytes = cloudpickle.dumps(self)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    env_fn: EnvFn
+    wrappers: tuple[Wrapper, ...]
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        env = self.env_fn()
+        for wrapper in self.wrappers:
+            env = wrapper(env)
+        return env
+
+
+def _checked_env_fns(
+    env: Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
+) -> tuple[EnvFn, ...]:
+    try:
+        env_fns = tuple(env)
+    except TypeError:
+        env_fns = ()
+    if not env_fns or not all(callable(env_fn) for env_fn in env_fns):
+        raise ConfigError(
+            "env says which environments to make.",
+            expected="an id, an EnvSpec, or a list of at least one callable that returns an environment",
+            got=repr(env)[:200],
+            remedy='Pass "CartPole-v1", or [make_env] * 8.',
+        )
+    if num_envs is not None and num_envs != len(env_fns):
+        raise ConfigError(
+            "A list of callables makes one environment each.",
+            expected=f"num_envs={len(env_fns)}, or no num_envs",
+            got=num_envs,
+            remedy="Leave num_envs out, or pass [make_env] * num_envs.",
+        )
+    if env_kwargs:
+        raise ConfigError(
+            "env_kwargs are passed to gymnasium.make, which makes environments from an id.",
+            expected="no env_kwargs beside callables",
+            got=sorted(env_kwargs),
+            remedy="Bind them in the callable: lambda: MyEnv(**kwargs).",
+        )
+    return env_fns
+
+
+def _spec_of(env_id: str) -> EnvSpec:
+    try:
+        return _find_spec(env_id)  # what gymnasium.make does: imports the module, completes the version
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise EnvIdError(
+            "An environment is named by the id it is registered with.",
+            expected="a registered id, or 'module:Id-v0' with the module that registers it",
+            got=f"{env_id!r} ({error})",
+            remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
+        ) from error
+
+
+def _registered_specs() -> tuple[EnvSpec, ...]:
+    """Returns the specs of this process that Gymnasium alone would not know and that can travel."""
+    found = []
+    for spec in gymnasium.registry.values():
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs."):
+            continue
+        with contextlib.suppress(Exception):
+            cloudpickle.dumps(spec)
+            found.append(spec)
+    return tuple(found)

@@ -1,0 +1,287 @@
+"""Replay: the transitions of many environments, each observation stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rayvec.data import Chunk, Tree
+from rayvec.errors import CheckpointError, ConfigError
+
+__all__ = ["ReplayBuffer", "Transitions"]
+
+_ARRAYS = ("obs", "act", "rew", "terminated", "final_row")
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """B transitions, in newly allocated memory.
+
+    Attributes:
+        obs: ``[B, *obs_shape]``.
+        act: ``[B, *act_shape]``.
+        rew: ``float32 [B]``.
+        next_obs: The true observation after the step, also where an episode ended, ``[B, *obs_shape]``.
+        terminated: Whether there is nothing to bootstrap from, ``bool [B]``; False for what was truncated.
+    """
+
+    obs: NDArray[Any]
+    act: NDArray[Any]
+    rew: NDArray[np.float32]
+    next_obs: NDArray[Any]
+    terminated: NDArray[np.bool_]
+
+
+class ReplayBuffer:
+    """The last transitions of N environments, in the order in which they were taken.
+
+    Every environment has a ring of its own of ``capacity_steps + 1`` slots; steps that did not happen take none. The
+    observation after a step lies in the next slot, and the one that the policy sees next in the slot after the last
+    step. Only where an episode ended, or where what followed is not known to follow, does a table beside the rings
+    hold the observation after the step. What two chunks have in common is recognised by its bits: where the
+    first observation of a chunk is not the one that the chunk before ended with (new episodes were begun, or the
+    environment was started anew), the transition before it keeps the observation that it really led to.
+
+    Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, such as uint8 for
+    images, but float64 becomes float32. Memory is allocated by the first chunk, and touched as it fills.
+
+    Args:
+        capacity_steps: Steps of each environment that are kept.
+        encode_obs: From a tree of ``[..., *obs_shape]`` to the one array that is stored; as it is if left out.
+        encode_act: The same for actions.
+
+    Raises:
+        ConfigError: `capacity_steps` is not positive.
+    """
+
+    obs: NDArray[Any]
+    act: NDArray[Any]
+    rew: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    final_row: NDArray[np.int32]
+    env_ids: NDArray[np.int64] | None
+    _finals: _FinalTable
+
+    def __init__(
+        self,
+        capacity_steps: int,
+        encode_obs: Callable[[Tree], NDArray[Any]] = np.asarray,
+        encode_act: Callable[[Tree], NDArray[Any]] = np.asarray,
+    ) -> None:
+        if capacity_steps < 1:
+            raise ConfigError(
+                "A replay keeps steps.",
+                expected="capacity_steps of at least 1",
+                got=capacity_steps,
+                remedy="Pass a larger one.",
+            )
+        self.capacity_steps = capacity_steps
+        self.env_ids = None
+        self.sizes = np.zeros(0, np.int64)
+        self._encode_obs, self._encode_act = encode_obs, encode_act
+        self._heads = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        """Transitions that can be sampled, of all environments together."""
+        return int(self.sizes.sum())
+
+    def add(self, chunk: Chunk) -> None:
+        """Stores the steps of a chunk that happened; the oldest make room for them.
+
+        Raises:
+            ConfigError: The chunk is of other environments than those before.
+        """
+        obs, last_obs = _float32(self._encode_obs(chunk.obs)), _float32(self._encode_obs(chunk.last_obs))
+        finals, act = _float32(self._encode_obs(chunk.final_obs)), _float32(self._encode_act(chunk.act))
+        self._allocate(chunk, obs, act)
+        if not chunk.valid.any():
+            return
+        # A step that neither ended an episode nor is followed by a step that happened is cut where the chunk shows it.
+        following = np.concatenate([obs[1:], last_obs[None]])
+        followed = np.concatenate([chunk.valid[1:], np.ones((1, chunk.num_envs), bool)])
+        final_row = np.full(chunk.valid.shape, -1, np.int32)
+        happened = chunk.valid[tuple(chunk.final_index.T)]
+        t, n = chunk.final_index[happened].T
+        final_row[t, n] = self._finals.keep(finals[happened])
+        cut = chunk.valid & ~chunk.done & ~followed
+        final_row[cut] = self._finals.keep(following[cut])
+        self._cut_heads(chunk.valid, obs)
+        self._write(chunk, obs, act, final_row)
+        self._write_heads(chunk.valid, last_obs)
+
+    def sample(self, ages: NDArray[np.int64], columns: NDArray[np.int64]) -> Transitions:
+        """Returns transitions.
+
+        Args:
+            ages: Which of an environment's transitions, 0 for the oldest that is kept, below its size, ``int64 [B]``.
+            columns: Which environment, ``int64 [B]``.
+        """
+        num_slots, num_envs = self.rew.shape
+        slots = (self._heads[columns] - self.sizes[columns] + ages) % num_slots
+        flat, after = slots * num_envs + columns, (slots + 1) % num_slots * num_envs + columns
+        obs = self.obs.reshape(-1, *self.obs.shape[2:])
+        next_obs = obs.take(after, 0)
+        final_row = self.final_row.take(flat)
+        ended = np.flatnonzero(final_row >= 0)
+        next_obs[ended] = self._finals.obs[final_row[ended]]
+        return Transitions(
+            obs.take(flat, 0),
+            self.act.reshape(-1, *self.act.shape[2:]).take(flat, 0),
+            self.rew.take(flat),
+            next_obs,
+            self.terminated.take(flat),
+        )
+
+    def _allocate(self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any]) -> None:
+        if self.env_ids is not None:
+            if not np.array_equal(chunk.env_ids, self.env_ids):
+                raise ConfigError(
+                    "A replay belongs to the environments that it was filled by.",
+                    expected=f"environments {self.env_ids.tolist()}",
+                    got=chunk.env_ids.tolist(),
+                    remedy="Use a replay of its own for each set of environments.",
+                )
+            return
+        lead = (self.capacity_steps + 1, chunk.num_envs)
+        self.env_ids = chunk.env_ids.copy()
+        self.obs = np.zeros((*lead, *obs.shape[2:]), obs.dtype)
+        self.act = np.zeros((*lead, *act.shape[2:]), act.dtype)
+        self.rew = np.zeros(lead, np.float32)
+        self.terminated = np.zeros(lead, bool)
+        self.final_row = np.full(lead, -1, np.int32)
+        self.sizes = np.zeros(chunk.num_envs, np.int64)
+        self._heads = np.zeros(chunk.num_envs, np.int64)
+        self._finals = _FinalTable(np.zeros((0, *obs.shape[2:]), obs.dtype), np.zeros(0, np.int32))
+
+    def _cut_heads(self, valid: NDArray[np.bool_], obs: NDArray[Any]) -> None:
+        """Gives the last transition of each environment that does not go on an observation of its own."""
+        columns = np.flatnonzero(valid.any(0) & (self.sizes > 0))
+        heads = self._heads[columns]
+        last = (heads - 1) % len(self.rew)
+        known = self.obs[heads, columns]
+        same = (known == obs[0, columns]).all(axis=tuple(range(1, known.ndim)))
+        goes_on = valid[0, columns] & same
+        cut = ~goes_on & (self.final_row[last, columns] < 0)
+        self.final_row[last[cut], columns[cut]] = self._finals.keep(known[cut])
+
+    def _write(self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any], final_row: NDArray[np.int32]) -> None:
+        counts = chunk.valid.sum(0)
+        place = np.cumsum(chunk.valid, 0) - 1
+        kept = chunk.valid & (place >= counts - self.capacity_steps)  # of a longer chunk, the last steps
+        self._finals.release(final_row[chunk.valid & ~kept])
+        t, n = np.nonzero(kept)
+        slots = (self._heads[n] + place[t, n]) % len(self.rew)
+        self._release(slots, n)
+        self.obs[slots, n] = obs[t, n]
+        self.act[slots, n] = act[t, n]
+        self.rew[slots, n] = chunk.rew[t, n]
+        self.terminated[slots, n] = chunk.terminated[t, n]
+        self.final_row[slots, n] = final_row[t, n]
+        self._heads = (self._heads + counts) % len(self.rew)
+        self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
+
+    def _write_heads(self, valid: NDArray[np.bool_], last_obs: NDArray[Any]) -> None:
+        """Puts what the policy sees next behind the last step of each environment."""
+        columns = np.flatnonzero(valid.any(0))
+        heads = self._heads[columns]
+        self._release(heads, columns)
+        self.obs[heads, columns] = last_obs[columns]
+
+    def _release(self, slots: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+        """Takes back the final observations of slots that are about to be overwritten."""
+        self._finals.release(self.final_row[slots, columns])
+        self.final_row[slots, columns] = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what is stored, as tensors: no more of the rings than has ever been filled."""
+        if self.env_ids is None:
+            return {}
+        used = min(int((self._heads.max(initial=-1) if self._never_full() else self.capacity_steps) + 1), len(self.rew))
+        arrays = {name: getattr(self, name)[:used] for name in _ARRAYS}
+        others = {"env_ids": self.env_ids, "sizes": self.sizes, "heads": self._heads}
+        return {
+            name: torch.from_numpy(array.copy())
+            for name, array in {**arrays, **others, "finals": self._finals.obs, "free": self._finals.free}.items()
+        }
+
+    def _never_full(self) -> bool:
+        return bool((self.sizes == self._heads).all())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: The state is of a replay with more steps for each environment, or with fewer, of which
+                some have been overwritten.
+        """
+        if not state:
+            self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
+            return
+        arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
+        num_slots = self.capacity_steps + 1
+        used = len(arrays["rew"])
+        is_ring = used != num_slots and (arrays["sizes"] != arrays["heads"]).any()
+        if is_ring or used > num_slots or arrays["sizes"].max(initial=0) > self.capacity_steps:
+            raise CheckpointError(
+                "A replay is restored into one of the same capacity.",
+                expected=f"{self.capacity_steps} steps of each environment",
+                got=used - 1,
+                remedy="Use the configuration that the checkpoint was written with.",
+            )
+        for name in _ARRAYS:
+            array = arrays[name]
+            full = np.zeros((num_slots, *array.shape[1:]), array.dtype)
+            full[:used] = array
+            setattr(self, name, full)
+        self.final_row[used:] = -1
+        self.env_ids, self.sizes, self._heads = arrays["env_ids"], arrays["sizes"], arrays["heads"]
+        self._finals = _FinalTable(arrays["finals"], arrays["free"])
+
+
+class _FinalTable:
+    """Observations at the ends of episodes, in rows that are used again; it grows as it must.
+
+    Args:
+        obs: Rows, ``[M, *obs_shape]``.
+        free: Which of them are not in use.
+    """
+
+    def __init__(self, obs: NDArray[Any], free: NDArray[np.int32]) -> None:
+        self.obs = obs
+        self._num_free = len(free)
+        self._stack = np.concatenate([free, np.zeros(len(obs) - len(free), np.int32)])
+
+    @property
+    def free(self) -> NDArray[np.int32]:
+        """Rows that are not in use."""
+        return self._stack[: self._num_free]
+
+    def keep(self, obs: NDArray[Any]) -> NDArray[np.int32]:
+        """Stores observations ``[F, *obs_shape]``; returns their rows."""
+        if len(obs) > self._num_free:
+            old, more = len(self.obs), max(len(obs), len(self.obs) // 2, 64)
+            self.obs = np.concatenate([self.obs, np.zeros((more, *self.obs.shape[1:]), self.obs.dtype)])
+            self._stack = np.concatenate(
+                [self.free, np.arange(old, old + more), np.zeros(old, np.int32)], dtype=np.int32
+            )
+            self._stack = self._stack[: len(self.obs)]
+            self._num_free += more
+        rows = self._stack[self._num_free - len(obs) : self._num_free].copy()
+        self._num_free -= len(obs)
+        self.obs[rows] = obs
+        return rows
+
+    def release(self, rows: NDArray[np.int32]) -> None:
+        """Takes rows back; those that are negative are none."""
+        rows = rows[rows >= 0]
+        self._stack[self._num_free : self._num_free + len(rows)] = rows
+        self._num_free += len(rows)
+
+
+def _float32(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(np.float32) if array.dtype == np.float64 else array

@@ -1,0 +1,124 @@
+"""Running means and variances of observations and returns, merged over ranks, to normalise with.
+
+Statistics change between updates only. An update sees observations as the policy saw them that acted, so that the
+probabilities it recomputes are those that were recorded; what the batch tells goes into the next weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rayvec.learners.ranks import Ranks, gather_counts
+
+__all__ = ["ReturnScale", "RunningMoments"]
+
+_EPSILON = 1e-8
+
+
+class RunningMoments:
+    """Mean and variance of all rows seen so far, in float64 (Chan, Golub and LeVeque, 1979, equations 2.1).
+
+    Attributes:
+        count: How many rows.
+        mean: ``float64 [D]``.
+        squares: Sums of squared deviations from the mean, ``float64 [D]``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self.mean = torch.zeros(size, dtype=torch.float64)
+        self.squares = torch.zeros(size, dtype=torch.float64)
+
+    def add(self, rows: Tensor, ranks: Ranks) -> None:
+        """Takes note of rows ``[B, D]`` of this rank and those of all others."""
+        deviations = rows.cpu().double() - self.mean  # from a common point near the mean, so that sums stay small
+        own = torch.cat([deviations.new_tensor([len(rows)]), deviations.sum(0), deviations.square().sum(0)])
+        sums = ranks.sum_(own)
+        added, first, second = int(sums[0]), sums[1 : 1 + len(self.mean)], sums[1 + len(self.mean) :]
+        if added == 0:
+            return
+        delta, total = first / added, self.count + added
+        self.squares += second - first * delta + delta.square() * (self.count * added / total)
+        self.mean += delta * (added / total)
+        self.count = total
+
+    @property
+    def scale(self) -> Tensor:
+        """One over the standard deviation, ``float64 [D]``; 1 before there are rows."""
+        if self.count == 0:
+            return torch.ones_like(self.mean)
+        return 1 / (self.squares.clamp(min=0) / self.count + _EPSILON).sqrt()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of all there is."""
+        return {"count": self.count, "mean": self.mean.clone(), "squares": self.squares.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.count = int(state["count"])
+        self.mean.copy_(state["mean"])
+        self.squares.copy_(state["squares"])
+
+
+class ReturnScale:
+    """Scales rewards so that discounted returns have a standard deviation of about 1.
+
+    The return of an environment goes on from batch to batch; it begins at 0 with every episode, also with one that
+    takes the place of an episode that a fault has cut between two batches. (After a resume,
+    where episodes begin anew, what was under way fades as gamma^t.)
+
+    Args:
+        gamma: Discount factor.
+    """
+
+    def __init__(self, gamma: float) -> None:
+        self._gamma = gamma
+        self._moments = RunningMoments(1)
+        self._returns = torch.zeros(0, dtype=torch.float64)
+
+    def __call__(
+        self,
+        rew: NDArray[np.float64],
+        done: NDArray[np.bool_],
+        valid: NDArray[np.bool_],
+        lost: NDArray[np.bool_],
+        ranks: Ranks,
+    ) -> NDArray[np.float64]:
+        """Takes note of a batch and returns its rewards scaled.
+
+        Args:
+            rew: Rewards of this rank's environments, ``[T, N]``.
+            done: Where an episode ended, ``bool [T, N]``.
+            valid: Where a step happened, ``bool [T, N]``.
+            lost: Whose episode under way was lost before the batch, ``bool [N]``.
+            ranks: Who has the other environments, in the order of ranks.
+        """
+        counts = gather_counts(ranks, rew.shape[1])
+        first, total = sum(counts[: ranks.rank]), sum(counts)
+        if len(self._returns) != total:
+            self._returns = self._returns.new_zeros(total)
+        own = slice(first, first + rew.shape[1])
+        running, returns = np.where(lost, 0.0, self._returns[own].numpy()), np.zeros(rew.shape)
+        for t in range(len(rew)):
+            running = returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
+            running = np.where(done[t], 0.0, running)
+        self._moments.add(torch.from_numpy(returns[valid])[:, None], ranks)
+        everyone = torch.zeros_like(self._returns)
+        everyone[own] = torch.from_numpy(running)
+        self._returns = ranks.sum_(everyone)
+        return rew * float(self._moments.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of all there is."""
+        return {**self._moments.state_dict(), "returns": self._returns.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self._moments.load_state_dict(state)
+        self._returns = state["returns"].clone()

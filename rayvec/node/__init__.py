@@ -1,0 +1,1 @@
+"""One machine: worker processes over shared memory."""

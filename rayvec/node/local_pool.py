@@ -1,0 +1,277 @@
+"""The pool of no node at all: environments in the driver's own process, without Ray.
+
+For looking into environments with a debugger, and for those whose step costs less than telling another process of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.data import Chunk, ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import edges_of
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import ConfigError, RemoteFailure
+from rayvec.node.chunk_memory import MOST_CHUNKS
+from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.serial import EnvsFailed, SerialPool
+from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
+
+__all__ = ["LocalPool"]
+
+_WHERE = "the driver's process"
+
+logger = logging.getLogger(__name__)
+
+
+class LocalPool:
+    """Steps environments in the driver's process, one after another, when their answer is asked for.
+
+    It behaves like a :class:`~rayvec.cluster.ray_pool.RayPool` on one node with one worker: what goes in and what
+    comes out are copies. Nobody can end a step from outside, so that no wait has a timeout.
+
+    Args:
+        factory: Makes all environments.
+        supervision: What becomes of environments that raise.
+
+    Attributes:
+        acting: The policies that act in chunks.
+
+    Raises:
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    transports = ("local",)
+    steps_here = True
+
+    def __init__(self, factory: EnvFactory, supervision: Supervision = RAISE) -> None:
+        self.num_envs = factory.num_envs
+        self.topology = Topology((NodeSlice("driver", "localhost", (0, self.num_envs), 0),))
+        self.acting = LocalActing()
+        try:
+            self._pool = SerialPool(factory, where=_WHERE, supervision=supervision)
+        except EnvsFailed as failed:
+            raise failed.failures[0][1].rebuild()  # noqa: B904  # it has its cause
+
+    @property
+    def spaces(self) -> PoolSpaces:
+        """What the environments say of themselves."""
+        return self._pool.spaces
+
+    @property
+    def layout(self) -> ArrayLayout | None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return self._pool.layout
+
+    @property
+    def action_layout(self) -> ArrayLayout | None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return self._pool.action_layout
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Makes the arrays for these spaces."""
+        self._pool.action_layout = ArrayLayout.of(action)
+        self._pool.attach_own(ArrayLayout.of(observation))
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._pool.send(env_ids, deepcopy(actions), autoreset)
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._pool.reset(env_ids, seeds, deepcopy(options))
+
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._pool.ready(env_ids, begin=begin)
+
+    def recv(
+        self,
+        env_ids: NDArray[np.int64] | None = None,
+        min_ready: int | None = None,
+        timeout_s: float | None = None,
+    ) -> StepBatch:
+        """See :class:`~rayvec.pools.base.EnvPool`; what was started is done now."""
+        with self._logging():
+            batch = self._pool.recv(env_ids)
+        return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """See :class:`~rayvec.pools.base.EnvPool`; it is called now."""
+        results = self._pool.call(name, deepcopy(args), deepcopy(kwargs), env_ids)(None)
+        try:
+            copies = deepcopy(results)
+        except Exception as error:
+            failure = RemoteFailure.capture(error, f"{_WHERE}, in what an environment returned, which can't be copied")
+            raise failure.rebuild()  # noqa: B904  # it has its cause
+        return lambda timeout_s: copies
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._pool.set_attr(name, [deepcopy(value) for value in values], env_ids)
+
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`; only note is taken of it, and of the weights of now.
+
+        Raises:
+            ConfigError: The chunk is to stay in Ray's object store, and no Ray is initialised.
+        """
+        put = _object_store() if by_reference else None
+        self.acting.begin(key, num_steps, first_step, noise_seed, put)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """See :class:`~rayvec.pools.base.ActingPool`; the steps are taken now."""
+        with self._logging():
+            return self.acting.finish(self._pool)
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """This process, by the node's name."""
+        return {node.name: [os.getpid()] for node in self.topology.nodes}
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments; may be called again."""
+        try:
+            self._pool.close()
+        except Exception:
+            logger.exception("an environment did not close in order")
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """Logs what was restarted meanwhile."""
+        try:
+            yield
+        finally:
+            for note in self._pool.notes:
+                logger.warning(note)
+            self._pool.notes.clear()
+
+
+@dataclass(slots=True)
+class _Held:
+    """A policy, the version of the weights that it has, and the newest with their version, if any were published."""
+
+    policy: ActingPolicy
+    version: int
+    newest: tuple[int, NDArray[np.float32]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A chunk that was asked for.
+
+    Attributes:
+        key: Of the policy.
+        held: Who acts.
+        weights: With which, and their version, if any had been published.
+        num_steps: T.
+        first_step: How many steps the environments had taken in chunks before.
+        noise_seed: Of the noise.
+        put: Puts it into the object store, if it is to stay there.
+    """
+
+    key: int
+    held: _Held
+    weights: tuple[int, NDArray[np.float32]] | None
+    num_steps: int
+    first_step: int
+    noise_seed: int
+    put: Callable[[Chunk], Any] | None
+
+
+class LocalActing:
+    """Policies that act in this process, each a copy of what was passed, and the chunks that were asked for."""
+
+    def __init__(self) -> None:
+        self._policies: dict[int, _Held] = {}
+        self._flights: deque[_Flight] = deque()
+        self._acted: int | None = None
+
+    @property
+    def num_under_way(self) -> int:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        return len(self._flights)
+
+    @property
+    def has_room(self) -> bool:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        return len(self._flights) < MOST_CHUNKS
+
+    def load(self, key: int, policy: bytes, version: int = 0) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies[key] = _Held(as_policy(pickle.loads(policy)), version)
+
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies[key].newest = version, weights.copy()
+
+    def drop(self, key: int) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies.pop(key, None)
+
+    def begin(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, put: Callable[[Chunk], Any] | None
+    ) -> None:
+        """Takes note of a chunk, and of the weights that it is to begin with."""
+        assert self.has_room, "a chunk more than may be asked for"
+        held = self._policies[key]
+        self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, put))
+
+    def finish(self, pool: SerialPool) -> Rollout:
+        """Takes the steps of the oldest chunk that was asked for."""
+        flight, stopwatch = self._flights.popleft(), Stopwatch()
+        held = flight.held
+        if flight.weights is not None and flight.weights[0] != held.version:
+            held.policy.load_weights(flight.weights[1])
+            held.version = flight.weights[0]
+        begun = None if flight.key == self._acted else np.arange(pool.num_envs)
+        self._acted = flight.key
+        chunk = rollout(
+            pool,
+            held.policy,
+            flight.num_steps,
+            noise_seed=flight.noise_seed,
+            first_step=flight.first_step,
+            weights_version=held.version,
+            begun=begun,
+            stopwatch=stopwatch,
+        )
+        if pool.layout is None:  # objects, which the pool goes on with
+            chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
+        times, edges = stopwatch.read(), edges_of(chunk)
+        if flight.put is None:
+            return Rollout(edges, chunk, (), (times,), times.whole_s)
+        ref = ChunkRef(edges.env_ids, edges.num_steps, flight.put(chunk))
+        return Rollout(edges, None, (ref,), (times,), times.whole_s)
+
+
+def _object_store() -> Callable[[Chunk], Any]:
+    """Returns what puts into the object store of the Ray that is initialised, such as a learner's ranks'."""
+    import ray  # for whoever has no ranks, a third of a second for nothing
+
+    if not ray.is_initialized():
+        raise ConfigError(
+            "A chunk stays in the object store of a Ray that runs.",
+            expected="an initialised Ray, such as that of a LearnerGroup",
+            got="by_reference=True with environments in this process, and no Ray",
+            remedy="Leave by_reference out, or make the LearnerGroup first.",
+        )
+    put: Callable[[Chunk], Any] = ray.put
+    return put

@@ -1,0 +1,1 @@
+"""What acts: noise, distributions, NumPy actors, and torch networks."""

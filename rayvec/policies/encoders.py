@@ -1,0 +1,175 @@
+"""Observations as rows of numbers: which leaves are images, and how the others are flattened."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rayvec.data import Tree
+from rayvec.errors import ConfigError
+
+__all__ = ["OBS_CLIP", "Encoder", "ImageLeaf", "make_encoder"]
+
+Float = NDArray[np.float32]
+Path = tuple[Any, ...]
+
+OBS_CLIP = 10.0
+"""Normalised observations lie within this many standard deviations of their mean."""
+
+
+@dataclass(frozen=True)
+class ImageLeaf:
+    """Where the images of an observation are, and their form.
+
+    Attributes:
+        path: The keys and places that lead to them.
+        shape: Of one image.
+        channels_last: Whether it is (height, width, channels), else (channels, height, width).
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    channels_last: bool
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns the part of observations that is no image into rows of numbers.
+
+    Attributes:
+        leaves: For each array of an observation that is no image, the keys and places that lead to it, and the
+            function that turns it from ``[..., *shape]`` into ``float32 [..., D_leaf]``.
+        num_features: D, the sum of the D_leaf.
+        images: The others.
+    """
+
+    leaves: tuple[tuple[Path, Callable[[NDArray[Any]], Float]], ...]
+    num_features: int
+    images: tuple[ImageLeaf, ...] = ()
+
+    def __call__(self, obs: Tree) -> Float:
+        """Returns ``float32 [..., D]``; a flat float32 array is returned as it is, without a copy."""
+        rows = [encode(functools.reduce(operator.getitem, path, obs)) for path, encode in self.leaves]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1)
+
+    def image_arrays(self, obs: Tree) -> list[NDArray[np.uint8]]:
+        """Returns the images, each ``uint8 [..., *shape]``, as they are."""
+        return [functools.reduce(operator.getitem, image.path, obs) for image in self.images]
+
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Which features are numbers that were measured and not choices, ``bool [D]``."""
+        parts = [np.full(encode.size, isinstance(encode, _Flatten)) for _, encode in self.leaves]  # type: ignore[attr-defined]
+        return np.concatenate([np.zeros(0, bool), *parts])
+
+
+@dataclass(frozen=True)
+class _Flatten:
+    """A Box or MultiBinary of the given shape: its numbers."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __call__(self, obs: NDArray[Any]) -> Float:
+        if len(self.shape) != 1:
+            obs = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], math.prod(self.shape))
+        return obs.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class _OneHot:
+    """A Discrete or MultiDiscrete: one number for each choice of each component."""
+
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def __call__(self, obs: NDArray[Any]) -> Float:
+        components = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], len(self.sizes))
+        hot = [
+            components[..., c, None] == np.arange(start, start + size)
+            for c, (size, start) in enumerate(zip(self.sizes, self.starts, strict=True))
+        ]
+        return np.concatenate(hot, axis=-1).astype(np.float32)
+
+
+def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
+    """Returns the encoder of `space`: numbers as they are, choices one-hot, the parts of a Dict or Tuple side by side.
+
+    Images are Boxes of uint8 with three dimensions, at least 36 pixels high and wide; channels are last where
+    there are at most four of them. Smaller ones are taken for numbers.
+
+    Args:
+        space: Of one environment's observations.
+        images: Whether the net can see.
+
+    Raises:
+        ConfigError: The space, or a part of it, can't be turned into a fixed number of numbers, or is an image and
+            the net can't see.
+    """
+    leaves: list[tuple[Path, _Flatten | _OneHot]] = []
+    seen: list[ImageLeaf] = []
+    for path, leaf in _leaf_spaces(space, ()):
+        image = _image(path, leaf)
+        match leaf:
+            case spaces.Box() if image and images:
+                seen.append(image)
+            case spaces.Box(shape=shape) if not image and (len(shape) < 3 or math.prod(shape) < _FEW):
+                leaves.append((path, _Flatten(shape)))
+            case spaces.MultiBinary(shape=shape):
+                leaves.append((path, _Flatten(shape)))
+            case spaces.Discrete():
+                leaves.append((path, _OneHot((int(leaf.n),), (int(leaf.start),), ())))
+            case spaces.MultiDiscrete(nvec=nvec, start=start):
+                leaves.append((path, _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)))
+            case _:
+                raise ConfigError(
+                    "A net reads a fixed number of numbers" + (", and images." if images else "."),
+                    expected="Box of numbers, Discrete, MultiDiscrete, MultiBinary, "
+                    + ("images as uint8 of three dimensions, " if images else "")
+                    + "or a Dict or Tuple of these",
+                    got=leaf,
+                    remedy="Transform the observation with a Gymnasium wrapper, or pass a module of your own",
+                )
+    return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
+
+
+_FEW = 5000  # an array of three dimensions with more numbers is an image in some form that no net here can see
+
+
+def _image(path: Path, space: spaces.Space[Any]) -> ImageLeaf | None:
+    """Returns what a space is as an image; None where it is none."""
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
+        return None
+    channels_last = space.shape[2] <= 4
+    height, width = space.shape[:2] if channels_last else space.shape[1:]
+    if min(height, width) < 36:
+        return None
+    return ImageLeaf(path, (space.shape[0], space.shape[1], space.shape[2]), channels_last)
+
+
+def _leaf_spaces(
+    space: spaces.Space[Any], path: tuple[Any, ...]
+) -> Iterable[tuple[tuple[Any, ...], spaces.Space[Any]]]:
+    match space:
+        case spaces.Dict() | spaces.Tuple():
+            parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            for key, part in parts:
+                yield from _leaf_spaces(part, (*path, key))
+        case _:
+            yield path, space

@@ -1,0 +1,105 @@
+"""The policy: a module's actor, and how an action is drawn from its distribution. It imports torch only for modules."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rayvec.data import Tree
+from rayvec.errors import ConfigError
+from rayvec.policies.actors import Actor
+from rayvec.policies.distributions import make_distribution
+from rayvec.policies.noise import NO_NOISE, NoiseSpec
+
+__all__ = ["Policy"]
+
+Float = NDArray[np.float32]
+
+
+class Policy:
+    """Acts with a module: draws from the distribution that it puts out, or takes the most probable action.
+
+    Only the part that acts runs here. Values are left to the learner, which computes them for a whole chunk in one
+    large batch, with the weights it is about to change: cheaper than in small batches beside every step.
+
+    What an environment gets is a valid action of its space: a normal sample is clipped to the Box on its way. The
+    sample itself, to which ``logp`` belongs, goes into the extras as ``raw_act``.
+
+    The policy holds a copy of the module's weights: training the module does not change it, `load_weights` does. It
+    pickles without gradients and, for a module that has ``make_actor``, without torch.
+
+    Args:
+        module: Either an ``nn.Module`` with a method ``make_actor() -> Actor``, such as
+            :class:`rayvec.policies.networks.ActorCritic`, or any ``nn.Module`` that is called with the observations
+            as tensors (``[k, *obs_shape]``, in their own dtype but float64 as float32; a dict or tuple of these where
+            the space is one) and returns the parameters ``[k, P]`` of the distribution that fits `action_space`: all
+            logits for Discrete, MultiDiscrete and MultiBinary (two per bit), or means, then logarithms of standard
+            deviations, for Box.
+        action_space: Of one environment; needed by a module without ``make_actor``.
+        deterministic: Take the most probable action instead of drawing one.
+        random_start: Draw every action with the same probability until weights are loaded for the first time.
+
+    Raises:
+        ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution.
+    """
+
+    noise: NoiseSpec
+
+    def __init__(
+        self,
+        module: Any,
+        action_space: spaces.Space[Any] | None = None,
+        *,
+        deterministic: bool = False,
+        random_start: bool = False,
+    ) -> None:
+        self._actor = _make_actor(module, action_space)
+        self._random = random_start
+        self._deterministic = deterministic
+        self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        """Chooses an action for each of k environments.
+
+        Args:
+            obs: Observations, tree of ``[k, *obs_shape]``.
+            noise: ``float64 [k, lanes]``, of the kind that `noise` asks for.
+
+        Returns:
+            Actions ``[k, *act_shape]`` in the dtype of the space, and extras: ``logp`` ``float32 [k]``, the
+            log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
+        """
+        distribution = self._actor.distribution
+        if self._random:
+            sample, logp = distribution.uniform(noise)
+        else:
+            params = self._actor(obs)
+            sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
+        return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
+
+    def load_weights(self, weights: Float) -> None:
+        """Takes over new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.
+
+        Raises:
+            ConfigError: The vector is of another length than the module's parameters.
+        """
+        self._actor.load_weights(weights)
+        self._random = False
+
+
+def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:
+    if hasattr(module, "make_actor"):
+        return cast(Actor, module.make_actor())
+    if action_space is None:
+        raise ConfigError(
+            "A module that does not know its actions needs to be told.",
+            expected="a module with make_actor(), or action_space=",
+            got=type(module).__name__,
+            remedy="Pass action_space=env.single_action_space",
+        )
+    from rayvec.policies.networks import ModuleActor
+
+    return ModuleActor(module, make_distribution(action_space))

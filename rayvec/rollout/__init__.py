@@ -1,0 +1,1 @@
+"""The rollout loop, wherever the policy acts."""

@@ -1,0 +1,1 @@
+"""Tianshou's Collector and buffers, fed by chunks."""

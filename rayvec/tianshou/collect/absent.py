@@ -1,0 +1,95 @@
+"""Steps that failed, kept out of the buffer while Tianshou's own loop takes one step at a time.
+
+The loop has a row for every environment in every iteration, also for one that was made anew because its step failed.
+Such a row is not stored; the transition before it is truncated, and its episode is shown to nobody and not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tianshou.data import Batch, ReplayBuffer
+
+from rayvec.pools.restarts import RESTARTED
+from rayvec.tianshou.collect.buffers import truncate_open_episode
+
+__all__ = ["AbsentRows", "without_absent_rows"]
+
+_NOWHERE = -1
+_CUT: Any = Batch()
+"""What the loop finds in the place of an episode that a fault has cut."""
+
+
+class AbsentRows:
+    """Stands in a buffer's place; everything but steps that failed goes through.
+
+    Args:
+        buffer: Where to.
+
+    Attributes:
+        buffer: The same.
+        count: How many rows were left out.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.buffer, name)
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _CUT if index is None else self.buffer[index]
+
+    def get_buffer_indices(self, start: int, stop: int) -> NDArray[Any] | None:
+        """As of the buffer; None for an episode that was cut."""
+        return None if start == _NOWHERE else self.buffer.get_buffer_indices(start, stop)
+
+    def add(self, batch: Any, buffer_ids: Any = None) -> tuple[NDArray[Any], ...]:
+        """As of the buffer; of a step that failed, all that is returned is that it is nowhere."""
+        marks = batch.info.get(RESTARTED, ())
+        absent = np.array([bool(mark) for mark in marks]) if len(marks) else np.zeros(len(batch), bool)
+        if not absent.any():
+            return tuple(self.buffer.add(batch, buffer_ids=buffer_ids))
+        ids = np.arange(len(batch)) if buffer_ids is None else np.asarray(buffer_ids)
+        self.count += int(absent.sum())
+        for buffer_id in ids[absent].tolist():
+            truncate_open_episode(self.buffer, buffer_id)
+        count, returns = len(batch), np.zeros((len(batch), *np.shape(batch.rew)[1:]))
+        results = (np.full(count, _NOWHERE), returns, np.zeros(count, int), np.full(count, _NOWHERE))
+        if not absent.all():
+            kept = batch[~absent]
+            kept.info.pop(RESTARTED, None)  # it is the failed rows', and leaves no column in the buffer
+            added = self.buffer.add(kept, buffer_ids=ids[~absent])
+            for result, part in zip(results, added, strict=True):
+                result[~absent] = part
+        return results
+
+
+@contextlib.contextmanager
+def without_absent_rows(collector: Any) -> Iterator[AbsentRows]:
+    """Lets a collector's loop run without steps that failed; the caller takes back what it has counted of them."""
+    rows = AbsentRows(collector.buffer)
+    shown, stats_class = collector.run_on_episode_done, collector.collect_stats_class
+
+    class Stats(stats_class):  # type: ignore[misc,valid-type]
+        """Counts no episode that was cut."""
+
+        def update_at_episode_done(self, episode_batch: Any, *args: Any, **kwargs: Any) -> None:
+            if episode_batch is not _CUT:
+                super().update_at_episode_done(episode_batch, *args, **kwargs)
+
+    collector.buffer, collector.collect_stats_class = rows, Stats
+    collector.run_on_episode_done = lambda episode: None if episode is _CUT else shown(episode)
+    try:
+        yield rows
+    finally:
+        collector.buffer, collector.collect_stats_class = rows.buffer, stats_class
+        del collector.run_on_episode_done

@@ -1,0 +1,369 @@
+"""Whole chunks into Tianshou's replay buffers, as if their steps had been added one after another.
+
+``ReplayBufferManager.add`` takes one step of some environments, and a Python loop over these. A chunk is many
+steps: what happens to the indices, to the accumulators of the episodes under way and to the data is worked out
+for all of them at once, and is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    HERReplayBuffer,
+    HERReplayBufferManager,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferManager,
+)
+from tianshou.data.batch import alloc_by_keys_diff, create_value
+from tianshou.data.buffer.buffer_base import MalformedBufferError
+from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
+
+from rayvec.data import Chunk, Tree, tree_leaves, tree_map
+from rayvec.data.chunk_ops import counted_ends
+from rayvec.errors import ConfigError
+from rayvec.tianshou.collect.infos import info_columns, info_rows
+from rayvec.tianshou.collect.rows import Place, assign, clear, lacks
+
+__all__ = ["Added", "ChunkInsertion", "add_chunk"]
+
+_IN_BULK = {
+    cls.add
+    for cls in (
+        ReplayBuffer,
+        ReplayBufferManager,
+        PrioritizedReplayBuffer,
+        PrioritizedReplayBufferManager,
+        HERReplayBuffer,
+        HERReplayBufferManager,
+    )
+}
+"""The ways to add a step whose effect is known here; a buffer with another one gets its steps one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What ``add`` returns, for S steps of N environments; 0 where a step was not added, or ended no episode.
+
+    Attributes:
+        index: Where each step lies in the buffer, ``int64 [S, N]``; -1 where it was not added.
+        returns: Returns of the episodes that ended, ``float64 [S, N, *rew_shape]``.
+        lens: Their lengths, ``int64 [S, N]``.
+        starts: Where the episode of each step begins in the buffer, ``int64 [S, N]``.
+        ended: Where an episode ended that counts, ``bool [S, N]``: not one that a fault has cut.
+    """
+
+    index: NDArray[np.int64]
+    returns: NDArray[np.float64]
+    lens: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ended: NDArray[np.bool_]
+
+
+def add_chunk(
+    buffer: ReplayBuffer,
+    chunk: Chunk,
+    *,
+    act: Tree | None = None,
+    policy: Batch | None = None,
+    buffer_ids: NDArray[np.int64] | None = None,
+) -> Added:
+    """Adds the valid steps of a chunk, as ``buffer.add`` would in the order of steps, then of environments.
+
+    Each row is what Tianshou's Collector adds: observation, action, reward, ends, the true next observation, info
+    with ``env_id``, and the policy's entry. Where an environment was made anew, the transition before is
+    truncated, also if an earlier chunk brought it, and its episode is not counted.
+
+    Args:
+        buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
+        chunk: What to add; rewards of several agents, ``rew [T, N, *rew_shape]``, step by step.
+        act: Actions to store instead of those of the chunk, tree of ``[T, N, ...]``.
+        policy: The policy's entry, arrays or tensors ``[T, N, ...]``; empty by default.
+        buffer_ids: Sub-buffer of each column, ``int64 [N]``; by default those of the chunk's environments.
+
+    Raises:
+        ConfigError: The buffer has no room for these environments, or the observations are tuples.
+        MalformedBufferError: The buffer has been tampered with.
+    """
+    insertion = ChunkInsertion(buffer, chunk, act=act, policy=policy, buffer_ids=buffer_ids)
+    return insertion.add(0, chunk.num_steps)
+
+
+def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
+    """Ends the episode under way of one environment with its last transition, uncounted.
+
+    Args:
+        buffer: Which has it.
+        buffer_id: The environment's sub-buffer.
+    """
+    (sub,), (offset,) = _sub_buffers(buffer, np.array([buffer_id])), _offsets(buffer, np.array([buffer_id])).tolist()
+    if sub._ep_len == 0:
+        return
+    if sub._size > 0:
+        last = int(sub.last_index[0]) + offset
+        buffer._meta.truncated[last] = buffer._meta.done[last] = True
+    sub._ep_return, sub._ep_len, sub._ep_start_idx = 0.0, 0, sub._insertion_idx
+    if isinstance(buffer, CachedReplayBuffer):
+        index = buffer.main_buffer.update(sub)
+        sub.reset()
+        buffer._lengths[0], buffer._lengths[buffer_id + 1] = len(buffer.main_buffer), 0
+        buffer.last_index[0] = index[-1] if len(index) else -1
+        buffer.last_index[buffer_id + 1] = offset
+
+
+class ChunkInsertion:
+    """A chunk on its way into a buffer, all at once or in several pieces; arguments as of :func:`add_chunk`."""
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        chunk: Chunk,
+        *,
+        act: Tree | None = None,
+        policy: Batch | None = None,
+        buffer_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._chunk = chunk
+        self._ids = chunk.env_ids if buffer_ids is None else np.asarray(buffer_ids)
+        self._subs = _sub_buffers(buffer, self._ids)
+        self._offsets = _offsets(buffer, self._ids)
+        _check_tree(chunk.obs)
+        held = buffer._meta.get("info")
+        in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
+        columns = info_columns(chunk, chunk.env_ids, held) if in_bulk else None
+        self._bulk = columns is not None and all(leaf.dtype != object for leaf in tree_leaves(chunk.obs))
+        self._fields: dict[str, Any] = {
+            "obs": chunk.obs,
+            "act": chunk.act if act is None else act,
+            "policy": {} if policy is None else policy.to_dict(),
+            "rew": chunk.rew,
+            "terminated": chunk.terminated,
+            "truncated": chunk.truncated,
+            "done": chunk.done,
+            "info": columns or {},
+        }
+        self._ended = counted_ends(chunk)
+        self._saves_next = buffer._save_obs_next
+        self._last_frame = buffer._save_only_last_obs
+
+    def add(self, start: int, stop: int) -> Added:
+        """Adds steps `start` to `stop` - 1; pieces are added in their order."""
+        if start == 0:
+            for t, n in self._chunk.restarts.tolist():
+                if t <= 0:
+                    truncate_open_episode(self._buffer, int(self._ids[n]))
+        return self._add_in_bulk(start, stop) if self._bulk else self._add_in_order(start, stop)
+
+    # In bulk.
+
+    def _add_in_bulk(self, start: int, stop: int) -> Added:
+        if isinstance(self._buffer, HERReplayBuffer | HERReplayBufferManager):
+            self._buffer._restore_cache()
+        added, keep = self._advance(slice(start, stop))
+        if (added.index >= 0).any():
+            self._allocate()
+            self._write(start, stop, added.index, keep)
+            if isinstance(self._buffer, PrioritizedReplayBuffer):
+                self._buffer.init_weight(added.index[keep])
+        return added
+
+    def _advance(self, steps: slice) -> tuple[Added, NDArray[np.bool_]]:
+        """Moves indices and accumulators on; returns also which steps no later one overwrites."""
+        valid, subs = self._chunk.valid[steps], self._subs
+        done = self._chunk.done[steps] & valid
+        sizes = np.array([sub.maxsize for sub in subs])
+        first = np.array([sub._insertion_idx for sub in subs])
+        begun = np.array([sub._ep_start_idx for sub in subs])
+        held = np.array([sub._size for sub in subs])
+        open_lens = np.array([sub._ep_len for sub in subs])
+        taken = valid.cumsum(0)
+        count = taken[-1]
+        if ((count > 0) & (begun > np.minimum(held + 1, sizes))).any():
+            raise MalformedBufferError(f"Episodes begin at {begun}, beyond the {held} transitions that there are.")
+        index = (first + taken - 1) % sizes + self._offsets
+        before = _taken_before(done, taken)
+        starts = np.where(before < 0, begun, (first + before) % sizes) + self._offsets
+        lens = taken - np.where(before < 0, -open_lens, before)
+        sums, ep_return = _sums(np.array([sub._ep_return for sub in subs], float), self._chunk.rew[steps], valid, done)
+        ended = self._ended[steps]
+        until = np.where(done, taken, -1).max(0)  # taken when the last episode ended
+        state = zip(
+            subs,
+            count.tolist(),
+            ((first + count) % sizes).tolist(),
+            np.minimum(held + count, sizes).tolist(),
+            ep_return.tolist(),
+            (count - np.where(until < 0, -open_lens, until)).tolist(),
+            np.where(until < 0, begun, (first + until) % sizes).tolist(),
+            strict=True,
+        )
+        for sub, moved, insertion, size, total, length, begin in state:
+            if moved:
+                sub.last_index[0] = (insertion - 1) % sub.maxsize
+                sub._insertion_idx, sub._size = insertion, size
+                sub._ep_return, sub._ep_len, sub._ep_start_idx = total, length, begin
+        self._advance_manager(count > 0)
+        added = Added(
+            index=np.where(valid, index, -1),
+            returns=np.where(ended, sums, 0.0),
+            lens=np.where(ended, lens, 0),
+            starts=np.where(valid, starts, 0),
+            ended=ended,
+        )
+        return added, valid & (taken > count - sizes)
+
+    def _advance_manager(self, moved: NDArray[np.bool_]) -> None:
+        buffer = self._buffer
+        if isinstance(buffer, ReplayBufferManager):
+            ids = self._ids[moved]
+            last = np.array([sub.last_index[0] for sub in self._subs])
+            buffer.last_index[ids] = (last + self._offsets)[moved]
+            buffer._lengths[ids] = np.array([sub._size for sub in self._subs])[moved]
+
+    def _allocate(self) -> None:
+        """Makes the arrays of the buffer that are missing, as ``add`` does when it first sees a key."""
+        template = Batch(tree_map(lambda leaf: leaf[:1, 0], self._stored()))
+        if self._saves_next:
+            template.obs_next = template.obs
+        buffer = self._buffer
+        if not buffer._meta.get_keys():
+            template.rew = template.rew.astype(float)
+            buffer._meta = cast(Any, create_value(template, buffer.maxsize, stack=False))
+        elif lacks(buffer._meta, template):
+            alloc_by_keys_diff(buffer._meta, template, buffer.maxsize, False)
+        else:
+            return
+        if isinstance(buffer, ReplayBufferManager):
+            buffer._set_batch_for_children()
+
+    def _stored(self) -> dict[str, Any]:
+        """The fields in the form in which the buffer holds them."""
+        if not self._last_frame:
+            return self._fields
+        return {**self._fields, "obs": tree_map(lambda leaf: leaf[:, :, -1], self._fields["obs"])}
+
+    def _write(self, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+        place = Place(index, keep)
+        fields = tree_map(lambda leaf: leaf[start:stop], self._stored())
+        for key, held in self._buffer._meta.items():
+            if key == "obs_next" and self._saves_next:
+                self._write_next(held, start, stop, index, keep)
+            elif key in fields:
+                assign(held, fields[key], place)
+            else:
+                clear(held, place.index)
+
+    def _write_next(self, held: Any, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+        """Writes the observations after steps from where they are, without an array of them all."""
+        chunk = self._chunk
+        inner = min(stop, chunk.num_steps - 1) - start
+        if inner > 0:
+            following = tree_map(lambda leaf: self._frame(leaf[start + 1 : start + 1 + inner], 2), chunk.obs)
+            assign(held, following, Place(index[:inner], keep[:inner]))
+        if stop == chunk.num_steps:
+            last = tree_map(lambda leaf: self._frame(leaf, 1)[None], chunk.last_obs)
+            assign(held, last, Place(index[-1:], keep[-1:]))
+        t, n = self._chunk.final_index[:, 0], self._chunk.final_index[:, 1]
+        among = np.flatnonzero((t >= start) & (t < stop))
+        among = among[keep[t[among] - start, n[among]]]
+        if len(among):
+            finals = tree_map(lambda leaf: self._frame(leaf[among], 1), self._chunk.final_obs)
+            at = index[t[among] - start, n[among]]
+            assign(held, finals, Place(at, np.ones(len(at), bool)))
+
+    def _frame(self, leaf: NDArray[Any], axis: int) -> NDArray[Any]:
+        """The last of the frames that are stacked on this axis, where only that is stored."""
+        return leaf[(slice(None),) * axis + (-1,)] if self._last_frame else leaf
+
+    # In the order of steps, by the buffer's own `add`.
+
+    def _add_in_order(self, start: int, stop: int) -> Added:
+        shape = (stop - start, self._chunk.num_envs)
+        index, lens, starts = np.full(shape, -1), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        returns, ended = np.zeros((*shape, *self._chunk.rew.shape[2:])), self._ended[start:stop]
+        following = self._chunk.next_obs()
+        infos: dict[int, list[Any]] = {}
+        for item in self._chunk.infos:
+            infos.setdefault(item.t, []).append(item)
+        for row, t in enumerate(range(start, stop)):
+            columns = np.flatnonzero(self._chunk.valid[t])
+            if len(columns):
+                fields = {**self._fields, "obs_next": following}
+                del fields["info"]
+                batch = Batch(tree_map(lambda leaf: leaf[t][columns], fields))  # noqa: B023
+                batch.info = info_rows(infos.get(t, ()), columns, self._chunk.env_ids[columns])
+                result = self._buffer.add(batch, buffer_ids=self._ids[columns])
+                index[row, columns], returns[row, columns], lens[row, columns], starts[row, columns] = result
+        returns[~ended], lens[~ended] = 0.0, 0
+        return Added(index, returns, lens, starts, ended)
+
+
+def _sums(
+    total: NDArray[np.float64], rew: NDArray[np.float64], valid: NDArray[np.bool_], done: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Adds rewards up in the order of steps; returns the sums after each, and those of the episodes under way."""
+    rew = rew if valid.all() else np.where(valid, rew, 0.0)
+    sums = np.empty(rew.shape)
+    ends: Any = done.any(1).tolist()
+    for t in range(len(rew)):
+        total += rew[t]
+        sums[t] = total
+        if ends[t]:
+            total[done[t]] = 0.0
+    return sums, total
+
+
+def _taken_before(done: NDArray[np.bool_], taken: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many steps an environment had taken when the episode before that of a step ended; -1 if none did."""
+    until = np.maximum.accumulate(np.where(done, taken, -1), axis=0)
+    return np.concatenate([np.full((1, done.shape[1]), -1), until[:-1]])
+
+
+def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> Sequence[Any]:
+    if isinstance(buffer, CachedReplayBuffer):
+        subs = list(buffer.cached_buffers)
+    elif isinstance(buffer, ReplayBufferManager):
+        subs = list(buffer.buffers)
+    elif isinstance(buffer, ReplayBuffer):
+        subs = [buffer]
+    else:
+        raise _buffer_error("one of Tianshou's replay buffers", type(buffer).__name__)
+    if len(ids) and int(ids.max()) >= len(subs):
+        raise _buffer_error(
+            f"a buffer for at least {int(ids.max()) + 1} environments", f"{type(buffer).__name__} for {len(subs)}"
+        )
+    return [subs[i] for i in ids.tolist()]
+
+
+def _offsets(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    if not isinstance(buffer, ReplayBufferManager):
+        return np.zeros(len(ids), np.int64)
+    offsets: NDArray[np.int64] = buffer._offset[ids + 1 if isinstance(buffer, CachedReplayBuffer) else ids]
+    return offsets
+
+
+def _buffer_error(expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        "Every environment has a sub-buffer of its own.",
+        expected=expected,
+        got=got,
+        remedy="Pass VectorReplayBuffer(total_size, buffer_num=num_envs).",
+    )
+
+
+def _check_tree(obs: Tree) -> None:
+    if isinstance(obs, tuple) or (isinstance(obs, dict) and any(isinstance(part, tuple) for part in obs.values())):
+        raise ConfigError(
+            "Tianshou's buffers hold arrays, and dicts of them.",
+            expected="observations of a Box, Discrete, MultiDiscrete, MultiBinary or Dict space",
+            got="tuples",
+            remedy="Turn the Tuple space into a Dict space with a wrapper.",
+        )

@@ -1,0 +1,400 @@
+"""Tianshou's Collector, fed by whole chunks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, cast
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import tianshou.data
+import torch
+from numpy.typing import NDArray
+from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Policy
+from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
+from tianshou.config import ENABLE_VALIDATION
+from tianshou.data import CollectStats, ReplayBuffer
+from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
+from tianshou.env import BaseVectorEnv
+
+from rayvec.data import Chunk, tree_map
+from rayvec.data.chunk_ops import counted_ends
+from rayvec.errors import ConfigError, check_choice
+from rayvec.pools.weights import WeightStore
+from rayvec.tianshou.collect.absent import without_absent_rows
+from rayvec.tianshou.collect.buffers import Added, ChunkInsertion
+from rayvec.tianshou.collect.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
+from rayvec.tianshou.env.assembly import assembled_chunk, objects
+from rayvec.tianshou.env.vector_env import RayVectorEnv
+from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
+
+__all__ = ["Collector", "PrefetchCollectStats"]
+
+logger = logging.getLogger(__name__)
+_made = itertools.count()
+
+
+class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
+    """Collects steps into a buffer, as ``tianshou.data.Collector`` does, a chunk at a time.
+
+    Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and the buffer is filled by whole
+    chunks. It takes one step of all environments at a time, as Tianshou does, where something is asked for that
+    needs it: a hook on steps, rendering, arguments for resets, stats of one's own for every step, observations
+    that are not what their space says, another vector environment.
+
+    Args:
+        policy: A policy or an algorithm of Tianshou.
+        env: The environments.
+        buffer: Where to; by default a ``VectorReplayBuffer`` for 10,000 steps of each environment.
+        exploration_noise: Whether to add the policy's exploration noise.
+        on_episode_done_hook: Called with every whole episode, as in Tianshou.
+        on_step_hook: Called with every step, as in Tianshou.
+        raise_on_nan_in_buffer: Whether to look for NaN in the buffer after every collect.
+        collect_stats_class: What ``collect`` returns.
+        inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time. A policy that can't be
+            pickled acts in the driver.
+        unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand, instead of
+            Tianshou's rule, by which short episodes come more often.
+        prefetch: Whether the workers take the next chunk while the algorithm updates, with the policy as it was before:
+            ``collect(n_step=...)`` returns the steps that the call before began. Stats say how old the policy was
+            that acted (:class:`PrefetchCollectStats`; a class of one's own is told if it has the field). For
+            off-policy algorithms and :class:`rayvec.tianshou.IMPALA`, and for ``n_step`` alone. The
+            environments are not free in between.
+
+    Raises:
+        ConfigError: Settings that can't work together, or `prefetch` for an algorithm that learns from steps of its
+            present policy alone.
+        ValueError: The buffer has no room for so many environments.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | Algorithm[Any, Any],
+        env: gymnasium.Env[Any, Any] | BaseVectorEnv,
+        buffer: ReplayBuffer | None = None,
+        exploration_noise: bool = False,
+        on_episode_done_hook: EpisodeRolloutHookProtocol | None = None,
+        on_step_hook: StepHookProtocol | None = None,
+        raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
+        collect_stats_class: type[CollectStats] = CollectStats,
+        *,
+        inference: Literal["worker", "driver"] = "worker",
+        unbiased: bool = False,
+        prefetch: bool = False,
+    ) -> None:
+        check_choice("inference", inference, ("worker", "driver"))
+        if prefetch:
+            _check_prefetch(policy, env, inference)
+            if collect_stats_class is CollectStats:
+                collect_stats_class = PrefetchCollectStats
+        super().__init__(
+            policy,
+            env,
+            buffer,
+            exploration_noise,
+            on_episode_done_hook,
+            on_step_hook,
+            raise_on_nan_in_buffer,
+            cast(type[TCollectStats], collect_stats_class),
+        )
+        self._inference = inference
+        self._unbiased = unbiased
+        self._prefetch = prefetch
+        self._in_flight = self._at_random = self._is_amid = self._bad_obs_told = False
+        self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
+        self._store: WeightStore | None = None
+        self._random_store: WeightStore | None = None
+        self._published = np.zeros(0, np.float32)
+        self._state_in_driver = False
+        self._first_step = 0
+        self._noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
+
+    def collect(self, *args: Any, **kwargs: Any) -> Any:
+        """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
+        stats = super().collect(*args, **kwargs)
+        self.collect_time += stats.collect_time
+        return stats
+
+    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Begins new episodes everywhere; returns first observations and infos. A chunk in flight is dropped."""
+        self._state_in_driver = self._is_amid = False
+        if self._in_flight:
+            self._land()
+        return super().reset_env(gym_reset_kwargs)
+
+    def _collect(
+        self,
+        n_step: int | None = None,
+        n_episode: int | None = None,
+        random: bool = False,
+        render: float | None = None,
+        gym_reset_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if render or gym_reset_kwargs or not self._takes_chunks(random):
+            if self._prefetch:
+                raise _prefetch_error(
+                    "no rendering, no hook on steps, a policy that can be pickled, observations as their space says",
+                    "a collect that takes one step at a time",
+                )
+            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
+        if self._pre_collect_obs_RO is None:
+            raise ValueError(
+                "Initial obs and info should not be None. "
+                "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
+            )
+        if self._prefetch and n_episode:
+            raise _prefetch_error("n_step", f"n_episode={n_episode}")
+        if n_episode and self._in_flight:
+            self.reset_env()  # a call before was interrupted, and what its chunk had to do with it is not known
+        if n_episode and self._unbiased and self._is_amid:
+            raise ConfigError(
+                "Episodes that count without bias begin in the call that counts them.",
+                expected="environments at the beginning of an episode",
+                got="some in the midst of one, begun by an earlier collect",
+                remedy="Pass reset_before_collect=True, or call reset() first.",
+            )
+        return self._collect_chunks(n_step, n_episode, random)
+
+    # A step at a time.
+
+    def _takes_chunks(self, random: bool) -> bool:
+        """Whether nothing stands in the way of chunks."""
+        env = self.env
+        return (
+            self._inference == "worker"
+            and isinstance(env, RayVectorEnv)
+            and not env.is_async
+            and env.gives_arrays
+            and not self._state_in_driver
+            and self._on_step_hook is None
+            and type(self).run_on_step_hook is tianshou.data.Collector.run_on_step_hook
+            and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
+            and (random or self._publish())
+        )
+
+    def _collect_steps(
+        self,
+        n_step: int | None,
+        n_episode: int | None,
+        random: bool,
+        render: float | None,
+        gym_reset_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        if n_episode and self._unbiased:
+            raise ConfigError(
+                "Unbiased episodes are collected in chunks.",
+                expected="inference='worker', no hook on steps, no rendering, no arguments for resets",
+                got="a collect that takes one step at a time",
+                remedy="Leave unbiased=True out, or what asks for single steps.",
+            )
+        self._is_amid = True
+        with without_absent_rows(self) as rows:
+            stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        stats.__class__ = self.collect_stats_class
+        stats.n_collected_steps -= rows.count
+        self.collect_step -= rows.count
+        self.collect_episode -= rows.count  # in the loop each has ended an episode
+        self._state_in_driver = self._pre_collect_hidden_state_RH is not None
+        return stats
+
+    # A chunk at a time.
+
+    def _publish(self) -> bool:
+        """Gives the workers the policy as it is now; returns whether it can be given."""
+        weights = self._acting.weights()
+        if self._store is not None and len(weights) != len(self._published):  # another structure
+            self._store.drop()
+            self._store = None
+        if self._store is None:
+            try:
+                cloudpickle.dumps(self._acting)
+            except Exception as error:
+                logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
+                self._inference = "driver"
+                return False
+            self._store = self._pool_env.publish(self._acting)
+        elif weights.tobytes() != self._published.tobytes():
+            self._store.publish(weights)
+        self._published = weights
+        return True
+
+    @property
+    def _pool_env(self) -> RayVectorEnv:
+        return cast(RayVectorEnv, self.env)
+
+    def _collect_chunks(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
+        schedule: Schedule
+        if n_step:
+            schedule = StepCount(n_step, self.env_num)
+        else:
+            schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode or 0, self.env_num)
+        stats = self.collect_stats_class()
+        store = self._random() if random else self._store
+        assert store is not None
+        ahead = n_step if self._prefetch and not random else None
+        num_next = StepCount(ahead, self.env_num).next_steps() if ahead else 0
+        for chunk, at_random in self._chunks(store, schedule, random, num_next):
+            self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
+            if self._prefetch and hasattr(stats, "staleness") and not at_random:
+                stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
+        self.collect_step += stats.n_collected_steps
+        self.collect_episode += stats.n_collected_episodes
+        if n_episode:
+            self.reset_env()
+        elif not self._prefetch:
+            self._keep_last(chunk, random)
+        return stats
+
+    def _chunks(
+        self, store: WeightStore, schedule: Schedule, random: bool, num_next: int
+    ) -> Iterator[tuple[Chunk, bool]]:
+        """Yields the chunk in flight, then new ones, until all has been taken that the schedule asks for.
+
+        Before the last, which is yet to be inserted, the workers begin to take `num_next` steps for the next call.
+
+        Yields:
+            A chunk with `valid` cleared where a step does not belong, and whether it was taken at random.
+        """
+        while self._in_flight or schedule.next_steps():
+            if not self._in_flight:
+                self._take_off(store, schedule.next_steps(), random)
+            at_random, taken = self._at_random, self._land()
+            chunk = schedule.take(taken, counted_ends(taken))
+            is_last = not schedule.next_steps()
+            if num_next and is_last:
+                self._take_off(store, num_next)
+            yield chunk, at_random
+            if is_last:
+                return
+
+    def _random(self) -> WeightStore:
+        if self._random_store is None:
+            self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
+        return self._random_store
+
+    def _take_off(self, store: WeightStore, num_steps: int, random: bool = False) -> None:
+        self._pool_env.rollout_async(store, num_steps, self._first_step, self._noise_seed)
+        self._first_step += num_steps
+        self._in_flight, self._at_random, self._is_amid = True, random, True
+
+    def _land(self) -> Chunk:
+        rollout = self._pool_env.rollout_wait()
+        self._in_flight = False  # not before: a wait that was interrupted leaves the chunk to the next call
+        if rollout.edges.bad_obs is not None and not self._bad_obs_told:
+            self._bad_obs_told = True
+            logger.warning("an observation is not finite: %s", rollout.edges.bad_obs.first)
+        assert rollout.chunk is not None
+        return assembled_chunk(rollout.chunk)
+
+    def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:
+        act: Any = chunk.extras.get("act", chunk.act)
+        if random:
+            lead = chunk.valid.shape
+            act = self.policy.map_action_inverse(act.reshape(-1, *act.shape[2:])).reshape(*lead, *act.shape[2:])
+        insertion = ChunkInsertion(self.buffer, chunk, act=act, policy=policy_entry(chunk.extras))
+        stats.n_collected_steps += int(chunk.valid.sum())
+        if "dist_std" in chunk.extras:
+            parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
+            stats.pred_dist_std_array = np.concatenate([*parts, chunk.extras["dist_std"][chunk.valid]])
+        if not self._looks_at_episodes():
+            added = insertion.add(0, chunk.num_steps)
+            self._count(stats, added)
+            return
+        ends = (np.flatnonzero((chunk.done & chunk.valid).any(1)) + 1).tolist()
+        start = 0
+        for stop in dict.fromkeys([*ends, chunk.num_steps]):  # a hook finds the buffer as it is after the step
+            added = insertion.add(start, stop)
+            self._finish_episodes(added, stats, with_episodes)
+            start = stop
+
+    def _looks_at_episodes(self) -> bool:
+        """Whether somebody must be shown every whole episode."""
+        return (
+            self._on_episode_done_hook is not None
+            or type(self).run_on_episode_done is not tianshou.data.Collector.run_on_episode_done
+            or self.collect_stats_class.update_at_episode_done is not CollectStats.update_at_episode_done
+        )
+
+    @staticmethod
+    def _count(stats: CollectStats, added: Added) -> None:
+        returns = added.returns[added.ended]
+        if len(returns):
+            stats.returns = np.concatenate([stats.returns, returns]) if len(stats.returns) else returns
+        stats.lens = np.concatenate([stats.lens, added.lens[added.ended]])
+        stats.n_collected_episodes += int(added.ended.sum())
+
+    def _finish_episodes(self, added: Added, stats: CollectStats, with_episodes: bool) -> None:
+        """Shows whoever asked for it the episodes that ended in the last of these steps."""
+        for column in np.flatnonzero(added.ended[-1]).tolist():
+            start, stop = int(added.starts[-1, column]), int(added.index[-1, column]) + 1
+            indices = self.buffer.get_buffer_indices(start, stop)
+            episode: Any = self.buffer[indices]
+            additions = self.run_on_episode_done(episode)
+            if additions is not None and not with_episodes:
+                raise ValueError(
+                    "An on_episode_done_hook with non-empty returns is not supported for n_step collection."
+                    "Such hooks should only be used when collecting full episodes. Got a on_episode_done_hook "
+                    f"that would add the following fields to the buffer: {list(additions)}.",
+                )
+            for key, values in (additions or {}).items():
+                self.buffer.set_array_at_key(values, key, index=indices)
+                episode.set_array_at_key(values, key)
+            episode_return = added.returns[-1, column]
+            stats.update_at_episode_done(
+                episode_batch=episode,
+                episode_return=episode_return if episode_return.ndim else float(episode_return),
+            )
+
+    def _keep_last(self, chunk: Chunk, random: bool) -> None:
+        """Remembers where the environments stand, for a collect that takes one step at a time."""
+        n, last = self.env_num, chunk.num_steps - 1
+        obs = chunk.last_obs
+        if isinstance(obs, dict):
+            obs = objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
+        infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
+        for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
+            for item in said.where(lambda block: block.t == last):
+                if chunk.done[last, item.n] == of_reset:
+                    infos[item.n] = {**item.info, **infos[item.n]}
+        self._pre_collect_obs_RO, self._pre_collect_info_R = obs, objects(infos)
+        state = None if random else policy_entry(chunk.extras).get("hidden_state")
+        if state is not None:
+            state = state[last]
+            self._reset_hidden_state_based_on_type(np.flatnonzero(chunk.done[last]), state)
+        self._pre_collect_hidden_state_RH = state
+
+
+@dataclass(kw_only=True)
+class PrefetchCollectStats(CollectStats):
+    """What one call of ``collect`` of a prefetching collector did."""
+
+    staleness: int = 0
+    """How many times the policy had changed since the one began to act that took the oldest of these steps."""
+
+
+def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
+    """Refuses what can't be prefetched, or must not be."""
+    if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
+        raise _prefetch_error(
+            "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"
+        )
+    acting = policy.policy if isinstance(policy, Algorithm) else policy
+    on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
+    if on_policy and not records_logp(acting):
+        raise _prefetch_error(
+            "an off-policy algorithm or rayvec.tianshou.IMPALA",
+            f"{type(policy).__name__}, which learns from steps of its present policy",
+        )
+
+
+def _prefetch_error(expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        "With prefetch=True the workers take chunks with the policy as it was before the update.",
+        expected=expected,
+        got=got,
+        remedy="Leave prefetch out.",
+    )

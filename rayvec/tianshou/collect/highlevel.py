@@ -1,0 +1,60 @@
+"""What Tianshou's high-level builder takes in the place of its own collectors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tianshou.algorithm.algorithm_base import Algorithm
+from tianshou.data import ReplayBuffer
+from tianshou.env import BaseVectorEnv
+from tianshou.highlevel.params.collector import CollectorFactory
+
+from rayvec.tianshou.collect.collector import Collector
+
+__all__ = ["RayCollectorFactory"]
+
+
+class RayCollectorFactory(CollectorFactory):
+    """Makes :class:`rayvec.tianshou.Collector`, for ``ExperimentBuilder.with_collector_factory``.
+
+    Args:
+        inference: Where the policy acts: ``"worker"`` or ``"driver"``.
+        unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand.
+        prefetch: Whether the workers take the next chunk while the algorithm updates; for training alone, which is
+            what collectors are for that are given a buffer.
+    """
+
+    def __init__(
+        self, *, inference: Literal["worker", "driver"] = "worker", unbiased: bool = False, prefetch: bool = False
+    ) -> None:
+        self.inference = inference
+        self.unbiased = unbiased
+        self.prefetch = prefetch
+
+    def create_collector(
+        self,
+        algorithm: Algorithm[Any, Any],
+        vector_env: BaseVectorEnv,
+        buffer: ReplayBuffer | None = None,
+        exploration_noise: bool = False,
+    ) -> Collector[Any]:
+        """Makes a collector.
+
+        Args:
+            algorithm: Whose policy acts.
+            vector_env: A ``RayVectorEnv``, such as ``venv_type=RayVectorEnvType()`` gives, or another.
+            buffer: Where to, for training; by default a new one.
+            exploration_noise: Whether to add the policy's exploration noise.
+
+        Raises:
+            ConfigError: Settings that can't work together, or `prefetch` for an algorithm that can't have it.
+        """
+        return Collector(
+            algorithm,
+            vector_env,
+            buffer,
+            exploration_noise,
+            inference=self.inference,
+            unbiased=self.unbiased,
+            prefetch=self.prefetch and buffer is not None,
+        )

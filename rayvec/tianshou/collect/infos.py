@@ -1,0 +1,137 @@
+"""Infos of a chunk in the form in which Tianshou's Batch holds them, for all steps at once.
+
+Tianshou turns the info dicts of every step into a Batch: values of the environments side by side, and where an
+environment has not got a key, 0 or None. As long as a key's values are of one type, that gives the same for each
+step as for all steps together; where they are not, what comes out depends on the step, and :func:`info_columns`
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tianshou.data import Batch
+
+from rayvec.data import Chunk
+from rayvec.data.infos import ChunkInfo, ChunkInfos, InfoColumn
+
+__all__ = ["info_columns", "info_rows"]
+
+_NUMBERS = "biufc"
+
+
+class _IrregularError(Exception):
+    """Some key has values of several types, or of one that is neither number, array, text nor dict."""
+
+
+def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[str, Any] | None:
+    """Returns the infos of a chunk's valid steps, ``[T, N, ...]`` for each key, nested as the infos are.
+
+    Args:
+        chunk: Whose infos.
+        env_ids: What to write under ``env_id``, ``int64 [N]``.
+        held: The infos that the buffer holds already, a Batch, or None.
+
+    Returns:
+        Columns, with 0 or None where a step has no such key; None if they depend on the step that they are of.
+    """
+    lead = chunk.valid.shape
+    infos = chunk.infos
+    if not chunk.valid.all():
+        infos = infos.where(lambda block: chunk.valid[block.t, block.n])
+    parts = []
+    for block in infos.blocks:
+        ours = {key: column for key, column in block.columns.items() if key != "env_id"}
+        parts.append((block.t * lead[1] + block.n, ours))
+    try:
+        columns = _columns(parts, lead[0] * lead[1])
+        columns["env_id"] = np.tile(env_ids, lead[0])
+        _check_kinds(columns, held)
+    except _IrregularError:
+        return None
+    return _reshape(columns, lead)
+
+
+def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns the infos of one step as Tianshou's vector environments do: dicts with ``env_id``, ``object [k]``.
+
+    Args:
+        infos: Those of the step that are not empty.
+        columns: Of the environments that took the step, ``[k]``.
+        env_ids: Their indices, ``int64 [k]``.
+    """
+    by_column = {item.n: item.info for item in infos}
+    rows = np.empty(len(columns), object)
+    for row, (column, env_id) in enumerate(zip(columns.tolist(), env_ids.tolist(), strict=True)):
+        rows[row] = {**by_column.get(column, {}), "env_id": env_id}
+    return rows
+
+
+def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], size: int) -> dict[str, Any]:
+    """Spreads the columns of infos over all places; each part says where it belongs."""
+    gathered: dict[Any, list[tuple[NDArray[np.int64], InfoColumn]]] = {}
+    for places, part in parts:
+        for key, column in part.items():
+            gathered.setdefault(key, []).append((places, column))
+    columns: dict[str, Any] = {}
+    for key, found in gathered.items():
+        if not isinstance(key, str):
+            raise _IrregularError
+        at, column = np.concatenate([places for places, _ in found]), _joined([column for _, column in found])
+        if column.kind is None and set(map(type, column.values)) == {dict}:
+            if not all(column.values):
+                raise _IrregularError
+            inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), column.values, strict=True))
+            columns[key] = _columns([(block.n, block.columns) for block in inner.blocks], size)
+            continue
+        array = _array(column.values) if column.kind is None else column.values
+        columns[key] = np.full((size, *array.shape[1:]), None if array.dtype == object else 0, array.dtype)
+        columns[key][at] = array
+    return columns
+
+
+def _joined(columns: list[InfoColumn]) -> InfoColumn:
+    if all(column.form == columns[0].form for column in columns):
+        return InfoColumn.join(columns)
+    return InfoColumn(None, [value for column in columns for value in column.read()])
+
+
+def _array(values: list[Any]) -> NDArray[Any]:
+    types = set(map(type, values))
+    if types == {np.ndarray}:
+        if len({(value.dtype, value.shape) for value in values}) > 1 or values[0].dtype.kind not in _NUMBERS:
+            raise _IrregularError
+        return np.stack(values)
+    if types == {str}:
+        return np.array(values).astype(object)
+    if not all(kind in (bool, int, float) or issubclass(kind, np.generic) for kind in types):
+        raise _IrregularError
+    array = np.array(values)
+    if {np.dtype(kind) for kind in types} != {array.dtype} or array.dtype.kind not in _NUMBERS:
+        raise _IrregularError
+    return array
+
+
+def _check_kinds(columns: dict[str, Any], held: Any) -> None:
+    """What is missing becomes 0 among numbers, None among objects: both must agree on which they are."""
+    if not isinstance(held, Batch):
+        return
+    for key, column in columns.items():
+        if key not in held:
+            continue
+        if isinstance(column, dict) != isinstance(held[key], Batch):
+            raise _IrregularError
+        if isinstance(column, dict):
+            _check_kinds(column, held[key])
+        elif (held[key].dtype == object) != (column.dtype == object):
+            raise _IrregularError
+
+
+def _reshape(columns: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        key: _reshape(column, lead) if isinstance(column, dict) else column.reshape(*lead, *column.shape[1:])
+        for key, column in columns.items()
+    }

@@ -1,0 +1,1 @@
+"""Tianshou's vector environment, stepped by rayvec."""

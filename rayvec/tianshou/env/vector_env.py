@@ -1,0 +1,439 @@
+"""The Tianshou face of a cluster of environments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from numpy.typing import NDArray
+from tianshou.env import BaseVectorEnv
+
+from rayvec.cluster.ray_pool import RayPool
+from rayvec.data import Chunk, Rollout, StepBatch, Topology
+from rayvec.envs.factory import EnvFactory, env_seeds
+from rayvec.errors import ConfigError, check_choice, message
+from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.weights import WeightStore
+from rayvec.rollout.loop import ActingPolicy
+from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
+from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
+from rayvec.tianshou.env.remote_env import RemoteEnv
+
+__all__ = ["RayVectorEnv", "RayVectorEnvType"]
+
+_T = TypeVar("_T")
+Ids = int | list[int] | NDArray[Any] | None
+
+
+class RayVectorEnv(BaseVectorEnv):
+    """Environments on every core of a Ray cluster, as one Tianshou vector environment.
+
+    It takes the place of ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
+    their order, types and errors are Tianshou's. Environments are made on the workers, never here, so that only
+    the callables must be picklable. As in Tianshou, no cores are claimed from Ray: several may share them, as
+    training and test environments do.
+
+    Where `wait_num` or `timeout` ask for asynchronous stepping, every environment has a process of its own.
+
+    Args:
+        env_fns: One callable for each environment.
+        wait_num: A step returns when so many environments have answered; all of them by default.
+        timeout: A step returns after so many seconds with what has answered, if anything has.
+        num_nodes: How many nodes to use; by default all.
+        workers_per_node: Worker processes on each; by default one for each core.
+        step_timeout_s: As for :class:`rayvec.RayVecEnv`.
+        on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
+            observation, reward 0, truncated, and ``info["env_restarted"]``; the caller resets, as after any end.
+        on_node_loss: As for :class:`rayvec.RayVecEnv`.
+        preload: As for :class:`rayvec.RayVecEnv`.
+        address: As for :class:`rayvec.RayVecEnv`.
+
+    Raises:
+        AssertionError: `wait_num` or `timeout` out of bounds.
+        ConfigError: Other settings that can't work, or a cluster that is too small.
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    # No attribute of ours needs Tianshou's detour, which costs every access; the reserved ones are properties.
+    __getattribute__ = object.__getattribute__
+
+    # noinspection PyMissingConstructor
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        wait_num: int | None = None,
+        timeout: float | None = None,
+        *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
+        step_timeout_s: float | None = None,
+        on_env_error: Literal["raise", "restart"] = "raise",
+        on_node_loss: Literal["rehost", "raise"] = "rehost",
+        preload: Sequence[str] = (),
+        address: str | None = None,
+    ) -> None:
+        self.is_closed = True  # until everything stands; __del__ asks
+        check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+        supervision = Supervision.of(on_env_error, step_timeout_s)
+        factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
+        self.env_num = factory.num_envs
+        self.wait_num = wait_num or self.env_num
+        assert 1 <= self.wait_num <= self.env_num, f"wait_num should be in [1, {self.env_num}], but got {wait_num}"
+        self.timeout = timeout
+        assert timeout is None or timeout > 0, f"timeout is {timeout}, it should be positive if provided!"
+        self.is_async = self.wait_num != self.env_num or timeout is not None
+        self.waiting_id: list[int] = []
+        self.ready_id = list(range(self.env_num))
+        self._failed = False
+        self._in_chunk = False
+        self._everyone = np.arange(self.env_num)
+        self._assembler = Assembler()
+        self._pool = RayPool.open(
+            factory,
+            num_nodes=num_nodes,
+            workers_per_node=workers_per_node,
+            worker_per_env=self.is_async,
+            claim_cpus=False,
+            preload=preload,
+            supervision=supervision,
+            rehost=on_node_loss == "rehost",
+            address=address,
+        )
+        self.is_closed = False
+        spaces = self._pool.spaces
+        self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
+        self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
+
+    @property
+    def topology(self) -> Topology:
+        """Which node holds which environments, and how many workers step them."""
+        return self._pool.topology
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached: ``"shm"`` or ``"tcp"``."""
+        return self._pool.transports
+
+    @property
+    def action_space(self) -> list[Any]:
+        """The space of each environment's actions."""
+        return self.get_env_attr("action_space")
+
+    @property
+    def observation_space(self) -> list[Any]:
+        """The space of each environment's observations."""
+        return self.get_env_attr("observation_space")
+
+    @property
+    def metadata(self) -> list[Any]:
+        """The metadata of each environment."""
+        return self.get_env_attr("metadata")
+
+    @property
+    def spec(self) -> list[Any]:
+        """The spec of each environment."""
+        return self.get_env_attr("spec")
+
+    @property
+    def reward_range(self) -> list[Any]:
+        """The range of each environment's rewards, which Gymnasium has given up."""
+        return self.get_env_attr("reward_range")
+
+    @property
+    def workers(self) -> list[RemoteEnv]:  # type: ignore[override]
+        """Each environment by itself, in the form of a Tianshou worker."""
+        return [RemoteEnv(self, index) for index in range(self.env_num)]
+
+    @property
+    def worker_class(self) -> type[RemoteEnv]:  # type: ignore[override]
+        """Of :attr:`workers`."""
+        return RemoteEnv
+
+    def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
+        """Returns an attribute of some environments, each from the outermost wrapper that has it.
+
+        Raises:
+            AttributeError: An environment has not got it.
+            AssertionError: One of them is stepping.
+        """
+        return self._call("get_env_attr", key, id=id)
+
+    def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
+        """Sets an attribute of some environments, within all wrappers."""
+        self._call("set_env_attr", key, value, id=id)
+
+    def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
+        self._assert_is_free()
+        ids = self._wrap_id(id)
+        if self.is_async:
+            self._assert_id(ids)
+        pool_ids = self._pool_ids(ids)
+        return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), KeyboardInterrupt)
+
+    def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Resets some environments, all with the same arguments.
+
+        Args:
+            env_id: Which; all by default.
+            **kwargs: Passed to ``reset`` of each environment: ``seed``, ``options``, or what it takes.
+
+        Returns:
+            Observations and infos in the order of `env_id`.
+
+        Raises:
+            TypeError: Observations are tuples, which Tianshou does not take.
+            AssertionError: One of them is stepping.
+        """
+        self._assert_is_free()
+        ids = self._wrap_id(env_id)
+        if self.is_async:
+            self._assert_id(ids)
+        if len(ids) == 0:
+            raise IndexError("a reset needs at least one environment, but got no id")
+        seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
+        batch = self._reset(self._pool_ids(ids), [seed] * len(ids), {"kwargs": kwargs} if kwargs else None)
+        obs, infos, _ = self._assembler.reset(batch)
+        if isinstance(obs[0], tuple):
+            raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
+        return stack(obs), objects(infos)
+
+    def _reset(
+        self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
+    ) -> StepBatch:
+        def whole() -> StepBatch:
+            self._pool.reset(ids, seeds, options)
+            return self._pool.recv(ids)
+
+        return self._guarded(whole)
+
+    def step(self, action: Any, id: Ids = None) -> StepResult:
+        """Steps some environments.
+
+        Args:
+            action: One action for each; NumPy arrays travel as they are, lists and tensors more slowly. Where
+                stepping is asynchronous, None starts nothing.
+            id: Which, each once, in any order; all by default.
+
+        Returns:
+            Observations, rewards, terminated, truncated and infos with ``env_id``: in the order of `id`, or, where
+            stepping is asynchronous, of those that have answered.
+
+        Raises:
+            AssertionError: One of them is stepping, or there are more or fewer actions than environments.
+            ValueError: No action, and stepping is not asynchronous.
+        """
+        self._assert_is_free()
+        ids = self._wrap_id(id)
+        if not self.is_async:
+            if action is None:
+                raise ValueError("action must be not-None for non-async")
+            if len(ids) == 0:
+                raise ValueError("a step needs at least one environment, but got no id")
+            return self._assembler.step(self._step(*self._checked(action, ids)), ids)
+        if action is not None:
+            self._assert_id(ids)
+            pool_ids, actions = self._checked(action, ids)
+            if len(pool_ids):
+                self._guarded(lambda: self._pool.send(pool_ids, actions, Autoreset.DISABLED))
+            self.waiting_id += list(ids)
+            self.ready_id = [x for x in self.ready_id if x not in ids]
+        return self._step_async()
+
+    def _step(self, ids: NDArray[np.int64], actions: Any) -> StepBatch:
+        def whole() -> StepBatch:
+            self._pool.send(ids, actions, Autoreset.DISABLED)
+            return self._pool.recv(ids)
+
+        return self._guarded(whole)
+
+    def _checked(self, action: Any, ids: list[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Any]:
+        """Returns ids as the pool knows them, and actions as it takes them."""
+        assert len(action) == len(ids)
+        pool_ids = self._pool_ids(ids)
+        if hasattr(action, "detach"):
+            action = action.detach().cpu().numpy()
+        if not (self._plain_actions and type(action) is np.ndarray and action.dtype != object):
+            action = [action[i] for i in range(len(ids))]
+        return pool_ids, action
+
+    def _step_async(self) -> StepResult:
+        if not self.waiting_id:
+            raise RuntimeError(
+                message(
+                    "A step returns what environments that are stepping have answered.",
+                    expected="at least one of them",
+                    got="none",
+                    remedy="Pass actions, or look at waiting_id first.",
+                )
+            )
+        batch = self._guarded(self._recv_some)
+        ids = []
+        for env_id in batch.env_ids.tolist():
+            ids.append(self.waiting_id.pop(self.waiting_id.index(env_id)))
+        self.ready_id += ids
+        return self._assembler.step(batch, ids)
+
+    def _recv_some(self) -> StepBatch:
+        """Waits for `wait_num` environments, or until the timeout for at least one."""
+        while True:
+            try:
+                return self._pool.recv(min_ready=min(self.wait_num, len(self.waiting_id)), timeout_s=self.timeout)
+            except NotReady:
+                pass
+            try:
+                return self._pool.recv(min_ready=1, timeout_s=0.0)
+            except NotReady:
+                continue
+
+    def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
+        """Seeds the action space and the random numbers of each environment, which resets most.
+
+        Args:
+            seed: A base, to which each environment's index is added; a list with one for each; or None.
+
+        Returns:
+            What ``seed`` of each environment returned, or else the seed that it was reset with, in a list.
+        """
+        self._assert_is_free()
+        self._assert_id(self._wrap_id(None))
+        batch = self._reset(self._everyone, env_seeds(seed, self.env_num), {"seed": True})
+        _, _, apart = self._assembler.reset(batch)
+        return [extra["seeds"] for extra in apart]
+
+    def render(self, **kwargs: Any) -> list[Any]:
+        """Returns what each environment renders.
+
+        Raises:
+            RuntimeError: Some are stepping.
+        """
+        self._assert_is_not_closed()
+        if self.waiting_id:
+            raise RuntimeError(f"Environments {self.waiting_id} are still stepping, cannot render them now.")
+        return self._call("render_env", **kwargs)
+
+    def close(self) -> None:
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them.
+
+        Raises:
+            AssertionError: It has been called before.
+        """
+        if self._failed:  # and is closed already, of which the caller need not know
+            self._failed = False
+            return
+        self._assert_is_not_closed()
+        self.is_closed = True
+        self._pool.close()
+
+    def __del__(self) -> None:
+        """Closes what was not closed."""
+        if (
+            not getattr(self, "is_closed", True) and not sys.is_finalizing()
+        ):  # at the end of the process all ends anyway
+            self.close()
+
+    # Chunks, for rayvec.tianshou.Collector.
+
+    @property
+    def gives_arrays(self) -> bool:
+        """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
+        return self._pool.layout is not None and not self._assembler.any_apart
+
+    def publish(self, policy: ActingPolicy) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights."""
+        self._assert_is_not_closed()
+        return WeightStore(self._pool, policy, guarded=self._guarded)
+
+    def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
+        """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
+        self.rollout_async(weights, num_steps, first_step, noise_seed)
+        chunk = self.rollout_wait().chunk
+        assert chunk is not None
+        return chunk
+
+    def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Starts what :meth:`rollout_workers` does; until :meth:`rollout_wait` the environments are not free.
+
+        Weights may be published meanwhile: the next chunk begins with them.
+        """
+        self._assert_is_free()
+        self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
+        self._in_chunk = True
+
+    def rollout_wait(self) -> Rollout:
+        """Waits for the chunk that :meth:`rollout_async` started; may be called again if the wait was interrupted."""
+        self._assert_is_not_closed()
+        rollout = self._guarded(self._pool.finish_rollout, Exception)  # Ctrl-C leaves it under way
+        self._in_chunk = False
+        return rollout
+
+    # What the public methods share.
+
+    def _assert_is_free(self) -> None:
+        self._assert_is_not_closed()
+        assert not self._in_chunk, "Cannot interact with environments that take a chunk for a prefetching collector."
+
+    def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
+        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes everything.
+
+        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        """
+        try:
+            return function()
+        except NotReady:
+            raise
+        except fatal:
+            self.close()
+            self._failed = True
+            raise
+
+    def _pool_ids(self, ids: list[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """Returns ids as the pool knows them; as in a list, -1 is the last environment."""
+        pool_ids = np.asarray(ids, np.int64)
+        if len(pool_ids) and not -self.env_num <= pool_ids.min() <= pool_ids.max() < self.env_num:
+            raise IndexError(f"environments are numbered from 0 to {self.env_num - 1}, but got {pool_ids.tolist()}")
+        pool_ids = pool_ids % self.env_num
+        if len(set(pool_ids.tolist())) < len(pool_ids):
+            raise ConfigError(
+                "An environment takes one step at a time.",
+                expected="each id once",
+                got=pool_ids.tolist(),
+                remedy="Call step twice.",
+            )
+        return pool_ids
+
+
+class RayVectorEnvType:
+    """Stands where Tianshou's high-level builder wants a ``VectorEnvType``: its environments are :class:`RayVectorEnv`.
+
+    Args:
+        **options: Keywords of :class:`RayVectorEnv`. Unless they name another `preload`, each node imports once what
+            the builder's factories need, rather than every worker.
+
+    >>> RayVectorEnvType(num_nodes=2)
+    RayVectorEnvType(num_nodes=2)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def create_venv(self, factories: Sequence[Callable[[], gymnasium.Env[Any, Any]]]) -> RayVectorEnv:
+        """Makes a vector environment with one environment of each factory."""
+        return RayVectorEnv(factories, **({"preload": ("tianshou.highlevel.env",)} | self._options))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self._options.items())})"
+
+
+def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:
+    """Returns a space whose arrays hold the observations of every environment, or one of anything."""
+    every = (spaces.observation, *spaces.observations)
+    if all(ArrayLayout.of(space) is not None for space in every) and all(
+        is_space_dtype_shape_equiv(space, spaces.observation) for space in every
+    ):
+        return spaces.observation
+    return AnySpace()

@@ -1,0 +1,1 @@
+"""Tianshou's algorithms on several ranks, and IMPALA."""

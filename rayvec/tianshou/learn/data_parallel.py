@@ -1,0 +1,342 @@
+"""Tianshou's algorithms on several learner ranks, as algorithms that Tianshou's trainers run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cloudpickle
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, TrainingStats
+from tianshou.algorithm.modelfree.a2c import A2C
+from tianshou.algorithm.modelfree.c51 import C51
+from tianshou.algorithm.modelfree.ddpg import DDPG
+from tianshou.algorithm.modelfree.discrete_sac import DiscreteSAC
+from tianshou.algorithm.modelfree.dqn import DQN
+from tianshou.algorithm.modelfree.fqf import FQF
+from tianshou.algorithm.modelfree.iqn import IQN
+from tianshou.algorithm.modelfree.ppo import PPO
+from tianshou.algorithm.modelfree.qrdqn import QRDQN
+from tianshou.algorithm.modelfree.rainbow import RainbowDQN
+from tianshou.algorithm.modelfree.redq import REDQ
+from tianshou.algorithm.modelfree.sac import SAC, AutoAlpha, FixedAlpha
+from tianshou.algorithm.modelfree.td3 import TD3
+from tianshou.data import ReplayBuffer
+
+from rayvec.distributed.rank_group import RankGroup
+from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.learners.ranks import Ranks
+from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState, Numbers
+from rayvec.tianshou.learn.impala import IMPALA
+from rayvec.tianshou.learn.shards import Ahead, Generators, OffPolicyUpdate, OnPolicyUpdate, cut_batch
+
+__all__ = ["EQUAL", "DataParallel", "data_parallel"]
+
+EQUAL: tuple[type[Algorithm[Any, Any]], ...] = (
+    A2C,
+    C51,
+    DDPG,
+    DQN,
+    DiscreteSAC,
+    FQF,
+    IMPALA,
+    IQN,
+    PPO,
+    QRDQN,
+    REDQ,
+    RainbowDQN,
+    SAC,
+    TD3,
+)
+"""The algorithms for which tests show that N ranks do what one does."""
+
+
+def data_parallel(
+    algorithm: Algorithm[Any, Any],
+    num_learners: int = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
+    *,
+    learner_threads: int = 1,
+    num_cpus: int | None = None,
+    timeout_s: float = 60.0,
+    address: str | None = None,
+) -> Any:
+    """Returns an algorithm whose updates are computed by several learner ranks, Ray actors, together.
+
+    It is of the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
+    take it as they take `algorithm`. Its ``update`` hands every rank a contiguous part of the buffer, or of the sampled
+    batch. A rank computes the losses of its rows, the gradients of all are summed before they are clipped, and every
+    rank takes the same step. In the end the policy, the nets, the states of optimizers and the lagged networks here
+    are those of the ranks. N ranks do what plain Tianshou does with the same data, the same order of minibatches and
+    the same noise, up to rounding: NumPy's and torch's global generators go to the ranks and (torch's off-policy only)
+    come back as an update of plain Tianshou would have left them. On ``"cuda"`` noise is drawn by the GPU and equal in
+    distribution.
+
+    Numbers that are changed here between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
+    ranks with the next update; so do weights and states of optimizers, however they are changed.
+    Structure must stay as it is. A copy or a pickle of the returned algorithm is a plain one.
+
+    Args:
+        algorithm: One of :data:`EQUAL`, by its exact class or a subclass that changes none of its methods. Its nets
+            must treat rows one by one: batch normalisation and dropout are refused.
+        num_learners: Ranks. A batch with fewer rows than ranks leaves some without work, and changes nothing.
+        device: Where each rank computes; ``"cuda"`` gives each a GPU. The algorithm itself stays where it is.
+        learner_threads: How many threads torch may use on each rank.
+        num_cpus: Cores that each rank claims from Ray; by default as many as `learner_threads`.
+        timeout_s: How long ranks wait for each other, in seconds.
+        address: Of a running Ray cluster.
+
+    Returns:
+        The algorithm, a :class:`DataParallel` and a ``type(algorithm)``; end its ranks by ``close()``, by using it as
+        a context manager, or by letting go of it.
+
+    Raises:
+        ConfigError: `algorithm` is not one that can be computed on several ranks, or the ranks can't be placed.
+        LearnerError: From ``update``: ranks were lost again while an update was repeated after a loss.
+    """
+    check_count("num_learners", num_learners)
+    check_choice("device", device, ("cpu", "cuda"))
+    _check_algorithm(algorithm)
+    pickled = pickle_algorithm(algorithm)
+
+    def make(ranks: Ranks) -> AlgorithmRank:
+        return AlgorithmRank(pickled, device, ranks)
+
+    group = RankGroup(
+        make,
+        num_learners,
+        device=device,
+        threads=learner_threads,
+        num_cpus=num_cpus,
+        timeout_s=timeout_s,
+        address=address,
+    )
+    parallel = wrap(algorithm, group, device)
+    weakref.finalize(parallel, _end, group)
+    return parallel
+
+
+def _end(group: RankGroup) -> None:
+    if ray.is_initialized():  # or the ranks have ended with Ray, and asking it for them would start another
+        group.close()
+
+
+def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
+    """Returns an algorithm whose updates a group computes that has a copy of it on every rank."""
+    parallel: Any = object.__new__(_parallel_class(type(algorithm)))
+    vars(parallel).update(vars(algorithm))
+    parallel._group, parallel._device, parallel._pending = group, device, None
+    parallel._state = AlgorithmState(parallel)
+    parallel._on_ranks = copy.deepcopy(parallel._state.capture())
+    for optimizer in parallel._state.optimizers:
+        vars(optimizer)["_opt_called"] = (
+            True  # by the ranks; a schedule of learning rates warns where nobody has stepped
+        )
+    return parallel
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What an update began with.
+
+    Attributes:
+        buffer: Where the batch comes from.
+        indices: Of its rows in the buffer.
+        numbers: Those of the algorithm before Tianshou switches it to training mode.
+    """
+
+    buffer: ReplayBuffer
+    indices: NDArray[np.int64]
+    numbers: Numbers
+
+
+class DataParallel:
+    """What :func:`data_parallel` puts before an algorithm's own class: its updates are computed by ranks.
+
+    Sampling, learning-rate schedules and new priorities stay with Tianshou's own ``update``, in the driver.
+    """
+
+    _group: RankGroup
+    _device: str
+    _pending: _Pending | None
+    _state: AlgorithmState
+    _on_ranks: dict[str, Any]  # what the ranks have
+
+    @property
+    def num_learners(self) -> int:
+        """How many ranks compute an update."""
+        return self._group.num_ranks
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks themselves: where they are, and their processes."""
+        return self._group
+
+    def close(self) -> None:
+        """Ends the ranks; the algorithm can't be updated after it. May be called again."""
+        self._group.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def plain(self) -> Any:
+        """Returns the plain algorithm in its present state; it shares policy, nets and optimizers with this one."""
+        base = type(self).__mro__[2]
+        plain: Any = object.__new__(base)
+        vars(plain).update(
+            {name: value for name, value in vars(self).items() if name not in DataParallel.__annotations__}
+        )
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (type(self).__mro__[2],), vars(self.plain())
+
+    def _preprocess_batch(self, batch: Any, buffer: ReplayBuffer, indices: NDArray[np.int64]) -> Any:
+        self._pending = _Pending(buffer, indices, self._state.numbers())
+        return batch
+
+    def _update_with_batch(self, batch: Any, batch_size: int | None = None, repeat: int = 1) -> TrainingStats:
+        algorithm: Any = self
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        seed = int(torch.randint(2**62, ())) if self._device == "cuda" else None
+        generators = Generators(np.random.get_state(), torch.get_rng_state().numpy(), seed)
+        update: OnPolicyUpdate | OffPolicyUpdate
+        ahead = None
+        if isinstance(self, OnPolicyAlgorithm):
+            is_last = np.isin(pending.indices, pending.buffer.last_index)
+            update = OnPolicyUpdate(
+                pending.numbers,
+                generators,
+                batch.rew,
+                batch.terminated,
+                batch.truncated,
+                is_last,
+                batch_size,
+                repeat,
+            )
+        else:
+            num_steps = getattr(algorithm, "n_step_return_horizon", None) or algorithm.n_step
+            ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
+            update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
+        shards = cut_batch(batch, self.num_learners, ahead)
+        if not self._state.is_at(self._on_ranks):  # somebody changed weights or optimizers
+            self._group.load_state_dict(self._state.capture())
+            self._on_ranks = copy.deepcopy(self._state.capture())
+        told = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
+        return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
+
+    def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
+        """Takes over what an update changed."""
+        first = replies[0]
+        self._on_ranks = self._group.state_dict()
+        self._state.restore(self._on_ranks)
+        self._state.set_numbers(first.changed)
+        np.random.set_state(first.generators.numpy)
+        if not isinstance(self, OnPolicyAlgorithm):
+            torch.set_rng_state(torch.from_numpy(first.generators.torch.copy()))
+        if first.weight is not None:
+            batch.weight = torch.from_numpy(np.concatenate([reply.weight for reply in replies]))
+        stats: TrainingStats = first.stats
+        return stats
+
+
+def _new(kind: type[Any]) -> Any:
+    return object.__new__(kind)
+
+
+@functools.cache
+def _parallel_class(base: type[Any]) -> type[Any]:
+    return type(f"DataParallel{base.__name__}", (DataParallel, base), {"__doc__": f"{base.__name__} on several ranks."})
+
+
+def pickle_algorithm(algorithm: Any) -> bytes:
+    """Returns an algorithm for the ranks; schedules of learning rates stay here."""
+    sent = copy.copy(algorithm)
+    sent.lr_schedulers = []
+    try:
+        pickled: bytes = cloudpickle.dumps(sent)
+    except Exception as error:
+        raise ConfigError(
+            "Ranks compute with copies of the algorithm.",
+            expected="an algorithm that cloudpickle can pickle",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Keep open files, environments and loggers out of policy and nets.",
+        ) from error
+    return pickled
+
+
+def _check_algorithm(algorithm: Any) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise _refusal(
+            "An algorithm of Tianshou 2 is computed on several ranks.",
+            "a tianshou.algorithm.Algorithm",
+            f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
+            "Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
+        )
+    if isinstance(algorithm, DataParallel):
+        raise _refusal(
+            "An algorithm is made data-parallel once.",
+            "a plain algorithm",
+            type(algorithm).__name__,
+            "Pass algorithm.plain() to make another of it.",
+        )
+    _check_class(type(algorithm))
+    _check_parts(algorithm)
+
+
+def _check_class(kind: type[Any]) -> None:
+    base = next((each for each in kind.__mro__ if each in EQUAL), None)
+    names = ", ".join(each.__name__ for each in EQUAL)
+    if base is None:
+        raise _refusal(
+            "Only algorithms for which N ranks were shown to equal one are computed on several.",
+            f"one of {names}",
+            kind.__name__,
+            "Use the plain algorithm, which takes the same collectors.",
+        )
+    own = {name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each)}
+    changed = sorted(
+        name for name in own if name != "__init__" and callable(getattr(base, name, None)) and name not in vars(object)
+    )
+    if changed:
+        raise _refusal(
+            "A subclass that changes methods of its algorithm was not shown to be the same on N ranks as on one.",
+            f"{base.__name__}, or a subclass that adds to it",
+            f"{kind.__name__}, which changes {', '.join(changed)}",
+            "Use the plain algorithm, or bring the change into the policy or the nets.",
+        )
+
+
+def _check_parts(algorithm: Any) -> None:
+    mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
+    for path, module in algorithm.named_modules():
+        if isinstance(module, mixing):
+            raise _refusal(
+                "Nets treat rows one by one, or N ranks are not one.",
+                "no batch normalisation and no dropout",
+                f"{type(module).__name__} at {path}",
+                "Use LayerNorm, or leave it out.",
+            )
+    alpha = getattr(algorithm, "alpha", None)
+    if alpha is not None and type(alpha) not in (AutoAlpha, FixedAlpha):
+        raise _refusal(
+            "The entropy coefficient is updated by the mean over all rows.",
+            "a number or an AutoAlpha",
+            type(alpha).__name__,
+            "Pass one of these.",
+        )
+
+
+def _refusal(rule: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return ConfigError(rule, expected=expected, got=got, remedy=remedy)

@@ -1,0 +1,151 @@
+"""Random numbers of a whole batch, cut into the rows of a rank.
+
+A loss that draws noise for every row is the same on N ranks as on one only if the noise of a row does not depend on
+who computes it. All ranks therefore hold generators in the same state, draw for the whole batch, and keep their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rayvec.errors import LearnerError
+
+__all__ = ["Cut", "SlicedDraws"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which rows of a batch one rank computes.
+
+    Attributes:
+        total: Rows of the batch on all ranks.
+        mine: Positions of this rank's rows in the batch, ``[n]`` int64, in the batch's order. Never empty: a rank
+            without a row borrows one, with a share of 0.
+        share: Rows of this rank over `total`, by which a mean over its rows enters the mean over all.
+    """
+
+    total: int
+    mine: Tensor
+    share: float
+
+
+class SlicedDraws(TorchFunctionMode):
+    """Makes draws with one row for each row of this rank's part those of the whole batch, while it is entered.
+
+    A draw whose first dimension is not the number of rows (the noise of a layer, say) stays as it is: every rank draws
+    the same. `torch.normal`, `torch.randn`, `torch.rand`, `torch.multinomial` and filling by `normal_`, `uniform_` and
+    `exponential_` are cut, with the bits that one rank would have drawn. A draw of one dimension is not, however long,
+    since it may as well be a layer's, nor is one whose rows are a later dimension: where ranks have different numbers
+    of rows, their generators differ afterwards.
+
+    Attributes:
+        cut: The rows of the batch that is being computed; None: nothing is cut.
+
+    Raises:
+        LearnerError: Something draws for every row in a way that can't be cut, as dropout does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: Cut | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.cut is not None:
+            if func in _CUTS:
+                return _CUTS[func](self.cut, *args, **kwargs)
+            if func in _UNCUT:
+                raise _refusal(func)
+        return func(*args, **kwargs)
+
+
+def _is_by_row(cut: Cut, shape: torch.Size) -> bool:
+    return len(shape) > 1 and shape[0] == len(cut.mine)
+
+
+def _draw(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `function`, which takes a size, cut."""
+
+    def draw(cut: Cut, *args: Any, **kwargs: Any) -> Tensor:
+        size = kwargs.pop("size", args[0] if len(args) == 1 else args)
+        shape = torch.Size([size] if isinstance(size, int) else size)
+        if not _is_by_row(cut, shape):
+            return function(shape, **kwargs)
+        return function((cut.total, *shape[1:]), **kwargs)[cut.mine]
+
+    return draw
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `function`, which fills a tensor, cut."""
+
+    def fill(cut: Cut, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not _is_by_row(cut, tensor.shape):
+            return function(tensor, *args, **kwargs)
+        whole = torch.empty((cut.total, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        return tensor.copy_(function(whole, *args, **kwargs)[cut.mine])
+
+    return fill
+
+
+def _normal(cut: Cut, *args: Any, **kwargs: Any) -> Tensor:
+    mean, std = (
+        kwargs.get(name, args[place] if len(args) > place else None) for place, name in ((0, "mean"), (1, "std"))
+    )
+    shape = mean.shape if isinstance(mean, Tensor) else std.shape if isinstance(std, Tensor) else torch.Size()
+    if not _is_by_row(cut, shape) or not isinstance(mean, Tensor) or not isinstance(std, Tensor):
+        return torch.normal(*args, **kwargs)
+    whole = torch.empty((cut.total, *shape[1:]), dtype=mean.dtype, device=mean.device).normal_()
+    return whole[cut.mine].mul_(std).add_(mean)
+
+
+def _multinomial(cut: Cut, weights: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> Tensor:
+    if not _is_by_row(cut, weights.shape):
+        return torch.multinomial(weights, num_samples, replacement, **kwargs)
+    if num_samples != 1:
+        raise _refusal(torch.multinomial)
+    race = torch.empty((cut.total, *weights.shape[1:]), dtype=weights.dtype, device=weights.device).exponential_(1)
+    return (weights / race[cut.mine]).argmax(-1, keepdim=True)  # the first of exponential clocks, as torch does it
+
+
+def _refusal(function: Any) -> LearnerError:
+    return LearnerError(
+        "What a net or a loss draws for every row is drawn for the whole batch and cut.",
+        expected="torch.normal, randn, rand, normal_, uniform_, exponential_, or multinomial with one sample",
+        got=f"{getattr(function, '__name__', function)}",
+        remedy="Draw with one of these, leave the noise out, or update with the plain algorithm.",
+    )
+
+
+_CUTS: dict[Any, Callable[..., Tensor]] = {
+    torch.normal: _normal,
+    torch.randn: _draw(torch.randn),
+    torch.rand: _draw(torch.rand),
+    torch.multinomial: _multinomial,
+    **{function: _in_place(function) for function in (Tensor.normal_, Tensor.uniform_, Tensor.exponential_)},
+}
+_UNCUT = {
+    torch.bernoulli,
+    torch.poisson,
+    torch.randint,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.dropout,
+    torch.nn.functional.dropout,
+    torch.nn.functional.alpha_dropout,
+    torch.nn.functional.gumbel_softmax,
+    Tensor.bernoulli,
+    Tensor.bernoulli_,
+    Tensor.random_,
+    Tensor.cauchy_,
+    Tensor.geometric_,
+    Tensor.log_normal_,
+    torch.binomial,
+}

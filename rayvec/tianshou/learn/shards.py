@@ -1,0 +1,219 @@
+"""What the driver sends to the ranks of a data-parallel algorithm: rows, and what they need of the buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tianshou.data import Batch, ReplayBuffer
+
+from rayvec.tianshou.learn.algorithm_state import Numbers
+
+__all__ = [
+    "Ahead",
+    "AheadView",
+    "Generators",
+    "OffPolicyUpdate",
+    "OnPolicyUpdate",
+    "Shard",
+    "WholeView",
+    "bounds",
+    "cut_batch",
+    "writable",
+]
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of NumPy's and torch's global generators, which Tianshou draws permutations and noise from.
+
+    Attributes:
+        numpy: As of ``numpy.random.get_state``.
+        torch: As of ``torch.get_rng_state``, uint8.
+        cuda_seed: For the generators of accelerators, which have a state of another kind.
+    """
+
+    numpy: Any
+    torch: NDArray[np.uint8]
+    cuda_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class OnPolicyUpdate:
+    """What every rank is told about an on-policy update of a batch of ``n`` rows.
+
+    Attributes:
+        numbers: Those of the driver's algorithm, see :class:`rayvec.tianshou.learn.algorithm_state.AlgorithmState`.
+        generators: Of the driver.
+        rew: Rewards, ``[n]``.
+        terminated: ``[n]`` bool.
+        truncated: ``[n]`` bool.
+        is_last: Where what the buffer holds of an environment ends, ``[n]`` bool.
+        batch_size: Rows of a minibatch; None: all.
+        repeat: How often the batch is gone through.
+    """
+
+    numbers: Numbers
+    generators: Generators
+    rew: NDArray[Any]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    is_last: NDArray[np.bool_]
+    batch_size: int | None
+    repeat: int
+
+    @property
+    def total(self) -> int:
+        """Rows of the batch on all ranks."""
+        return len(self.rew)
+
+
+@dataclass(frozen=True)
+class OffPolicyUpdate:
+    """What every rank is told about an off-policy update of a sampled batch.
+
+    Attributes:
+        numbers: Those of the driver's algorithm.
+        generators: Of the driver.
+        total: Rows of the batch on all ranks.
+        with_weight: Whether the buffer wants to know new priorities.
+    """
+
+    numbers: Numbers
+    generators: Generators
+    total: int
+    with_weight: bool
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The steps that follow ``n`` sampled rows, for n-step returns.
+
+    Attributes:
+        rew: Rewards of each row and the N - 1 steps after it, ``[N, n]``.
+        end: Where an episode ends, or is not finished yet, ``[N, n]`` bool.
+        terminated: Of the last of the N steps, ``[n]`` bool.
+        obs_next: After the last of the N steps, ``n`` rows; None: that of the rows themselves (N = 1).
+    """
+
+    rew: NDArray[Any]
+    end: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    obs_next: Any
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer, indices: NDArray[np.int64], num_steps: int) -> Ahead:
+        """Looks up what follows the rows at `indices` of a buffer."""
+        steps = [indices]
+        for _ in range(num_steps - 1):
+            steps.append(buffer.next(steps[-1]))
+        end = buffer.done.copy()
+        end[buffer.unfinished_index()] = True
+        stacked, last = np.stack(steps), steps[-1]
+        obs_next = buffer[last].obs_next if num_steps > 1 else None
+        return cls(buffer.rew[stacked], end[stacked], buffer.terminated[last], obs_next)
+
+    def cut(self, rows: slice) -> Ahead:
+        """Returns the part of some rows."""
+        return Ahead(
+            self.rew[:, rows],
+            self.end[:, rows],
+            self.terminated[rows],
+            None if self.obs_next is None else self.obs_next[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of one rank: a contiguous part of the batch.
+
+    Attributes:
+        start: First of them in the batch.
+        stop: The one after the last; equal to `start` on a rank without rows, which then borrows one.
+        batch: The rows, at least one.
+        ahead: Of these rows, off-policy.
+    """
+
+    start: int
+    stop: int
+    batch: Batch
+    ahead: Ahead | None = None
+
+
+def bounds(total: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Returns where the rows of each rank start and stop; they differ by one row at most.
+
+    >>> bounds(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    short, longer = divmod(total, num_ranks)
+    stops = np.cumsum([short + (rank < longer) for rank in range(num_ranks)]).tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def cut_batch(batch: Batch, num_ranks: int, ahead: Ahead | None = None) -> list[Shard]:
+    """Cuts a batch into one shard for each rank."""
+    shards = []
+    for start, stop in bounds(len(batch), num_ranks):
+        rows = slice(start, stop) if stop > start else slice(0, 1)
+        shards.append(Shard(start, stop, batch[rows], None if ahead is None else ahead.cut(rows)))
+    return shards
+
+
+class WholeView:
+    """The part of a buffer's interface that on-policy algorithms read, over a whole batch in its order.
+
+    Attributes:
+        terminated: ``[n]`` bool.
+        last_index: The rows where what the buffer holds of an environment ends.
+    """
+
+    def __init__(self, update: OnPolicyUpdate) -> None:
+        self.terminated = update.terminated
+        self.last_index = np.flatnonzero(update.is_last)
+        self._unfinished = np.flatnonzero(update.is_last & ~(update.terminated | update.truncated))
+
+    def unfinished_index(self) -> NDArray[np.int64]:
+        """Returns those of them after which an episode goes on."""
+        return self._unfinished
+
+
+class AheadView:
+    """The part of a buffer's interface that Tianshou's n-step returns read, over the rows of one shard.
+
+    Row i of step k stands at ``k * n + i``.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        assert shard.ahead is not None
+        ahead = shard.ahead
+        steps, self._rows = ahead.rew.shape[:2]
+        self.rew = ahead.rew.reshape(steps * self._rows, *ahead.rew.shape[2:])
+        self.done = ahead.end.reshape(-1)
+        self._last = (steps - 1) * self._rows
+        self.terminated = np.zeros(len(self.done), bool)
+        self.terminated[self._last :] = ahead.terminated
+        self._obs_next = shard.batch.obs_next if ahead.obs_next is None else ahead.obs_next
+
+    def next(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns where the following steps stand."""
+        following: NDArray[np.int64] = index + self._rows
+        return following
+
+    def unfinished_index(self) -> NDArray[np.int64]:
+        """Returns nothing: unfinished episodes count as ended in `done` already."""
+        return np.zeros(0, np.int64)
+
+    def __getitem__(self, index: NDArray[np.int64]) -> Batch:
+        return Batch(obs_next=self._obs_next[index - self._last])
+
+
+def writable(batch: Batch) -> Batch:
+    """Returns a batch with arrays of its own, which what came from Ray has not."""
+    return batch.apply_values_transform(_own)
+
+
+def _own(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,1 @@
+"""Training runs: the loop, run directories, evaluation, checkpoints, loggers."""

@@ -1,0 +1,188 @@
+"""What belongs to a batch for Gymnasium: merged infos, groups, and the checks of what goes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from numpy.typing import NDArray
+
+from rayvec.data import RawInfo, Topology, Tree
+from rayvec.errors import ConfigError, message
+from rayvec.pools.base import PoolSpaces
+from rayvec.pools.memory import ArrayLayout
+
+__all__ = [
+    "ActionTypeError",
+    "InfoMerger",
+    "batched_observations",
+    "check_number",
+    "checked_actions",
+    "checked_mask",
+    "parse_autoreset_mode",
+    "split_groups",
+]
+
+
+class ActionTypeError(ConfigError, TypeError):
+    """One action where each environment takes one."""
+
+
+class InfoMerger(VectorEnv[Any, Any, Any]):
+    """Gymnasium's own way to merge infos, for any number of rows."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+
+    def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
+        """Merges infos in the order of environments, as ``SyncVectorEnv`` does."""
+        merged: dict[str, Any] = {}
+        for env_id, info, final_obs, final_info in infos:
+            if final_info is not None:
+                merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
+            merged = self._add_info(merged, info, env_id)
+        return merged
+
+
+def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    """Returns the mode that a user named."""
+    try:
+        return AutoresetMode(mode)
+    except ValueError as error:
+        raise ConfigError(
+            "autoreset_mode says when an environment is reset whose episode has ended.",
+            expected="one of " + ", ".join(repr(known.value) for known in AutoresetMode),
+            got=repr(mode),
+            remedy="Leave it out for 'NextStep', as in Gymnasium.",
+        ) from error
+
+
+def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into groups, each with a share of every worker's slice."""
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for node in topology.nodes:
+        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            parts[0] += range(start, middle)
+            parts[-1] += range(middle, stop)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)
+
+
+def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
+    """Returns the space of observations batched as `observation_mode` says, and that of a single one.
+
+    Raises:
+        ConfigError: There is no such mode.
+        RuntimeError: The environments' spaces are not what it says.
+    """
+    single = spaces.observation
+    if mode == "same":
+        batched: Space[Any] = batch_space(single, num_envs)
+    elif mode == "different":
+        _check_shapes(spaces, single)
+        batched = batch_differing_spaces(list(spaces.observations or (single,) * num_envs))
+    elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
+        batched, single = mode
+        _check_shapes(spaces, single)
+    else:
+        raise ConfigError(
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+            f"space, actual got {mode}.",
+            expected="'same', 'different', or a tuple (batched space, single space)",
+            got=repr(mode),
+            remedy="Leave it out where all environments have the same space.",
+        )
+    _check_spaces(spaces, mode, single)
+    return batched, single
+
+
+def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+    if mode == "same" and spaces.observations:
+        differ = next(i for i, space in enumerate(spaces.observations) if space != single)
+        raise RuntimeError(
+            message(
+                "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
+                expected=f"{single}, as in environment 0",
+                got=f"{spaces.observations[differ]} in environment {differ}",
+                remedy="If this is intentional, use `observation_mode='different'` instead.",
+            )
+        )
+    if spaces.actions_differ is not None:
+        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
+
+
+def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
+    """Refuses environments whose observations don't fit into arrays of `single`."""
+    misfit = spaces.misfit(single)
+    if misfit is not None:
+        _raise_spaces(
+            "observation",
+            f"another shape or dtype in environment {misfit}",
+            "Make shapes and dtypes equal by a wrapper.",
+        )
+
+
+def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
+    raise RuntimeError(
+        message(
+            f"Environments that are stepped together share one {kind} space.",
+            expected="that of environment 0",
+            got=got,
+            remedy=remedy,
+        )
+    )
+
+
+def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
+    """Returns actions as a tree of arrays, each ``[count, ...]``."""
+    try:
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+        got = f"shapes {[leaf.shape for leaf in leaves]}"
+    except ValueError as error:
+        leaves, got = [], str(error)
+    if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
+        single = any(leaf.ndim == 0 for leaf in leaves)
+        raise (ActionTypeError if single else ConfigError)(_action_message(got, space))
+    return layout.tree(leaves)
+
+
+def check_number(got: int, count: int, space: Space[Any]) -> None:
+    """Refuses another number of actions than of environments."""
+    if got != count:
+        raise ConfigError(_action_message(f"{got} actions", space))
+
+
+def _action_message(got: str, space: Space[Any]) -> str:
+    return message(
+        "Every environment takes one action.",
+        expected=f"an element of {space}",
+        got=got,
+        remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
+    )
+
+
+def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
+    """Returns ``options["reset_mask"]`` if it is one; errors are of Gymnasium's types and begin in its words."""
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}", num_envs))
+    if mask.shape != (num_envs,):
+        raise ValueError(_mask_message(f"must have shape `({num_envs},)`", f"{mask.shape}", num_envs))
+    if mask.dtype != np.bool_:
+        raise TypeError(_mask_message("must have `dtype=np.bool_`", f"{mask.dtype}", num_envs))
+    if not mask.any():
+        rule = "must contain a boolean array with at least one True value"
+        raise ValueError(_mask_message(rule, f"reset_mask={mask}", num_envs))
+    return mask
+
+
+def _mask_message(rule: str, got: str, num_envs: int) -> str:
+    return message(
+        f"`options['reset_mask']` {rule}, got {got}.",
+        expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
+        got=got,
+        remedy="Pass terminated | truncated, as step returned them.",
+    )

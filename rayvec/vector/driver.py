@@ -1,0 +1,86 @@
+"""A policy that acts in this process, for one group of environments while the others step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import Rollout, StepBatch
+from rayvec.data.chunk_ops import edges_of
+from rayvec.pools.base import ActingPool
+from rayvec.rollout.loop import Stopwatch, as_policy, rollout
+from rayvec.vector.batching import split_groups
+
+__all__ = ["DriverActing"]
+
+_TRIALS = (1, 2, 1, 2)
+"""Groups of the first chunks where it is to be found out what is faster; the first two warm up."""
+
+
+class DriverActing:
+    """Takes chunks of steps from here, and knows which episodes the policy has not seen the beginning of.
+
+    Args:
+        pool: What to step.
+        groups: How many there are; ``"auto"`` tries both in the first four chunks and keeps the faster.
+
+    Attributes:
+        groups: The ids of each.
+    """
+
+    def __init__(self, pool: ActingPool, groups: Literal[1, 2, "auto"]) -> None:
+        self._pool = pool
+        self._undecided = groups == "auto"
+        self._trials_s: list[float] = []  # of a step, by chunk
+        self.groups: tuple[NDArray[np.int64], ...] = split_groups(pool.topology, 2 if groups == 2 else 1)
+        self._everyone = np.arange(pool.num_envs)
+        self._begun = np.ones(pool.num_envs, bool)
+        self._policy: Any = None
+
+    def rollout(
+        self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
+    ) -> Rollout:
+        """Takes `num_steps` steps of every environment; arguments as of :func:`rayvec.rollout.loop.rollout`."""
+        begun = self._everyone if policy is not self._policy else np.flatnonzero(self._begun)
+        self._policy = policy
+        self._begun[:] = False
+        stopwatch = Stopwatch()
+        chunk = rollout(
+            self._pool,
+            as_policy(policy),
+            num_steps,
+            noise_seed=noise_seed,
+            first_step=first_step,
+            groups=self.groups,
+            weights_version=weights_version,
+            begun=begun,
+            stopwatch=stopwatch,
+        )
+        times = stopwatch.read()
+        if self._undecided:
+            self._try_next(times.whole_s / num_steps)
+        return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
+
+    def _try_next(self, step_s: float) -> None:
+        """Takes note of how long a step took, and chooses the groups of the next chunk."""
+        self._trials_s.append(step_s)
+        if len(self._trials_s) < len(_TRIALS):
+            groups = _TRIALS[len(self._trials_s)]
+        else:
+            one_s, two_s = self._trials_s[-2:]
+            groups, self._undecided = (2 if two_s < one_s else 1), False
+        self.groups = split_groups(self._pool.topology, groups)
+
+    def note_reset(self, env_ids: NDArray[np.int64]) -> None:
+        """Takes note of environments that somebody else resets."""
+        self._begun[env_ids] = True
+
+    def note_ended(self, batch: StepBatch) -> None:
+        """Takes note of episodes that ended in steps that somebody else chose."""
+        self._begun[batch.env_ids] |= batch.terminated | batch.truncated
+
+    def note_absence(self) -> None:
+        """Takes note that another policy acts meanwhile: a policy that remembers has missed all of it."""
+        self._policy = None

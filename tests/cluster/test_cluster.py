@@ -1,0 +1,339 @@
+"""Private clusters leave nothing behind, however their process ends; clusters of others are left as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MakeVec
+
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+DEADLINE_S = 60.0
+STEPPING = """
+    import rayvec
+    env = rayvec.RayVecEnv("CartPole-v1", 4, workers_per_node=1)
+    env.reset(seed=0)
+    print("stepping", flush=True)
+    while True:
+        env.step(env.action_space.sample())
+"""
+
+
+class Driver:
+    """A user's script in a process of its own, with a home and a directory for temporary files of its own."""
+
+    def __init__(self, script: str, directory: str, **environment: str) -> None:
+        self._mark = f"RAYVEC_TEST_MARK={uuid.uuid4()}".encode()
+        name, _, value = self._mark.decode().partition("=")
+        self.home, self.tmp = Path(directory, "home"), Path(directory, "tmp")
+        self.home.mkdir()
+        self.tmp.mkdir()
+        path = Path(directory, "script.py")
+        path.write_text(textwrap.dedent(script))
+        inherited = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
+        own = {"HOME": str(self.home), "TMPDIR": str(self.tmp), name: value}
+        self.output = Path(directory, "output.txt")
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(path)],
+                env={**inherited, **own, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def left(self) -> list[str]:
+        """Returns the command lines of what it started, directly or not, and that lives."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                    command = (entry / "cmdline").read_text().replace("\0", " ")
+                    found.append(f"{entry.name} {command.strip()[:200]}")
+        return found
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"never came true: {what}\n{self.left()}\n{self.output.read_text()}"
+            time.sleep(0.05)
+
+    def wait_for_output(self, text: str) -> None:
+        def said() -> bool:
+            assert self.process.poll() is None, self.output.read_text()
+            return text in self.output.read_text()
+
+        self.wait_until(said, f"output {text!r}")
+
+    def finish(self) -> str:
+        """Waits for the end, which must be a good one; returns what was printed."""
+        code = self.process.wait(DEADLINE_S)
+        assert code == 0, self.output.read_text()
+        return self.output.read_text()
+
+    def assert_nothing_left(self) -> None:
+        self.wait_until(lambda: not self.left(), "no process is left")
+        self.wait_until(lambda: not [*self.tmp.iterdir()], f"no file is left of {[*self.tmp.iterdir()]}")
+        assert not [*self.home.iterdir()], "something was written to the home"
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+
+MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def run() -> Iterator[MakeDriver]:
+    """Starts scripts in short directories, since paths of sockets may not be long."""
+    drivers, directories = [], []
+
+    def start(script: str, **environment: str) -> Driver:
+        directories.append(tempfile.mkdtemp(prefix="rvd-", dir="/tmp"))
+        drivers.append(Driver(script, directories[-1], **environment))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.kill()
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals) -> None:
+    names = set(os.listdir("/dev/shm"))
+    driver = run(STEPPING)
+    driver.wait_for_output("stepping")
+    assert len(driver.left()) > 5 and [*driver.tmp.iterdir()]
+    if number == signal.SIGINT:
+        os.killpg(driver.process.pid, number)  # as Ctrl-C does, to all of the foreground
+    else:
+        driver.process.send_signal(number)
+    driver.process.wait(DEADLINE_S)
+    driver.assert_nothing_left()
+    driver.wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "no name in /dev/shm is left")
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in driver.output.read_text()
+
+
+FORKING = """
+    import os, signal, subprocess, sys, tempfile, time
+    import rayvec
+    env = rayvec.RayVecEnv("CartPole-v1", 4, workers_per_node=1)
+    env.reset(seed=0)
+    (directory,) = [entry.path for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith("rayvec-")]
+    log = next(os.path.join(at, name) for at, _, names in os.walk(directory) for name in names if name == "raylet.out")
+    forked = os.fork()  # as fork-context vector environments and data loaders do
+    if not forked:
+        signal.pause()
+    reader = subprocess.Popen(["tail", "-f", log], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print("ready", forked, reader.pid, directory, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "killed"])
+def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver, how: str) -> None:
+    """It holds every file that the driver held, the pipe to the reaper among them; so does who reads a log."""
+    driver = run(
+        FORKING + ("    env.close(); print('closed', flush=True)\n" if how == "close" else "") + "    signal.pause()"
+    )
+    driver.wait_for_output("ready")
+    line = next(line for line in driver.output.read_text().splitlines() if line.startswith("ready"))
+    _, forked, reader, directory = line.split()
+    if how == "killed":
+        driver.process.kill()
+        driver.process.wait(DEADLINE_S)
+    own = {forked, reader} | ({str(driver.process.pid)} if how == "close" else set())
+    driver.wait_until(lambda: {left.split()[0] for left in driver.left()} <= own, "the cluster has ended")
+    driver.wait_until(lambda: not Path(directory).exists(), "its files are gone")
+    if how == "close":
+        driver.wait_for_output("closed")
+    assert {left.split()[0] for left in driver.left()} == own
+
+
+SCRIPT = """
+    import sys
+    import gymnasium, numpy as np, ray, rayvec
+    from gymnasium import spaces
+    from gymnasium.vector import SyncVectorEnv
+    from rayvec.errors import ConfigError
+    from rayvec.testing import CountingEnv, assert_identical
+
+    class MySpace(spaces.Space):
+        def sample(self, mask=None, probability=None):
+            return ("mine", int(self.np_random.integers(100)))
+        def contains(self, x):
+            return True
+        def __eq__(self, other):
+            return type(other) is type(self)
+
+    class MyError(Exception):
+        pass
+
+    class MyOption:
+        level = 3
+
+    class MyEnv(gymnasium.Env):
+        observation_space = MySpace()
+        action_space = spaces.Discrete(3)
+        transform = None
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return ("mine", seed or 0), {"level": options["option"].level if options else 0}
+        def step(self, action):
+            if action == 2:
+                raise MyError("from my script")
+            return ("mine", int(action)), float(action), False, False, {}
+        def transformed(self, x):
+            return self.transform(x)
+
+    def double(x):
+        return 2 * x
+
+    gymnasium.register("mine/Env-v0", entry_point=MyEnv)
+    try:
+        rayvec.RayVecEnv("CartPole-v1", 2, address="127.0.0.1:1")
+    except ConfigError as error:
+        assert "Remedy" in str(error), error
+    else:
+        raise AssertionError("connected to nobody")
+
+    env = rayvec.RayVecEnv("mine/Env-v0", 3, workers_per_node=1)
+    sync = SyncVectorEnv([MyEnv] * 3)
+    for options in (None, {"option": MyOption()}):
+        assert_identical(env.reset(seed=1, options=options), sync.reset(seed=1, options=options))
+    assert_identical(env.step(np.array([0, 1, 0])), sync.step(np.array([0, 1, 0])))
+    env.set_attr("transform", double)
+    assert env.call("transformed", 4) == (8, 8, 8)
+    chunk = env.rollout(lambda obs: np.array([double(0)] * len(obs)), 4)
+    assert chunk.obs[1, 2] == ("mine", 0)
+    second = None
+    if ray.cluster_resources()["CPU"] > 1:
+        second = rayvec.RayVecEnv([CountingEnv] * 2, num_nodes=1, workers_per_node=1)
+    try:
+        env.step(np.array([0, 2, 0]))
+    except MyError as error:
+        assert str(error) == "from my script" and "environment 1" in str(error.__cause__)
+    else:
+        raise AssertionError("no error")
+    assert env.closed
+    if second is not None:
+        assert ray.is_initialized(), "Ray was shut down although another environment uses it"
+        second.reset()
+        second.close()
+    assert not ray.is_initialized()
+
+    third = rayvec.RayVecEnv("CartPole-v1", 2)  # a second private cluster in one process
+    third.reset(seed=0)
+    print("all is well")
+    # and the script ends without closing it
+"""
+
+
+def test_a_users_script(run: MakeDriver) -> None:
+    """What stands in the main module reaches the workers; nothing is printed or left that should not be."""
+    driver = run(SCRIPT)
+    assert driver.finish().strip() == "all is well"
+    driver.assert_nothing_left()
+
+
+def authentication() -> dict[str, str]:
+    """Returns what a process must have in its environment to be let in."""
+    return {name: os.environ[name] for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE") if name in os.environ}
+
+
+class TestSharedCluster:
+    def test_a_ray_that_is_there_is_used_and_left(self, make_vec: MakeVec) -> None:
+        import ray
+
+        first, second = make_vec([CountingEnv]), make_vec([CountingEnv])
+        first.close()
+        second.reset()
+        second.close()
+        assert ray.is_initialized()
+        make_vec([CountingEnv]).reset()
+
+    def test_another_cluster_beside_it_is_refused(self, ray_cluster: object) -> None:
+        with pytest.raises(ConfigError) as caught:
+            RayVecEnv([CountingEnv], address="127.0.0.1:1")
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+
+    def test_its_own_address_is_no_other_cluster(self, ray_cluster: object) -> None:
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        for given in (address, "auto", None):
+            RayVecEnv([CountingEnv], address=given, num_nodes=1, workers_per_node=1).close()
+
+    @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS"])
+    def test_a_cluster_that_runs_is_joined_by_its_address(self, run: MakeDriver, ray_cluster: object, how: str) -> None:
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        environment = authentication()
+        if how == "RAY_ADDRESS":
+            environment["RAY_ADDRESS"] = address
+        driver = run(
+            f"""
+            import ray, rayvec
+            from rayvec.testing import CountingEnv
+            address = {address if how == "argument" else None!r}
+            env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address=address)
+            assert ray.get_runtime_context().gcs_address == {address!r}
+            assert len(env.topology.nodes) == 2
+            assert env.reset(seed=4)[0][:, 0].tolist() == [4, 5]
+            env.close()
+            assert not ray.is_initialized()
+            print("all is well")
+            """,
+            **environment,
+        )
+        assert driver.finish().strip() == "all is well"
+        driver.wait_until(lambda: not driver.left(), "no process is left")
+        assert len(ray.nodes()) == 2
+
+    def test_a_driver_that_is_killed_leaves_nothing_on_a_cluster_of_others(
+        self, run: MakeDriver, ray_cluster: object
+    ) -> None:
+        """Its workers are children of the cluster: what shows is the cores that they hold."""
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        free = ray.available_resources()["CPU"]
+        driver = run(
+            f"""
+            import rayvec
+            from rayvec.testing import CountingEnv
+            env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address={address!r})
+            env.reset(seed=0)
+            print([pid for pids in env._pool.worker_pids().values() for pid in pids], flush=True)
+            while True:
+                env.step([0, 0])
+            """,
+            **authentication(),
+        )
+        driver.wait_for_output("]")
+        pids = [int(pid) for pid in driver.output.read_text().strip("[]\n").split(",")]
+        assert len(pids) == 4 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        driver.process.kill()
+        driver.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its workers have ended")
+        driver.wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "its cores are free")

@@ -1,0 +1,100 @@
+"""From free cores to a topology: every environment has one place, every worker a core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayvec.cluster import placement
+from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology, wait_for_topology
+from rayvec.errors import ConfigError
+
+nodes_of_any_size = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
+    lambda cpus: [FreeNode(f"{i:040x}", f"10.0.0.{i}", count) for i, count in enumerate(cpus)]
+)
+
+
+@given(
+    nodes=nodes_of_any_size,
+    num_envs=st.integers(1, 60),
+    num_nodes=st.none() | st.integers(1, 6),
+    workers_per_node=st.none() | st.integers(1, 9),
+    worker_per_env=st.booleans(),
+)
+def test_every_plan_is_sound_or_explained(
+    nodes: list[FreeNode], num_envs: int, num_nodes: int | None, workers_per_node: int | None, worker_per_env: bool
+) -> None:
+    try:
+        topology = plan_topology(nodes, num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env)
+    except ConfigError as error:
+        usable = sum(node.cpus >= (workers_per_node or 1) for node in nodes)
+        assert usable < (min(num_nodes, num_envs) if num_nodes else 1)
+        assert "Remedy" in str(error)
+        return
+    free = {node.node_id: node.cpus for node in nodes}
+    assert [i for node in topology.nodes for i in node.env_range] == list(range(num_envs))
+    sizes = []
+    for node in topology.nodes:
+        slices = [last - first for first, last in zip(node.worker_bounds, node.worker_bounds[1:], strict=False)]
+        assert all(size >= 1 for size in slices)
+        assert 1 <= node.num_cpus <= free[node.node_id]
+        assert worker_per_env or node.num_workers == node.num_cpus
+        sizes += slices
+    assert max(sizes) - min(sizes) <= 1
+    if worker_per_env:
+        assert set(sizes) == {1}
+    elif workers_per_node is not None:
+        assert all(node.num_workers <= workers_per_node for node in topology.nodes)
+    if num_nodes is not None:
+        assert len(topology.nodes) <= num_nodes
+
+
+@pytest.mark.parametrize(
+    ("cpus", "kwargs", "bounds"),
+    [
+        ([4], {"num_envs": 7}, [(0, 2, 4, 6, 7)]),
+        ([4], {"num_envs": 2}, [(0, 1, 2)]),
+        ([8, 8], {"num_envs": 4, "workers_per_node": 1}, [(0, 2), (2, 4)]),
+        ([8, 8], {"num_envs": 5, "workers_per_node": 1}, [(0, 3), (3, 5)]),
+        ([8, 8], {"num_envs": 5, "num_nodes": 1, "workers_per_node": 3}, [(0, 2, 4, 5)]),
+        ([1, 0, 3], {"num_envs": 8}, [(0, 2), (2, 4, 6, 8)]),
+        ([2, 2], {"num_envs": 1}, [(0, 1)]),
+        ([1, 4], {"num_envs": 6, "num_nodes": 1, "workers_per_node": 2}, [(0, 3, 6)]),
+    ],
+)
+def test_plans(cpus: list[int], kwargs: dict[str, Any], bounds: list[tuple[int, ...]]) -> None:
+    nodes = [FreeNode(f"{i:040x}", f"10.0.0.{i}", count) for i, count in enumerate(cpus)]
+    assert [node.worker_bounds for node in plan_topology(nodes, **kwargs).nodes] == bounds
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"num_nodes": 2}, {"workers_per_node": 5}, {"num_nodes": 0}, {"workers_per_node": -1}]
+)
+def test_what_there_is_not_is_explained(kwargs: dict[str, int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_topology([FreeNode("a" * 40, "10.0.0.1", 4)], 10, **kwargs)
+    for word in ("Expected:", "Got:", "Remedy:"):
+        assert word in str(caught.value)
+    with pytest.raises(ConfigError, match="no living node"):
+        plan_topology([], 10)
+
+
+def test_waiting_ends_with_a_plan_or_with_the_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_PLACE_S", 0.2)
+    monkeypatch.setattr(placement, "_LOOK_AGAIN_S", 0.01)
+    node = FreeNode("a" * 40, "10.0.0.1", 1)
+    looks = iter([[], [], [node]])
+    assert wait_for_topology(lambda: plan_topology(next(looks), 1)).num_envs == 1
+    with pytest.raises(ConfigError):
+        wait_for_topology(lambda: plan_topology([], 1))
+
+
+def test_the_drivers_own_node_is_first(ray_cluster: object) -> None:
+    import ray
+
+    nodes = free_nodes()
+    assert nodes[0].node_id == ray.get_runtime_context().get_node_id()
+    assert len(nodes) == 2 and all(node.cpus >= 1 for node in nodes)

@@ -1,0 +1,144 @@
+"""Chunks that stay in the object store: the driver learns their edges, and whoever needs the rest fetches it."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import ray
+from conftest import MakeVec
+from helpers.chunks import assert_same_chunk
+from helpers.waiting import wait_until
+from ray.experimental import get_object_locations
+
+from rayvec.collect.collector import Collector
+from rayvec.data import Batch, Chunk, ChunkRef
+from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv, TablePolicy, assert_identical
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+WIDE = 512
+
+
+class WideEnv(CountingEnv):
+    """Observations large enough that Ray keeps chunks where they were made."""
+
+    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (WIDE,), np.float64)
+
+    def _obs(self) -> Any:
+        return np.resize(super()._obs().astype(np.float64), WIDE)
+
+
+class FailingEnv(CountingEnv):
+    """Raises in its sixth step."""
+
+    def step(self, action: Any) -> Any:
+        if self._total == 5:
+            raise ArithmeticError("the sixth step")
+        return super().step(action)
+
+
+def by_total(obs: Any) -> Any:
+    return (obs[:, 3].astype(int) // 2) % 2
+
+
+@pytest.fixture
+def wide(make_vec: MakeVec) -> RayVecEnv:
+    return make_vec([WideEnv] * 6, nodes=2)
+
+
+def fetched(batch: Batch) -> list[Chunk]:
+    return [join_chunks(ray.get([part.ref for part in parts])) for parts in batch.chunk_refs]
+
+
+def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it gets is written down; and a part lies on its own node alone until somebody here asks for it."""
+    asked: list[Any] = []
+    get = ray.get
+
+    def written_down(refs: Any, **kwargs: Any) -> Any:
+        asked.extend(refs if isinstance(refs, list) else [refs])
+        return get(refs, **kwargs)
+
+    monkeypatch.setattr(ray, "get", written_down)
+    batch = Collector(wide, by_total, seed=1, by_reference=True).collect(n_step=6 * 40)
+    assert batch.chunks == ()
+    ((here, there),) = batch.chunk_refs
+    assert [part.env_ids.tolist() for part in (here, there)] == [[0, 1, 2], [3, 4, 5]]
+    assert here.num_steps == there.num_steps == 40
+    assert asked and here.ref not in asked and there.ref not in asked
+    assert sum(size_of(get(ref)) for ref in set(asked)) < 40 * 6 * WIDE * 8 / 10
+
+    nodes = [node.node_id for node in wide.topology.nodes]
+    assert nodes[0] == ray.get_runtime_context().get_node_id() != nodes[1]
+    wait_until(lambda: places(there) == [nodes[1]])
+    assert size_of(ray.get(there.ref)) > 40 * 3 * WIDE * 8
+    wait_until(lambda: sorted(places(there)) == sorted(nodes))
+    by_value = Collector(wide, by_total, seed=1)
+    asked.clear()
+    by_value.collect(n_step=6 * 40)
+    num_bytes = sum(size_of(get(ref)) for ref in set(asked))
+    assert num_bytes > 40 * 3 * WIDE * 8, "which the same account would have seen"
+    assert num_bytes < 40 * 5 * WIDE * 8, "what lies in its own node's memory need not travel"
+
+
+def size_of(value: Any) -> int:
+    return len(pickle.dumps(value))
+
+
+def places(part: ChunkRef) -> list[str]:
+    nodes: list[str] = get_object_locations([part.ref])[part.ref]["node_ids"]
+    return nodes
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_chunks_and_statistics_are_those_by_value(wide: RayVecEnv, prefetch: bool) -> None:
+    by_value, by_reference = (
+        Collector(wide, by_total, seed=1, prefetch=prefetch, by_reference=by_reference)
+        for by_reference in (False, True)
+    )
+    expected = [by_value.collect(n_step=6 * steps) for steps in (12, 30, 30)]
+    by_value.close()
+    batches = [by_reference.collect(n_step=6 * steps) for steps in (12, 30, 30)]
+    assert sum(batch.stats.n_collected_episodes for batch in batches) > 10
+    for batch, plain in zip(batches, expected, strict=True):
+        for name in ("returns", "lens", "n_collected_steps", "n_collected_episodes", "weights_versions", "n_restarts"):
+            assert_identical(getattr(batch.stats, name), getattr(plain.stats, name), name)
+        for chunk, other in zip(fetched(batch), plain.chunks, strict=True):
+            assert_same_chunk(chunk, other)
+    by_reference.close()
+
+
+def test_restarts_are_known_from_the_edges(make_vec: MakeVec) -> None:
+    """Also where an episode was cut by a fault: the driver counts as it would with the chunk before it."""
+    collectors = [
+        Collector(make_vec([FailingEnv] * 4, nodes=2, on_env_error="restart"), by_total, seed=1, by_reference=reference)
+        for reference in (False, True)
+    ]
+    for _ in range(2):
+        plain, batch = (collector.collect(n_step=4 * 9) for collector in collectors)
+        assert batch.stats.n_restarts == plain.stats.n_restarts > 0
+        assert_identical((batch.stats.returns, batch.stats.lens), (plain.stats.returns, plain.stats.lens))
+        (chunk,) = fetched(batch)
+        assert_same_chunk(chunk, plain.chunks[0])
+        assert edges_of(chunk).ended.sum() == batch.stats.n_collected_episodes
+
+
+def test_a_fault_is_raised_as_by_value(make_vec: MakeVec) -> None:
+    collector = Collector(make_vec([FailingEnv] * 2), by_total, seed=0, by_reference=True)
+    with pytest.raises(ArithmeticError, match="the sixth step"):
+        collector.collect(n_step=2 * 9)
+
+
+def test_what_does_not_go_together(wide: RayVecEnv) -> None:
+    for mistake in (
+        partial(Collector, wide, TablePolicy(), "driver", by_reference=True),
+        partial(Collector(wide, TablePolicy(), by_reference=True).collect, n_episode=3),
+    ):
+        with pytest.raises(ConfigError, match="Remedy"):
+            mistake()

@@ -1,0 +1,304 @@
+"""The stream between real sockets: who holds the key is served, everyone else is refused without harm."""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import logging
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.waiting import wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayvec.cluster import stream
+from rayvec.cluster.stream import LENGTH_BYTES, FrameSocket, Listener, connect
+
+KEY = b"k" * 32
+DEADLINE_S = 20.0
+
+
+def frame(payload: bytes) -> bytes:
+    return (LENGTH_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def echo(connection: FrameSocket) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(connection.recv())
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", KEY, echo)
+    yield listener
+    listener.close()
+
+
+def assert_served(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        for payload in (b"", b"hello", bytes(range(256)) * 5000):
+            connection.send(frame(payload))
+            assert connection.poll(DEADLINE_S)
+            assert connection.recv() == frame(payload)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 100) | st.integers(60_000, 70_000), min_size=1, max_size=8),
+    pieces=st.lists(st.integers(1, 100_000), min_size=1),
+)
+def test_frames_arrive_whole_however_the_network_cuts_them(sizes: list[int], pieces: list[int]) -> None:
+    payloads = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), None
+    with ours:
+        sender = socket.create_connection(ours.getsockname())
+        theirs, _ = ours.accept()
+    data = b"".join(map(frame, payloads))
+
+    def drip() -> None:
+        at = 0
+        for n in range(len(data)):
+            if at >= len(data):
+                return
+            sender.sendall(data[at : at + pieces[n % len(pieces)]])
+            at += pieces[n % len(pieces)]
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with sender, FrameSocket(theirs) as connection:
+        assert [bytes(connection.recv()) for _ in payloads] == list(map(frame, payloads))
+        thread.join()
+
+
+def test_a_frame_shorter_than_its_length_is_an_error(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        connection.send(bytes(LENGTH_BYTES))
+        with pytest.raises(EOFError):  # the other end has hung up over it
+            connection.recv()
+
+
+def stranger(listener: Listener) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S)
+    sock.settimeout(DEADLINE_S)
+    return sock
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """Returns all that the other side says until it hangs up, which it must."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while received := sock.recv(1 << 16):
+            data += received
+    return data
+
+
+def test_who_holds_the_key_is_served(listener: Listener) -> None:
+    assert_served(listener)
+    assert_served(listener)
+
+
+def test_it_listens_on_the_given_address_alone(listener: Listener) -> None:
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", listener.port), 1.0)
+
+
+def test_the_wrong_key_is_refused_on_both_sides(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises((PermissionError, ConnectionResetError, BrokenPipeError)):
+        connect("127.0.0.1", listener.port, b"x" * 32)
+    wait_until(lambda: "refused a connection" in caplog.text)
+    assert_served(listener)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 64, 100_000])
+def test_garbage_is_refused_and_logged(listener: Listener, caplog: pytest.LogCaptureFixture, size: int) -> None:
+    with stranger(listener) as sock:
+        with suppress(OSError):
+            sock.sendall(b"\x80" * size)
+            sock.shutdown(socket.SHUT_WR)
+        read_to_end(sock)
+    wait_until(lambda: "refused a connection from 127.0.0.1" in caplog.text)
+    assert caplog.records[0].levelno == logging.WARNING
+    assert_served(listener)
+
+
+def test_a_pickle_is_not_unpickled(listener: Listener, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "owned"), "w")
+
+    data = pickle.dumps(Evil())
+    for evil in (data, len(data).to_bytes(4, "big") + data):
+        with stranger(listener) as sock:
+            sock.sendall(evil.ljust(64, b"."))
+            read_to_end(sock)
+    assert_served(listener)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.fixture
+def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_HANDSHAKE_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_handshake")
+def test_the_silent_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
+    silent = [stranger(listener) for _ in range(5)]
+    assert_served(listener)
+    for sock in silent:
+        with closing(sock):
+            assert len(read_to_end(sock)) <= 64
+
+
+def test_many_strangers_make_room_for_each_other_and_for_who_holds_the_key(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is dropped by its deadline here: whoever has waited longest is hung up on."""
+    monkeypatch.setattr(stream, "_HANDSHAKE_S", 1e4)
+    before = threading.active_count()
+    silent = [stranger(listener) for _ in range(3 * stream._MOST_STRANGERS)]
+    for sock in silent[: 2 * stream._MOST_STRANGERS]:
+        assert len(read_to_end(sock)) <= 32
+    assert_served(listener)
+    wait_until(lambda: threading.active_count() <= before + stream._MOST_STRANGERS)
+    for sock in silent:
+        sock.close()
+    wait_until(lambda: threading.active_count() == before)
+
+
+@pytest.mark.usefixtures("short_handshake")
+def test_those_who_drip_are_dropped_too(listener: Listener) -> None:
+    """A byte now and then must not put the deadline off: it passes before enough have come for an answer."""
+    with stranger(listener) as sock:
+        stop = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not stop.wait(0.3):
+                    sock.sendall(b".")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert len(read_to_end(sock)) == 32  # the nonce, and no answer to ours
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_an_answer_can_not_be_had_from_the_listener_itself(listener: Listener) -> None:
+    """Sending back the nonce that it sent makes it compute an HMAC; which must not open its own door."""
+    with stranger(listener) as first, stranger(listener) as second:
+        nonce = first.recv(32, socket.MSG_WAITALL)
+        second.recv(32, socket.MSG_WAITALL)
+        second.sendall(nonce)
+        answer = second.recv(32, socket.MSG_WAITALL)
+        first.sendall(bytes(32) + answer)
+        first.recv(32, socket.MSG_WAITALL)
+        assert read_to_end(first) == b""
+
+
+def test_an_impostor_does_not_get_the_clients_frames() -> None:
+    """Who listens without the key is found out before anything is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        heard: list[bytes] = []
+
+        def pretend() -> None:
+            sock, _ = server.accept()
+            with sock:
+                challenge = sock.recv(32, socket.MSG_WAITALL)
+                sock.sendall(bytes(32) + hmac.digest(b"guess", b"server" + challenge, "sha256"))
+                heard.append(read_to_end(sock))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(PermissionError):
+            connect("127.0.0.1", server.getsockname()[1], KEY)
+        thread.join()
+        assert len(heard[0]) == 32
+
+
+def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
+    before = threading.active_count()
+    listener = Listener("127.0.0.1", KEY, echo)
+    assert_served(listener)
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect("127.0.0.1", listener.port, KEY, timeout_s=2.0)
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -> None:
+    with connect("127.0.0.1", listener.port, KEY) as connection:
+        listener.close()
+        connection.send(frame(b"still there"))
+        assert connection.recv() == frame(b"still there")
+
+
+def cut_off(sock: socket.socket) -> None:
+    """Lets the kernel drop whatever arrives for a socket, as it does nothing where the cable is out."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    so_attach_filter = 26
+    sock.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(drop_all)))
+
+
+def test_who_reads_late_gets_what_was_sent() -> None:
+    """For longer than the dead are silent, the other machine says that there is no room yet."""
+    large = frame(bytes(range(256)) * (1 << 12))
+    errors: list[OSError] = []
+
+    def serve(connection: FrameSocket) -> None:
+        try:
+            connection.send(large)
+            connection.recv()
+        except OSError as error:
+            errors.append(error)
+        except EOFError:
+            pass
+
+    with closing(Listener("127.0.0.1", KEY, serve)) as listener:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            time.sleep(12.0)
+            assert connection.recv() == large
+    assert not errors
+
+
+def test_a_peer_whose_machine_is_gone_is_found_out() -> None:
+    """Whatever is waited for; by the kernel where nothing was sent, else by us."""
+    found: dict[str, Exception] = {}
+    done = threading.Event()
+
+    def play(wait: str) -> None:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            cut_off(connection._sock)
+            try:
+                if wait != "idle":
+                    connection.send(frame(b"a request"))
+                while wait == "send":
+                    connection.send(frame(bytes(1 << 20)))
+                while wait == "poll" and not connection.poll(0.1):
+                    pass
+                connection.recv()
+            except OSError as error:
+                found[wait] = error
+
+    def hold(connection: FrameSocket) -> None:
+        done.wait()
+
+    with closing(Listener("127.0.0.1", KEY, hold)) as listener:
+        waits = [threading.Thread(target=play, args=(wait,)) for wait in ("recv", "poll", "send", "idle")]
+        for thread in waits:
+            thread.start()
+        for thread in waits:
+            thread.join(3 * DEADLINE_S)
+        done.set()
+    assert sorted(found) == ["idle", "poll", "recv", "send"]

@@ -1,0 +1,249 @@
+"""Observations that are not finite: named, left out with their episode, or kept; never in a step that is valid."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium import spaces
+
+from rayvec.collect.collector import Collector
+from rayvec.data import Batch, Chunk, tree_leaves
+from rayvec.data.chunk_ops import edges_of, join_chunks, join_edges
+from rayvec.data.finite import drop_bad_episodes, find_bad_obs
+from rayvec.errors import ConfigError, EnvError
+from rayvec.testing import CountingEnv, assert_identical
+
+EPISODE, STEP = 1, 2
+
+
+class BadEnv(CountingEnv):
+    """Some episodes have a NaN in their midst, some end with an infinity, some begin with one."""
+
+    observation_space = spaces.Dict(
+        {"count": CountingEnv.observation_space, "inner": spaces.Tuple([spaces.Box(-9, 9, (2,), np.float32)])}
+    )
+
+    def __init__(self, bad_from: int = 2) -> None:
+        super().__init__()
+        self._bad_from = bad_from
+        self._over = False
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._over = False
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        _, rew, terminated, truncated, info = super().step(action)
+        self._over = terminated or truncated
+        return self._obs(), rew, terminated, truncated, info
+
+    def _obs(self) -> Any:
+        count = super()._obs()
+        episode, step = int(count[EPISODE]), int(count[STEP])
+        kind = episode % 7 if episode >= self._bad_from else 0
+        value = 0.5
+        if kind == 2 and step == 2:
+            value = np.nan
+        if kind == 4 and self._over:
+            value = -np.inf
+        if kind == 5 and step == 0:
+            value = np.inf
+        return {"count": count, "inner": (np.array([1.0, value], np.float32),)}
+
+
+class AlwaysBad(BadEnv):
+    """No episode is good."""
+
+    def _obs(self) -> Any:
+        return {**super()._obs(), "inner": (np.full(2, np.nan, np.float32),)}
+
+
+def zeros(obs: Any) -> Any:
+    return np.zeros(len(obs["count"]), int)
+
+
+def test_the_chunk_behind_a_bad_one_is_dropped(make_vec: MakeVec) -> None:
+    """With prefetching it had been asked for; its episodes have lost their beginnings."""
+    env = make_vec([BadEnv] * 2)
+    collector = Collector(env, zeros, seed=0, prefetch=True)
+    with pytest.raises(EnvError, match="finite"):
+        for _ in range(100):
+            collector.collect(n_step=2 * 4)
+    assert env.call("unwrapped"), "the environments are free"
+    assert collector.drain() is None
+    batch = collector.collect(n_step=2)
+    assert batch.stats.n_surplus_steps == 2 * 4
+    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+    collector.close()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"inference": "driver"}, {"by_reference": True}, {"prefetch": True}],
+    ids=["worker", "driver", "ref", "pre"],
+)
+def test_what_is_raised_names_environment_step_and_key(make_vec: MakeVec, how: Any) -> None:
+    env = make_vec([partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)], nodes=2)
+    collector = Collector(env, zeros, seed=0, **how)
+    reference = Collector(
+        make_vec([partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)]), zeros, seed=0, on_bad_obs="keep"
+    )
+    obs = reference.collect(n_step=3 * 40).chunks[0].obs["inner"][0]
+    ((t, n), *_) = np.argwhere(np.isnan(obs).any(-1)).tolist()
+    assert n == 1
+    with pytest.raises(EnvError) as caught:
+        for _ in range(2):
+            collector.collect(n_step=3 * 40)
+    said = str(caught.value)
+    assert f"nan at ['inner'][0] in the observation before step {t} of environment 1" in said
+    for word in ("Expected:", "Got:", "Remedy:"):
+        assert word in said
+    assert not env.closed
+    if not how:
+        batch = collector.collect(n_step=3)
+        assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+    collector.close()
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("num_steps", [1, 2, 9, 100])
+def test_no_valid_step_begins_or_ends_with_what_was_dropped(make_vec: MakeVec, num_steps: int, inference: Any) -> None:
+    env = make_vec([BadEnv] * 3, workers=2)
+    collector = Collector(env, zeros, inference, seed=0, on_bad_obs="drop")
+    batches = [collector.collect(n_step=3 * num_steps) for _ in range(100 // num_steps)]
+    assert sum(batch.stats.n_dropped_episodes for batch in batches) >= 10
+    lens = {n: 0 for n in range(3)}
+    counted = []
+    for batch in batches:
+        (chunk,) = batch.chunks
+        for tree in (chunk.obs, chunk.last_obs, chunk.final_obs):
+            assert all(np.isfinite(leaf).all() for leaf in tree_leaves(tree)), "zeros are in their place"
+        episode = chunk.obs["count"][..., EPISODE]
+        assert (episode[chunk.valid] % 7 != 5).all()
+        assert not ((episode % 7 == 2) & (chunk.obs["count"][..., STEP] >= 2) & chunk.valid).any()
+        for t, n in np.ndindex(chunk.rew.shape):
+            if t == 0 and [-1, n] in chunk.restarts.tolist():
+                assert lens[n] > 0
+                lens[n] = 0
+            if chunk.valid[t, n]:
+                assert chunk.obs["count"][t, n, STEP] == lens[n], "a joined episode"
+                lens[n] += 1
+                if chunk.done[t, n]:
+                    counted.append(lens[n])
+                    lens[n] = 0
+        assert batch.stats.n_restarts == 0
+        assert batch.stats.n_collected_steps + batch.stats.n_surplus_steps == 3 * num_steps
+    assert counted == np.concatenate([batch.stats.lens for batch in batches]).tolist() and len(counted) > 10
+
+
+def test_whole_episodes_are_counted_without_those_that_were_dropped(make_vec: MakeVec) -> None:
+    collector = Collector(make_vec([BadEnv] * 3), zeros, seed=0, on_bad_obs="drop")
+    for _ in range(2):
+        batch = collector.collect(n_episode=20)
+        assert batch.stats.n_collected_episodes == 20 and batch.stats.n_dropped_episodes > 0
+        assert batch.stats.n_collected_steps == batch.stats.lens.sum()
+        ends = sum((chunk.done & chunk.valid).sum(0) for chunk in batch.chunks)
+        assert ends.tolist() == [7, 7, 6]
+
+
+def test_an_environment_without_good_episodes_is_an_error(make_vec: MakeVec) -> None:
+    collector = Collector(make_vec([AlwaysBad]), zeros, seed=0, on_bad_obs="drop")
+    assert collector.collect(n_step=9).stats.n_collected_steps == 0
+    with pytest.raises(EnvError, match="nan at"):
+        collector.collect(n_episode=1)
+
+
+def test_keeping_is_keeping(make_vec: MakeVec) -> None:
+    batch: Batch = Collector(make_vec([BadEnv] * 2), zeros, seed=0, on_bad_obs="keep").collect(n_step=2 * 60)
+    (chunk,) = batch.chunks
+    assert chunk.valid.all() and np.isnan(chunk.obs["inner"][0]).any() and np.isinf(chunk.final_obs["inner"][0]).any()
+
+
+def test_choices(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv])
+    for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop", "by_reference": True}):
+        with pytest.raises(ConfigError, match="Remedy"):
+            Collector(env, zeros, **options)  # type: ignore[arg-type]
+
+
+def chunk_of(obs: Any, done: Any, restarts: Any = ()) -> Chunk:
+    """A chunk whose observations are single numbers, the last row of `obs` its last; ends have final observation 7."""
+    obs, done = np.asarray(obs, np.float64), np.asarray(done, bool)
+    at = np.argwhere(done)
+    return Chunk(
+        env_ids=np.arange(obs.shape[1]),
+        obs=obs[:-1],
+        act=np.zeros(done.shape, int),
+        rew=np.ones(done.shape),
+        terminated=done,
+        truncated=np.zeros_like(done),
+        valid=np.ones_like(done),
+        last_obs=obs[-1],
+        final_index=at,
+        final_obs=np.full(len(at), 7.0),
+        restarts=np.array(restarts, np.int64).reshape(-1, 2),
+    )
+
+
+NAN = np.nan
+
+
+@pytest.mark.parametrize(
+    ("obs", "done", "valid", "goes_on", "count"),
+    [
+        ([1, 2, NAN, 4, 5], [0, 1, 0, 1], [1, 1, 0, 0], False, 1),
+        ([1, NAN, 3, 4, 5], [0, 1, 0, 1], [0, 0, 1, 1], False, 1),
+        ([1, 2, 3, 4, NAN], [0, 1, 0, 0], [1, 1, 0, 0], True, 1),
+        ([1, 2, 3, 4, NAN], [0, 1, 0, 1], [1, 1, 1, 1], True, 0),
+        ([NAN, 2, 3, 4, 5], [0, 0, 0, 0], [0, 0, 0, 0], True, 1),
+        ([NAN, 2, NAN, 4, 5], [1, 1, 1, 1], [0, 1, 0, 1], False, 2),
+    ],
+)
+def test_the_extent_of_what_is_dropped(obs: Any, done: Any, valid: Any, goes_on: bool, count: int) -> None:
+    chunk = chunk_of(np.transpose([obs]), np.transpose([done]))
+    bad = find_bad_obs(chunk)
+    assert bad is not None
+    for under_way in (False, True):
+        dropped, ending, number = drop_bad_episodes(chunk, bad, np.array([under_way]))
+        assert dropped.valid[:, 0].tolist() == [bool(v) for v in valid]
+        assert (ending.tolist(), number) == ([goes_on], count)
+        assert dropped.restarts.tolist() == ([[-1, 0]] if under_way and not valid[0] else [])
+
+
+def test_what_follows_a_failed_step_is_another_episode() -> None:
+    chunk = chunk_of([[1.0], [2.0], [3.0], [NAN], [5.0]], [[True], [False], [False], [False]], restarts=[(1, 0)])
+    bad = find_bad_obs(chunk)
+    assert bad is not None
+    dropped, _, count = drop_bad_episodes(chunk, bad, np.array([False]))
+    assert dropped.valid[:, 0].tolist() == [True, True, False, False] and count == 1
+    assert not chunk.done[1, 0], "the chunk's own arrays are as they were"
+
+
+def test_edges_join_as_chunks_do() -> None:
+    parts = [
+        chunk_of([[1.0], [2.0], [3.0]], [[True], [True]]),
+        chunk_of([[1.0, NAN], [2.0, 3.0], [NAN, 3.0]], [[True, False], [False, True]]),
+    ]
+    parts[1].final_obs[1] = np.inf
+    joined, whole = join_edges([edges_of(part) for part in parts]), edges_of(join_chunks(parts))
+    assert joined.bad_obs is not None and whole.bad_obs is not None
+    assert_identical((joined.bad_obs.where, joined.bad_obs.finals), (whole.bad_obs.where, whole.bad_obs.finals))
+    assert whole.bad_obs.finals.tolist() == [False, False, False, True]
+    assert re.match("nan in the observation before step 0", joined.bad_obs.first)
+    assert join_edges([edges_of(parts[0])] * 2).bad_obs is None
+
+
+def test_only_numbers_that_can_be_are_looked_at() -> None:
+    chunk = chunk_of(np.zeros((3, 2)), np.zeros((2, 2)))
+    assert find_bad_obs(chunk) is None
+    objects = np.full((3, 2), "word", object)
+    assert find_bad_obs(Chunk(**{**as_dict(chunk), "obs": objects[:2], "last_obs": objects[2]})) is None
+
+
+def as_dict(chunk: Chunk) -> dict[str, Any]:
+    return {name: getattr(chunk, name) for name in chunk.__slots__}

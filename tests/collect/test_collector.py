@@ -1,0 +1,400 @@
+"""The Collector: exact counts, honest episodes, weights by version."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import ray
+from conftest import MakeVec
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from helpers.chunks import assert_same_chunk
+
+from rayvec.collect.collector import Collector, EpisodeTracker
+from rayvec.data import Batch, Chunk
+from rayvec.errors import ConfigError, EnvError
+from rayvec.testing import (
+    CoinEnv,
+    CountingEnv,
+    DriftEnv,
+    TablePolicy,
+    TimedEnv,
+    assert_identical,
+    counting_errors,
+)
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+
+def zeros(obs: Any) -> Any:
+    return np.zeros(len(obs), int)
+
+
+@pytest.fixture(scope="module")
+def counting(make_module_vec: MakeVec) -> RayVecEnv:
+    return make_module_vec([CountingEnv] * 5, nodes=2)
+
+
+@pytest.fixture(scope="module")
+def coins(make_module_vec: MakeVec) -> RayVecEnv:
+    return make_module_vec([partial(CoinEnv, 1, 40)] * 20, workers=2)
+
+
+def assert_consistent(batch: Batch) -> None:
+    """Asserts what holds of every batch."""
+    stats = batch.stats
+    taken = sum(chunk.valid.size for chunk in batch.chunks)
+    assert stats.n_collected_steps == sum(int(chunk.valid.sum()) for chunk in batch.chunks)
+    assert stats.n_collected_steps + stats.n_surplus_steps == taken
+    assert stats.n_collected_episodes == len(stats.returns) == len(stats.lens)
+    assert stats.returns.dtype == np.float64 and stats.lens.dtype == np.int64
+    assert set(stats.time_split_s) == {"environment", "inference", "waiting", "transport"}
+    assert min(stats.time_split_s.values()) >= 0
+    assert sum(stats.time_split_s.values()) == pytest.approx(stats.collect_time_s)
+    assert stats.steps_per_s == pytest.approx(taken / stats.collect_time_s)
+
+
+class TestSteps:
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_every_environment_takes_the_same_number_rounded_up(self, counting: RayVecEnv, inference: Any) -> None:
+        collector = Collector(counting, TablePolicy(), inference, seed=0)
+        for n_step, num_steps in ((1, 1), (5, 1), (6, 2), (50, 10)):
+            batch = collector.collect(n_step=n_step)
+            assert_consistent(batch)
+            assert [chunk.num_steps for chunk in batch.chunks] == [num_steps]
+            assert batch.stats.n_collected_steps == 5 * num_steps and batch.stats.n_surplus_steps == 0
+
+    def test_numpys_numbers_are_counts_too(self, counting: RayVecEnv) -> None:
+        assert Collector(counting, zeros).collect(n_step=np.int64(5)).stats.n_collected_steps == 5
+
+    def test_chunks_follow_each_other_and_episodes_are_carried_over(self, counting: RayVecEnv) -> None:
+        collector = Collector(counting, TablePolicy(), seed=1)
+        batches = [collector.collect(n_step=5 * steps) for steps in (3, 1, 11, 30)]
+        chunks = [batch.chunks[0] for batch in batches]
+        assert counting_errors(chunks) == []
+        assert [chunk.first_step for chunk in chunks] == [0, 3, 4, 15]
+        pieces = (
+            np.concatenate([batch.stats.returns for batch in batches]),
+            np.concatenate([batch.stats.lens for batch in batches]),
+        )
+        whole = Collector(counting, TablePolicy(), seed=1).collect(n_step=5 * 45)
+        assert_identical(pieces, (whole.stats.returns, whole.stats.lens))
+
+    def test_returns_and_lengths_are_gymnasiums(self, make_vec: MakeVec) -> None:
+        env = make_vec([DriftEnv] * 4, workers=2)
+        batch = Collector(env, zeros, seed=3).collect(n_step=4 * 120)
+        sync = RecordEpisodeStatistics(SyncVectorEnv([DriftEnv] * 4, autoreset_mode="SameStep"))
+        sync.reset(seed=3)
+        returns, lens = [], []
+        for _ in range(120):
+            episodes = sync.step(np.zeros(4, int))[4]
+            if "final_info" in episodes or "episode" in episodes:
+                over = episodes["_episode"]
+                returns += episodes["episode"]["r"][over].tolist()
+                lens += episodes["episode"]["l"][over].tolist()
+        sync.close()
+        assert len(lens) > 10
+        assert batch.stats.lens.tolist() == lens
+        assert batch.stats.returns == pytest.approx(returns)
+
+    def test_worker_equals_driver_and_a_seed_repeats_everything(self, counting: RayVecEnv) -> None:
+        first, second, driver = (
+            Collector(counting, TablePolicy(), inference, seed=6)  # type: ignore[arg-type]
+            for inference in ("worker", "worker", "driver")
+        )
+        chunks = [collector.collect(n_step=60).chunks[0] for collector in (first, second, driver)]
+        assert_same_chunk(chunks[1], chunks[0])
+        assert_same_chunk(chunks[2], chunks[0])
+
+    def test_without_a_seed_nothing_repeats(self, make_vec: MakeVec) -> None:
+        env = make_vec([DriftEnv] * 2)
+        first, second = (Collector(env, TablePolicy()).collect(n_step=20).chunks[0] for _ in range(2))
+        assert not np.array_equal(first.obs, second.obs) and not np.array_equal(first.act, second.act)
+
+
+class TestEpisodes:
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("n_episode", [1, 5, 7, 23])
+    def test_each_environment_has_its_quota(self, counting: RayVecEnv, n_episode: int, inference: Any) -> None:
+        collector = Collector(counting, TablePolicy(), inference, seed=2)
+        for _ in range(2):
+            batch = collector.collect(n_episode=n_episode)
+            assert_consistent(batch)
+            stats = batch.stats
+            assert stats.n_collected_episodes == n_episode
+            assert stats.n_collected_steps == stats.lens.sum()
+            assert counting_errors(batch.chunks) == []
+            ends = sum((chunk.done & chunk.valid).sum(0) for chunk in batch.chunks)
+            assert ends.tolist() == [n_episode // 5 + (n < n_episode % 5) for n in range(5)]
+
+    def test_only_whole_episodes_count_also_after_steps(self, counting: RayVecEnv) -> None:
+        collector = Collector(counting, TablePolicy(), seed=2)
+        collector.collect(n_step=5 * 2)
+        for _ in range(3):
+            batch = collector.collect(n_episode=10)
+            first = batch.chunks[0]
+            assert (first.obs[0, :, 2] == 0).all(), "an episode under way was counted"
+            assert batch.stats.n_collected_steps == batch.stats.lens.sum()
+            assert_identical(*episodes_of(batch))
+
+    def test_steps_go_on_after_episodes_without_what_was_dropped(self, counting: RayVecEnv) -> None:
+        """What lies in no batch is in no statistics: an episode is known by its steps in valid places."""
+        collector = Collector(counting, TablePolicy(), seed=2)
+        collector.collect(n_episode=3)
+        batch = collector.collect(n_step=5 * 30)
+        assert counting_errors(batch.chunks) == []
+        assert_consistent(batch)
+
+    def test_short_episodes_are_not_favoured(self, coins: RayVecEnv) -> None:
+        """Lengths of 1 or 40 by the toss of a coin: the mean is 20.5, in the first call as in all others."""
+        collector = Collector(coins, zeros, seed=4)
+        for _ in range(4):
+            lens = collector.collect(n_episode=200).stats.lens
+            assert len(lens) == 200
+            standard_error = 19.5 / np.sqrt(200)
+            assert abs(lens.mean() - 20.5) < 3 * standard_error
+        collector.collect(n_step=20 * 7)
+        assert abs(collector.collect(n_episode=200).stats.lens.mean() - 20.5) < 3 * standard_error
+
+
+def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
+    """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends."""
+    sums = np.zeros(batch.chunks[0].num_envs)
+    found: list[float] = []
+    for chunk in batch.chunks:
+        for t in range(chunk.num_steps):
+            sums += np.where(chunk.valid[t], chunk.rew[t], 0.0)
+            for n in np.flatnonzero(chunk.done[t] & chunk.valid[t]):
+                found.append(float(sums[n]))
+                sums[n] = 0.0
+    return batch.stats.returns.tolist(), found
+
+
+class TestWeights:
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_every_step_is_taken_with_the_newest_version(self, counting: RayVecEnv, inference: Any) -> None:
+        policies = [TablePolicy(seed=seed) for seed in range(4)]
+        collector = Collector(counting, TablePolicy(seed=0), inference, seed=0)
+        for version, policy in enumerate(policies):
+            if version:
+                assert collector.set_weights(policy.weights()) == version
+            batch = collector.collect(n_step=100)
+            chunk = batch.chunks[0]
+            assert chunk.weights_version == version
+            assert batch.stats.weights_versions == (version, version)
+            assert_identical(chunk.extras["logp"], policy._logp[chunk.extras["state"], chunk.act])
+
+    def test_wrong_weights_are_explained_and_harmless(self, counting: RayVecEnv) -> None:
+        collector = Collector(counting, TablePolicy(), seed=0)
+        good = TablePolicy(seed=1).weights()
+        collector.set_weights(good)
+        for wrong in (good[:-1], good.astype(np.float64), good.reshape(2, -1), np.zeros(0, np.float32)):
+            with pytest.raises(ConfigError) as caught:
+                collector.set_weights(wrong)
+            assert "Remedy" in str(caught.value)
+        assert collector.collect(n_step=10).chunks[0].weights_version == 1
+        assert collector.set_weights(good) == 2
+
+    def test_a_callable_has_none(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 2)
+        collector = Collector(env, zeros, "driver")
+        with pytest.raises(ConfigError, match="Remedy"):
+            collector.set_weights(np.zeros(3, np.float32))
+        assert collector.collect(n_step=2).chunks[0].weights_version == 0
+
+    def test_two_collectors_share_an_environment_but_no_weights(self, counting: RayVecEnv) -> None:
+        first, second = (Collector(counting, TablePolicy(seed=0), seed=0) for _ in range(2))
+        first.set_weights(TablePolicy(seed=5).weights())
+        chunk = second.collect(n_step=50).chunks[0]
+        assert chunk.weights_version == 0
+        assert_identical(chunk.extras["logp"], TablePolicy(seed=0)._logp[chunk.extras["state"], chunk.act])
+
+
+class SlowPolicy(TablePolicy):
+    """Takes its time."""
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        time.sleep(0.02)
+        return super().act(obs, noise)
+
+
+class TestTimes:
+    """Sleeps are lower bounds of what was measured; nothing is said of how much more it may be."""
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([partial(TimedEnv, 0.01)] * 2)
+        split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
+        assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
+
+    def test_of_waiting_for_the_slowest(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv, partial(TimedEnv, 0.05)], workers=2)
+        split = Collector(env, TablePolicy()).collect(n_step=2 * 10).stats.time_split_s
+        assert split["environment"] >= 10 * 0.05 / 2, "of the mean worker"
+        assert split["waiting"] > 0.1
+
+    def test_what_was_done_in_flight_is_not_in_the_call(self, make_vec: MakeVec) -> None:
+        env = make_vec([partial(TimedEnv, 0.02)] * 2)
+        collector = Collector(env, TablePolicy(), prefetch=True)
+        collector.collect(n_step=2 * 10)
+        until = time.monotonic() + 60
+        while not ray_is_done(env):
+            assert time.monotonic() < until
+        batch = collector.collect(n_step=2 * 10)
+        assert_consistent(batch)
+        assert batch.stats.time_split_s["environment"] < batch.stats.collect_time_s
+        collector.close()
+
+
+def ray_is_done(env: RayVecEnv) -> bool:
+    """Whether the chunk in flight has been taken; it stays in flight."""
+    flight = env._pool.acting._flights[0]
+    assert flight is not None
+    return bool(ray.wait([refs[0] for _, refs in flight.asked], num_returns=len(flight.asked), timeout=0.1)[0])
+
+
+class TestState:
+    def test_noise_and_counters_go_on_with_fresh_episodes(self, counting: RayVecEnv) -> None:
+        first = Collector(counting, TablePolicy(), seed=5)
+        first.collect(n_step=50)
+        first.set_weights(TablePolicy(seed=1).weights())
+        state = first.state_dict()
+        assert all(type(value) is int for value in state.values())
+        second = Collector(counting, TablePolicy(), seed=5)
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        second.reset(seed=77)
+        assert second.set_weights(TablePolicy(seed=1).weights()) == first._version + 1
+        chunk = second.collect(n_step=20).chunks[0]
+        assert chunk.first_step == 10
+        assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_the_first_chunk_after_it_says_which_weights_acted(self, counting: RayVecEnv, inference: Any) -> None:
+        weights = TablePolicy(seed=3).weights()
+        first = Collector(counting, TablePolicy(), inference, seed=5)
+        for _ in range(4):
+            first.set_weights(weights)
+        second = Collector(counting, TablePolicy(seed=3), inference, seed=5)
+        second.load_state_dict(first.state_dict())
+        second.reset()
+        for version in (4, 5):
+            batch = second.collect(n_step=20)
+            chunk = batch.chunks[0]
+            assert batch.stats.weights_versions == (version, version) and batch.stats.staleness == 0
+            assert_identical(chunk.extras["logp"], TablePolicy(seed=3)._logp[chunk.extras["state"], chunk.act])
+            second.set_weights(weights)
+
+    def test_reset_begins_new_episodes_and_forgets_the_old(self, counting: RayVecEnv) -> None:
+        collector = Collector(counting, TablePolicy(), seed=5)
+        collector.collect(n_step=5 * 4)
+        collector.reset(seed=9)
+        batch = collector.collect(n_step=5 * 30)
+        assert batch.chunks[0].obs[0].tolist() == [[9 + i, 0, 0, 0] for i in range(5)]
+        assert_identical(*episodes_of(batch))
+
+
+class TestInput:
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {},
+            {"n_step": 1, "n_episode": 1},
+            {"n_step": 0},
+            {"n_step": -3},
+            {"n_step": 1.5},
+            {"n_step": True},
+            {"n_step": "x"},
+            {"n_step": float("nan")},
+            {"n_episode": 0},
+            {"n_episode": -1},
+            {"n_episode": 2.5},
+        ],
+        ids=repr,
+    )
+    def test_counts(self, counting: RayVecEnv, kwargs: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            Collector(counting, zeros).collect(**kwargs)
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+
+    def test_whole_floats_are_refused_or_taken(self, counting: RayVecEnv) -> None:
+        try:
+            assert Collector(counting, zeros).collect(n_step=10.0).stats.n_collected_steps == 10  # type: ignore[arg-type]
+        except ConfigError as error:
+            assert "Remedy" in str(error)
+
+    def test_places_and_policies(self, counting: RayVecEnv) -> None:
+        for mistake in (partial(Collector, counting, zeros, "nowhere"), partial(Collector, counting, 3)):
+            with pytest.raises(ConfigError, match="Remedy"):
+                mistake()
+
+    def test_a_closed_environment(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv])
+        collector = Collector(env, zeros)
+        env.close()
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            collector.collect(n_step=1)
+
+
+def raises_at_ten(obs: Any) -> Any:
+    if (obs[:, 3] >= 10).any():
+        raise LookupError("the policy gave up")
+    return np.zeros(len(obs), int)
+
+
+class TestPoliciesThatFail:
+    @pytest.mark.parametrize("prefetch", [False, True])
+    def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
+        env = make_vec([CountingEnv] * 2, nodes=2)
+        collector = Collector(env, raises_at_ten, seed=0, prefetch=prefetch)
+        with pytest.raises(LookupError, match="the policy gave up") as caught:
+            for _ in range(3):
+                collector.collect(n_step=2 * 8)
+        cause = caught.value.__cause__
+        assert isinstance(cause, EnvError)
+        assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_one_that_returns_wrong_shapes(self, make_vec: MakeVec, inference: Any) -> None:
+        for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
+            with pytest.raises(ConfigError, match="Remedy"):
+                Collector(make_vec([CountingEnv] * 2), wrong, inference).collect(n_step=2)
+
+    def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
+        from rayvec.policies.networks import make_actor_critic
+        from rayvec.policies.policy import Policy
+
+        env = make_vec([DriftEnv] * 2)
+        policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space))
+        collector = Collector(env, policy)
+        collector.set_weights(np.zeros(3, np.float32))
+        with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
+            collector.collect(n_step=2)
+        assert "worker 0" in str(caught.value.__cause__)
+
+
+def test_a_tracker_does_not_count_what_is_not_valid() -> None:
+    done = np.array([[False, True], [True, False], [False, True]])
+    valid = np.array([[True, True], [True, False], [False, True]])
+    chunk = Chunk(
+        env_ids=np.array([4, 9]),
+        obs=np.zeros((3, 2)),
+        act=np.zeros((3, 2), int),
+        rew=np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]),
+        terminated=done,
+        truncated=np.zeros((3, 2), bool),
+        valid=valid,
+        last_obs=np.zeros(2),
+        final_index=np.argwhere(done),
+        final_obs=np.zeros(3),
+    )
+    stats, places = EpisodeTracker(2).add(chunk)
+    assert stats.env_ids.tolist() == [9, 4, 9]
+    assert stats.returns.tolist() == [10.0, 3.0, 30.0]
+    assert stats.lens.tolist() == [1, 2, 1]
+    assert places.tolist() == [[0, 1], [1, 0], [2, 1]]

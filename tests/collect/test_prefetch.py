@@ -1,0 +1,316 @@
+"""One chunk in flight: the same chunks, one call earlier; nothing lost in silence, nothing waited for without need."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from helpers.chunks import GatedEnv, assert_same_chunk, wait_for_parts
+from helpers.vector_kit import pids_of
+from helpers.waiting import alive, wait_until
+
+from rayvec.collect.collector import Collector
+from rayvec.data import Chunk
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+TOTAL = 3
+
+
+class FailingEnv(CountingEnv):
+    """Raises in its sixth step."""
+
+    def step(self, action: Any) -> Any:
+        if self._total == 5:
+            raise ArithmeticError("the sixth step")
+        return super().step(action)
+
+
+@pytest.fixture(scope="module")
+def counting(make_module_vec: MakeVec) -> RayVecEnv:
+    return make_module_vec([CountingEnv] * 5, nodes=2)
+
+
+@pytest.fixture
+def prefetching(counting: RayVecEnv) -> Any:
+    collector = Collector(counting, TablePolicy(), seed=1, prefetch=True)
+    yield collector
+    collector.close()
+
+
+@pytest.fixture
+def gated(make_vec: MakeVec, tmp_path: Path) -> RayVecEnv:
+    return make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
+
+
+def assert_acted_with(chunk: Chunk, policy: TablePolicy) -> None:
+    assert_identical(chunk.extras["logp"], policy._logp[chunk.extras["state"], chunk.act])
+
+
+def test_the_chunks_are_those_without_prefetch(counting: RayVecEnv, prefetching: Collector) -> None:
+    ahead = [prefetching.collect(n_step=5 * 12) for _ in range(4)]
+    prefetching.close()
+    plain = Collector(counting, TablePolicy(), seed=1)
+    for batch, expected in zip(ahead, [plain.collect(n_step=5 * 12) for _ in range(4)], strict=True):
+        assert_same_chunk(batch.chunks[0], expected.chunks[0])
+        assert_identical((batch.stats.returns, batch.stats.lens), (expected.stats.returns, expected.stats.lens))
+
+
+def test_a_chunk_is_taken_with_the_weights_of_its_beginning(prefetching: Collector) -> None:
+    policies = [TablePolicy(), *(TablePolicy(seed=seed) for seed in range(1, 5))]
+    versions, staleness = [], []
+    for policy in policies[1:]:
+        batch = prefetching.collect(n_step=100)
+        version = batch.chunks[0].weights_version
+        assert_acted_with(batch.chunks[0], policies[version])
+        assert batch.stats.weights_versions == (version, version)
+        versions.append(version)
+        staleness.append(batch.stats.staleness)
+        prefetching.set_weights(policy.weights())
+    assert versions == [0, 0, 1, 2]
+    assert staleness == [0, 1, 1, 1]
+
+
+def test_nobody_waits_for_a_chunk_in_flight_to_publish(gated: RayVecEnv, tmp_path: Path) -> None:
+    """The gate opens only after the weights have been published: who waited would wait for ever."""
+    collector = Collector(gated, TablePolicy(), seed=1, prefetch=True)
+    policies = [TablePolicy(seed=seed) for seed in range(3)]
+    collector.collect(n_step=4 * 3)
+    for policy in policies[1:]:
+        collector.set_weights(policy.weights())
+    with pytest.raises(multiprocessing.TimeoutError):
+        gated.rollout_wait(timeout=0.01)
+    (tmp_path / "gate").touch()
+    for version in (0, 2):
+        batch = collector.collect(n_step=4 * 3)
+        assert batch.stats.weights_versions == (version, version)
+        assert_acted_with(batch.chunks[0], policies[version])
+
+
+def test_the_environments_are_busy_until_they_are_drained(counting: RayVecEnv, prefetching: Collector) -> None:
+    first = prefetching.collect(n_step=50)
+    for use in (
+        lambda: counting.step(np.zeros(5, int)),
+        counting.reset,
+        lambda: counting.call("unwrapped"),
+        lambda: counting.rollout(TablePolicy(), 1),
+        lambda: Collector(counting, TablePolicy()),
+    ):
+        with pytest.raises(AlreadyPendingCallError, match="rollout"):
+            use()
+    rest = prefetching.drain()
+    assert rest is not None and rest.stats.n_collected_steps == 50
+    assert prefetching.drain() is None
+    chunks = [*first.chunks, *rest.chunks, *prefetching.collect(n_step=50).chunks]
+    assert counting_errors(chunks) == []
+    assert [chunk.first_step for chunk in chunks] == [0, 10, 20]
+    prefetching.close()
+    assert counting.step(np.zeros(5, int))[0].shape == (5, 4)
+
+
+def test_another_number_of_steps(prefetching: Collector) -> None:
+    """At least as many as were asked for, none twice and none left out."""
+    batches = [prefetching.collect(n_step=5 * steps) for steps in (4, 4, 10, 2, 2)]
+    assert [[chunk.num_steps for chunk in batch.chunks] for batch in batches] == [[4], [4], [4, 6], [10], [2]]
+    chunks = [chunk for batch in batches for chunk in batch.chunks]
+    assert [chunk.first_step for chunk in chunks] == [0, 4, 8, 12, 18, 28]
+    assert counting_errors(chunks) == []
+
+
+def test_a_reset_drops_the_chunk_in_flight_and_says_so(prefetching: Collector) -> None:
+    prefetching.collect(n_step=5 * 8)
+    prefetching.reset(seed=70)
+    batch = prefetching.collect(n_step=5 * 30)
+    assert batch.stats.n_surplus_steps == 5 * 8
+    assert prefetching.collect(n_step=5 * 30).stats.n_surplus_steps == 0
+    (chunk,) = batch.chunks
+    assert chunk.obs[0].tolist() == [[70 + i, 0, 0, 0] for i in range(5)]
+    assert chunk.first_step == 16, "noise is not used twice"
+    ends = [chunk.rew[: t + 1, n].sum() for t, n in np.argwhere(chunk.done)]
+    assert batch.stats.n_collected_episodes == len(ends)
+
+
+def test_a_state_is_that_of_what_was_returned(counting: RayVecEnv, prefetching: Collector) -> None:
+    prefetching.collect(n_step=5 * 8)
+    state = prefetching.state_dict()
+    assert state["first_step"] == 8
+    in_flight = prefetching.collect(n_step=5 * 8).chunks[0]
+    prefetching.load_state_dict(state)
+    prefetching.reset(seed=3)
+    again = prefetching.collect(n_step=5 * 8).chunks[0]
+    assert again.first_step == in_flight.first_step == 8
+    assert again.obs[0].tolist() == [[3 + i, 0, 0, 0] for i in range(5)]
+
+
+def test_an_interrupted_wait_loses_nothing(
+    counting: RayVecEnv, prefetching: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a chunk is waited for, as in a notebook; also where the next call drains."""
+    wait, interrupts = counting.rollout_wait, [True, True]
+
+    def interrupted() -> Any:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        return wait()
+
+    chunks = [*prefetching.collect(n_step=50).chunks]
+    monkeypatch.setattr(counting, "rollout_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    chunks += [chunk for _ in range(3) for chunk in prefetching.collect(n_step=50).chunks]
+    interrupts.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        prefetching.collect(n_step=50)
+    rest = prefetching.drain()
+    assert rest is not None and prefetching.drain() is None
+    chunks += rest.chunks
+    assert [chunk.first_step for chunk in chunks] == list(range(0, 10 * len(chunks), 10))
+    assert counting_errors(chunks) == []
+    assert counting.call("unwrapped")  # the environments are free
+
+
+def test_a_fault_in_flight_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
+    env = make_vec([FailingEnv] * 3, workers=2)
+    collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
+    assert collector.collect(n_step=3 * 5).stats.n_collected_steps == 15
+    collector.set_weights(TablePolicy(seed=1).weights())
+    with pytest.raises(ArithmeticError, match="the sixth step") as caught:
+        collector.collect(n_step=3 * 5)
+    assert "environment 0, seed 0" in str(caught.value.__cause__)
+    assert env.closed
+    collector.close()
+
+
+def test_closing_does_not_raise_what_happened_in_flight(make_vec: MakeVec, caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector(make_vec([FailingEnv] * 2), TablePolicy(), seed=0, prefetch=True)
+    collector.collect(n_step=2 * 5)
+    collector.close()
+    assert "in flight" in caplog.text and "the sixth step" in caplog.text
+    collector.close()
+
+
+def test_environments_close_with_a_chunk_in_flight(make_vec: MakeVec, tmp_path: Path) -> None:
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 2, nodes=2)
+    collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
+    pids = [pid for node in env.worker_pids().values() for pid in node]
+    collector.collect(n_step=2 * 3)
+    (tmp_path / "gate").touch()
+    env.close()
+    wait_until(lambda: not any(map(alive, pids)), "no process is left")
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        collector.collect(n_step=2 * 3)
+    collector.close()
+
+
+@pytest.mark.parametrize("how", [{"timeout": 0.1}, {"terminate": True}], ids=["timeout", "terminate"])
+def test_they_are_ended_if_a_chunk_takes_longer_than_one_would_wait(
+    gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    """The gate never opens, and the time that is waited by default is longer than this test may take."""
+    monkeypatch.setattr("rayvec.cluster.ray_pool._CLOSE_S", 1e4)
+    collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
+    pids = [pid for node in pids_of(gated) for pid in node]
+    collector.collect(n_step=4 * 3)
+    gated.close(**how)
+    wait_until(lambda: not any(map(alive, pids)), "no process is left")
+
+
+def test_a_node_lost_in_flight_acts_again_with_the_same_weights(make_vec: MakeVec, tmp_path: Path) -> None:
+    """Others acted with the old weights; weights published meanwhile are for the chunk after."""
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
+    collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    policies = [TablePolicy(seed=seed) for seed in range(2)]
+    collector.collect(n_step=4 * 3)
+    collector.set_weights(policies[1].weights())
+    os.kill(actor, signal.SIGKILL)
+    (tmp_path / "gate").touch()
+    batch = collector.collect(n_step=4 * 3)
+    (chunk,) = batch.chunks
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
+    assert chunk.obs[0][:, TOTAL].tolist() == [3, 3, 0, 0]
+    assert batch.stats.weights_versions == (0, 0) and batch.stats.staleness == 1
+    assert_acted_with(chunk, policies[0])
+    batch = collector.collect(n_step=4 * 3)
+    assert batch.stats.weights_versions == (1, 1)
+    assert_acted_with(batch.chunks[0], policies[1])
+
+
+def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path) -> None:
+    """Its successor takes both, the first from new episodes, each with the weights that it was asked for with."""
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
+    env.reset(seed=0)
+    policies = [TablePolicy(seed=seed) for seed in range(3)]
+    store = env.publish(policies[0])
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    for number, policy in enumerate(policies[1:]):
+        env.rollout_async(store, 4, 4 * number, 1)  # the gate keeps it from its end
+        store.publish(policy.weights())
+    with pytest.raises(AlreadyPendingCallError, match="rollout"):
+        env.rollout_async(store, 4, 8, 1)
+    os.kill(actor, signal.SIGKILL)
+    (tmp_path / "gate").touch()
+    first, second = env.rollout_wait().chunk, env.rollout_wait().chunk
+    assert first is not None and second is not None
+    assert first.restarts.tolist() == [[-1, 2], [-1, 3]] and len(second.restarts) == 0
+    assert second.obs[0][:, TOTAL].tolist() == [4, 4, 4, 4]
+    last = env.rollout_workers(store, 4, 8, 1).chunk
+    assert last is not None and last.obs[0][:, TOTAL].tolist() == [8, 8, 8, 8]
+    for version, chunk in enumerate((first, second, last)):
+        assert chunk.weights_version == version
+        assert_acted_with(chunk, policies[version])
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec, node: int) -> None:
+    """What it had done stays; whoever takes its place acts with the newest weights, like the others."""
+    env = make_vec([CountingEnv] * 4, nodes=2, on_env_error="restart")
+    collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
+    worker = env.worker_pids()[env.topology.nodes[node].name][1]
+    policies = [TablePolicy(seed=seed) for seed in range(2)]
+    batches = [collector.collect(n_step=4 * 12)]
+    wait_for_parts(env)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    collector.set_weights(policies[1].weights())
+    batches += [collector.collect(n_step=4 * 12) for _ in range(2)]
+    [first], [done], [following] = (batch.chunks for batch in batches)
+    assert counting_errors([first, done]) == counting_errors([following]) == []
+    assert [batch.stats.weights_versions for batch in batches] == [(0, 0), (0, 0), (1, 1)]
+    assert [chunk.restarts.tolist() for chunk in (done, following)] == [[], [[-1, 2 * node], [-1, 2 * node + 1]]]
+    assert done.valid.all() and following.valid.all()
+    assert following.obs[0][:, TOTAL].tolist() == [0 if n // 2 == node else 24 for n in range(4)]
+    assert_acted_with(done, policies[0])
+    assert_acted_with(following, policies[1])
+
+
+def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) -> None:
+    for mistake in (
+        partial(Collector, counting, TablePolicy(), "driver", prefetch=True),
+        partial(prefetching.collect, n_episode=3),
+    ):
+        with pytest.raises(ConfigError, match="Remedy"):
+            mistake()
+    with pytest.raises(NoAsyncCallError):
+        counting.rollout_wait()
+
+
+def test_the_last_call_begins_no_chunk(counting: RayVecEnv, prefetching: Collector) -> None:
+    batches = [prefetching.collect(n_step=50, ahead=ahead) for ahead in (True, False)]
+    assert counting.call("unwrapped") and prefetching.drain() is None  # the environments are free
+    batches.append(prefetching.collect(n_step=50))
+    assert [batch.chunks[0].first_step for batch in batches] == [0, 10, 20]
+    assert counting_errors([chunk for batch in batches for chunk in batch.chunks]) == []
+    assert [(batch.stats.n_collected_steps, batch.stats.n_surplus_steps) for batch in batches] == [(50, 0)] * 3

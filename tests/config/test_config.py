@@ -1,0 +1,166 @@
+"""Settings survive the way to YAML and back, and refuse what can't work in words that help."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.config import ADJUSTABLE, CONFIGS
+from rayvec.config.schema import describe, field_names
+from rayvec.errors import ConfigError
+
+scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+
+ppo_configs = st.builds(
+    PPOConfig,
+    env_id=st.text(min_size=1),
+    env_kwargs=st.dictionaries(st.text(), scalars, max_size=3),
+    total_steps=st.integers(1, 10**12),
+    seed=st.integers(0, 2**32 - 1),
+    run_dir=st.none() | st.text("abc/ .é", min_size=1).map(Path),
+    num_nodes=st.none() | st.integers(0, 100),
+    address=st.none() | st.text(),
+    inference=st.sampled_from(["worker", "driver"]),
+    learning_rate=st.floats(1e-12, 1e3),
+    anneal_lr=st.booleans(),
+    gamma=st.floats(0, 1),
+    target_kl=st.none() | st.floats(1e-9, 10),
+    hidden_sizes=st.lists(st.integers(1, 999), max_size=4).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(ppo_configs)
+def test_round_trip_through_yaml(config: PPOConfig) -> None:
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+
+
+def test_yaml_explains_every_setting() -> None:
+    text = PPOConfig().to_yaml()
+    assert list(yaml.safe_load(text)) == ["algorithm", *field_names(PPOConfig)]
+    for row in describe(PPOConfig):
+        first_words = " ".join(row.doc.split()[:3])
+        assert f"# {first_words}" in text
+
+
+def test_every_setting_is_described() -> None:
+    for cls in CONFIGS.values():
+        rows = list(describe(cls))
+        assert [row.name for row in rows] == [item.name for item in dataclasses.fields(cls)]
+        assert all(row.doc.endswith(".") and "\n" not in row.doc and row.type for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("num_envs", 0, "int, at least 1"),
+        ("num_envs", -3, "int, at least 1"),
+        ("num_envs", 2.0, "int, at least 1"),
+        ("num_envs", True, "int, at least 1"),
+        ("total_steps", 0, "at least 1"),
+        ("num_steps", -1, "at least 1"),
+        ("seed", -1, "from 0 to 4294967295"),
+        ("num_nodes", -1, "at least 0"),
+        ("gamma", 1.01, "from 0 to 1"),
+        ("gamma", -0.1, "from 0 to 1"),
+        ("gae_lambda", float("nan"), "from 0 to 1"),
+        ("learning_rate", 0.0, "above 0"),
+        ("learning_rate", "1e-3", "float"),
+        ("learning_rate", float("inf"), "above 0"),
+        ("checkpoint_interval_s", -1, "at least 0"),
+        ("target_kl", 0, "above 0"),
+        ("inference", "cloud", "'worker' | 'driver'"),
+        ("hidden_sizes", (64, 0), "at least 1"),
+        ("hidden_sizes", "64", "tuple"),
+        ("anneal_lr", 1, "bool"),
+        ("env_id", "", "an id that Gymnasium knows"),
+        ("env_id", None, "str"),
+        ("env_kwargs", {"map": [1]}, "dict"),
+    ],
+)
+def test_what_cannot_work_is_refused(setting: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(**{setting: value})
+    text = str(caught.value)
+    assert setting in text and "Remedy: " in text
+    assert expected in text.partition("Expected: ")[2].partition(" Got: ")[0]
+
+
+def test_a_minibatch_is_part_of_an_iteration() -> None:
+    assert PPOConfig(num_envs=4, num_steps=8, minibatch_size=32).steps_per_iteration == 32
+    with pytest.raises(ConfigError, match=r"at most num_envs \* num_steps = 32\. Got: 33\."):
+        PPOConfig(num_envs=4, num_steps=8, minibatch_size=33)
+
+
+def test_numbers_of_other_kinds_become_ours() -> None:
+    config = PPOConfig(num_envs=np.int64(8), gamma=np.float32(0.5), learning_rate=1, hidden_sizes=[32], run_dir="x")
+    assert type(config.num_envs) is int and type(config.gamma) is float and type(config.learning_rate) is float
+    assert config.hidden_sizes == (32,) and config.run_dir == Path("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("- a list", r"\['a list'\]"),
+        ("algorithm: magic", "magic"),
+        ("num_envs: 3", "None"),
+        ("a: [", "no YAML"),
+        ("algorithm: ppo\nlerning_rate: 1.0", "lerning_rate"),
+    ],
+)
+def test_other_files_are_refused(text: str, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Got: .*{got}.*Remedy"):
+        TrainConfig.from_yaml(text)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 10**15), st.integers(0, 2**20 - 1))
+def test_seeds_of_evaluation_and_training_never_meet(seed: int, steps: int, env_index: int) -> None:
+    config = PPOConfig(seed=seed)
+    assert 0 <= config.train_seed(steps) + env_index < 2**30
+    assert 2**30 <= config.eval_seed() + env_index < 2**31
+
+
+def test_seeds_differ_between_runs_and_after_resuming() -> None:
+    seeds = {PPOConfig(seed=seed).train_seed(steps) for seed in range(50) for steps in (0, 1024, 2048)}
+    assert len(seeds) == 150
+
+
+def test_settings_made_at_a_prompt_have_no_docstrings_but_work() -> None:
+    namespace: dict[str, Any] = {"TrainConfig": TrainConfig, "dataclass": dataclasses.dataclass}
+    exec("@dataclass(frozen=True, kw_only=True)\nclass Mine(TrainConfig):\n    width: int = 3", namespace)
+    rows = {row.name: row.doc for row in describe(namespace["Mine"])}
+    assert rows["width"] == "" and rows["seed"]
+    assert "width: 3" in namespace["Mine"]().to_yaml()
+
+
+def test_a_run_may_move_but_not_change() -> None:
+    config = PPOConfig(num_nodes=2)
+    assert config.adjusted(num_nodes=None, num_learners=3, gamma=config.gamma) == dataclasses.replace(
+        config, num_nodes=None, num_learners=3
+    )
+    with pytest.raises(ConfigError, match=r"only changes of num_nodes, .*Got: gamma=0.5 after 0.98\. Remedy"):
+        config.adjusted(num_nodes=1, gamma=0.5)
+    assert set(ADJUSTABLE) < set(field_names(TrainConfig))
+
+
+@pytest.mark.parametrize("cls", [PPOConfig, IMPALAConfig, SACConfig])
+def test_more_ranks_than_environments_are_refused(cls: type[TrainConfig]) -> None:
+    """Those without one would only wait."""
+    config = cls(num_envs=4, num_learners=4)
+    with pytest.raises(ConfigError, match=r"at most num_envs = 4\. Got: 5\. Remedy: Lower num_learners"):
+        config.adjusted(num_learners=5)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(PPOConfig, "minibatch_size"), (SACConfig, "batch_size")])
+def test_more_ranks_than_rows_of_a_minibatch_are_refused(cls: type[TrainConfig], name: str) -> None:
+    config = cls(**{name: 3, "num_learners": 3})
+    with pytest.raises(ConfigError, match=rf"at most {name} = 3\. Got: 4\. Remedy: Lower num_learners"):
+        config.adjusted(num_learners=4)

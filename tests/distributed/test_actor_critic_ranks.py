@@ -1,0 +1,122 @@
+"""PPO and IMPALA on several ranks give the weights that they give on one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.actor_critic_kit import BOX, DISCRETE, distance
+from helpers.ranks_kit import N, make_batches, make_impala, make_learner
+from helpers.thread_ranks import Apart, ThreadRanks, learn_on_ranks, on_ranks, shard
+from torch import Tensor
+
+from rayvec.errors import ConfigError, LearnerError
+
+Metrics = list[dict[str, float]]
+LEARNERS = pytest.mark.parametrize("make", [make_learner, make_impala], ids=["ppo", "impala"])
+
+
+def learn(
+    make: Callable[[], Any], action_space: spaces.Space[Any], bounds: list[int], num_updates: int = 20, **kwargs: Any
+) -> tuple[list[Tensor], list[Metrics]]:
+    """Returns the parameters and metrics of each of the ranks that have the columns between `bounds`."""
+    learners, metrics = learn_on_ranks(make, make_batches(action_space, num_updates), bounds, **kwargs)
+    return [learner.state_dict()["parameters"] for learner in learners], metrics
+
+
+@LEARNERS
+@pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_ranks_together_equal_one(make: Any, action_space: spaces.Space[Any], dtype: Any, tolerance: float) -> None:
+    """Even, uneven and empty shards; shards without a row of some minibatch."""
+
+    def make_one() -> Any:
+        return make(action_space, dtype)
+
+    (expected,), (expected_metrics,) = learn(make_one, action_space, [0, N])
+    assert distance(make_one().state_dict()["parameters"], expected) > 0.01
+    for bounds in ([0, 3, N], [0, 6, N], [0, 2, 4, N], [0, 0, N], [0, 1, 4, 4, N]):
+        parameters, metrics = learn(make_one, action_space, bounds)
+        assert distance(parameters[0], expected) <= tolerance, bounds
+        assert all(torch.equal(each, parameters[0]) for each in parameters), bounds
+        assert all(each == metrics[0] for each in metrics), bounds
+        for ours, theirs in zip(metrics[0], expected_metrics, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), bounds
+
+
+@LEARNERS
+def test_without_sums_they_differ(make: Any) -> None:
+    """What the test above shows comes from the sums."""
+
+    def make_one() -> Any:
+        return make(DISCRETE, torch.float64)
+
+    (expected,), _ = learn(make_one, DISCRETE, [0, N])
+    parameters, _ = learn(make_one, DISCRETE, [0, 3, N], kind=Apart)
+    assert distance(parameters[0], expected) > 1e-3
+    assert not torch.equal(*parameters)
+
+
+@pytest.mark.parametrize("settings", [{"target_kl": 1e-3}, {"normalize_advantage": False}, {"clip_value_loss": True}])
+def test_variants_of_ppo_equal_one(settings: dict[str, Any]) -> None:
+    def make_one() -> Any:
+        return make_learner(DISCRETE, torch.float64, **settings)
+
+    (expected,), _ = learn(make_one, DISCRETE, [0, N], 5)
+    parameters, _ = learn(make_one, DISCRETE, [0, 2, N], 5)
+    assert distance(parameters[0], expected) <= 1e-12
+    assert torch.equal(*parameters)
+
+
+@pytest.mark.parametrize(("bounds", "expected"), [([0, 3, N], {16}), ([0, 0, N], {16, 24, 32})], ids=["even", "uneven"])
+def test_ranks_fill_shares_up_to_few_sizes(
+    bounds: list[int], expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute the same as one, with a graph for the mean share, and for all of a minibatch where one needs it."""
+    sizes: set[int] = set()
+
+    def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(state: tuple[Tensor], weight: Tensor, columns: Any) -> Tensor:
+            sizes.add(len(weight))
+            return function(state, weight, columns)
+
+        return call
+
+    def make_one() -> Any:
+        return make_learner(DISCRETE, torch.float64, compile=True, minibatch_size=28)
+
+    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", uncompiled)
+    (alone,), _ = learn(make_one, DISCRETE, [0, N], 5)
+    assert sizes == {32}
+    sizes.clear()
+    parameters, _ = learn(make_one, DISCRETE, bounds, 5)
+    assert distance(parameters[0], alone) <= 1e-12
+    assert torch.equal(*parameters)
+    assert sizes == expected
+
+
+def test_more_ranks_than_minibatch_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at most 2 ranks, as minibatch_size. Got: 3 ranks"):
+        learn(lambda: make_learner(DISCRETE, minibatch_size=2), DISCRETE, [0, *itertools.repeat(N, 3)], 1)
+
+
+@LEARNERS
+def test_what_is_not_finite_stops_every_rank(make: Any) -> None:
+    [batch] = make_batches(DISCRETE, 1)
+    batch.chunks[0].rew[batch.chunks[0].valid.argmax(0)[5], 5] = float("nan")
+
+    def work(ranks: ThreadRanks) -> str:
+        learner = make(DISCRETE)
+        learner.ranks = ranks
+        start, stop = ((0, 3), (3, N))[ranks.rank]
+        with pytest.raises(LearnerError) as error:
+            learner.update(shard(batch, start, stop))
+        return str(error.value)
+
+    first, second = on_ranks(2, work)
+    assert "'grad_norm': nan" in first and "'grad_norm': nan" in second
+    assert first == second

@@ -1,0 +1,200 @@
+"""LearnerGroup: the numbers of one learner, whatever the ranks, the way of the chunks, and what falls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.actor_critic_kit import DISCRETE, distance
+from helpers.rank_objects import Owner
+from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_learner, make_lonely
+from helpers.waiting import alive, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import rayvec
+from rayvec.data import Batch, Chunk, ChunkRef
+from rayvec.distributed.shards import fetch_shard, split_batch, split_refs
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.testing import assert_identical
+
+MakeGroup = Callable[..., rayvec.LearnerGroup]
+
+
+@pytest.fixture
+def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
+    made: list[rayvec.LearnerGroup] = []
+
+    def make(num_learners: int, make: Any = lambda: make_learner(DISCRETE), **kwargs: Any) -> rayvec.LearnerGroup:
+        made.append(rayvec.LearnerGroup(make, num_learners, **kwargs))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+def by_reference(batch: Batch, bounds: list[int], put: Callable[[Any], Any]) -> Batch:
+    """Returns the batch with its chunks left in a store, in parts between `bounds`."""
+    refs = []
+    for chunk in batch.chunks:
+        parts = [chunk.columns(start, stop) for start, stop in itertools.pairwise(bounds)]
+        refs.append(tuple(ChunkRef(part.env_ids, part.num_steps, put(part)) for part in parts))
+    return Batch((), batch.stats, tuple(refs))
+
+
+def fields_of(chunk: Chunk) -> dict[str, Any]:
+    return {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
+
+
+class TestShards:
+    batch = make_batches(DISCRETE, 1)[0]
+
+    @given(cuts=st.lists(st.integers(0, N), max_size=3).map(sorted), num_ranks=st.integers(1, 10))
+    def test_both_ways_give_every_rank_the_same(self, cuts: list[int], num_ranks: int) -> None:
+        batch = self.batch
+        store: list[Any] = []
+
+        def put(part: Any) -> int:
+            store.append(part)
+            return len(store) - 1
+
+        remote = split_refs(by_reference(batch, [0, *cuts, N], put), num_ranks)
+        fetched = [fetch_shard(shard, store.__getitem__) for shard in remote]
+        split = split_batch(batch, num_ranks)
+        assert_identical(*([list(map(fields_of, shard.chunks)) for shard in shards] for shards in (fetched, split)))
+        widths = [shard.chunks[0].num_envs for shard in split]
+        assert sum(widths) == N and max(widths) - min(widths) <= 1
+
+    def test_a_rank_fetches_only_what_it_needs(self) -> None:
+        shards = split_refs(by_reference(self.batch, [0, 2, 4, N], lambda part: part.env_ids[0]), 2)
+        assert [[part.ref for part in shard.parts[0]] for shard in shards] == [[0, 2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("num_learners", "ranks_per_node", "num_envs"),
+    [(1, None, N), (2, None, N), (4, 2, N), (3, None, 2)],
+    ids=["one rank", "two ranks", "two on each of two nodes", "a rank without columns"],
+)
+def test_a_group_equals_a_learner(
+    make_group: MakeGroup, num_learners: int, ranks_per_node: int | None, num_envs: int
+) -> None:
+    """Also where chunks were left in the object store, in parts that are not those of the ranks."""
+    learner = make_learner(DISCRETE)
+    group = make_group(num_learners, ranks_per_node=ranks_per_node)
+    np.testing.assert_array_equal(group.weights(), learner.weights())
+    for number, batch in enumerate(make_batches(DISCRETE, 10, num_envs)):
+        expected = learner.update(batch)
+        handed = by_reference(batch, [0, 1, num_envs], ray.put) if number % 2 else batch
+        assert group.update(handed) == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert distance(group.weights(), learner.weights()) < 1e-6
+
+
+def test_state_goes_from_a_learner_to_a_group_and_back(make_group: MakeGroup) -> None:
+    first, second, third = make_batches(DISCRETE, 3)
+    learner = make_learner(DISCRETE)
+    learner.update(first)
+    group = make_group(2)
+    group.load_state_dict(learner.state_dict())
+    np.testing.assert_array_equal(group.weights(), learner.weights())
+    group.update(second)
+    learner.update(second)
+    back = make_learner(DISCRETE)
+    back.load_state_dict(group.state_dict())
+    np.testing.assert_array_equal(back.weights(), group.weights())
+    assert back.update(third) == pytest.approx(learner.update(third), rel=1e-3, abs=1e-5)
+    weights = group.weights()
+    weights += 1
+    assert (group.weights() != weights).all()
+    flat = np.concatenate([parameter.detach().numpy().ravel() for parameter in group.module.parameters()])
+    np.testing.assert_array_equal(flat, group.weights())
+    with pytest.raises(CheckpointError, match="parameters"):
+        group.load_state_dict({"unknown": 1})
+    np.testing.assert_array_equal(flat, group.weights())
+
+
+@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), (1, "SIGSTOP")])
+def test_a_rank_that_falls_in_an_update_changes_no_number(
+    make_group: MakeGroup, tmp_path: Path, who: int, how: str
+) -> None:
+    batches = make_batches(DISCRETE, 3)
+    undisturbed = make_group(2)
+    expected = [undisturbed.update(batch) for batch in batches]
+    mark = tmp_path / "fallen"
+    group = make_group(2, lambda: make_falling_learner(mark, who, how), timeout_s=3.0)
+    assert [group.update(batch) for batch in batches] == expected
+    assert mark.exists()
+    np.testing.assert_array_equal(group.weights(), undisturbed.weights())
+
+
+def test_a_chunk_that_is_lost_in_the_object_store_is_told_and_nothing_else_is_lost(make_group: MakeGroup) -> None:
+    """As with a node that ends between collecting and learning."""
+    group = make_group(2)
+    lost, good = make_batches(DISCRETE, 2)
+    taken = {seat.node_id for seat in group.group.seats}
+    elsewhere = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in taken)
+    place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+    owner = ray.remote(Owner).options(num_cpus=0, scheduling_strategy=place).remote()
+
+    def put(part: Chunk) -> Any:
+        ballast = np.zeros((*part.rew.shape, 10_000))  # a small chunk would travel with its reference
+        large = dataclasses.replace(part, extras={**part.extras, "ballast": ballast})
+        return ray.get(owner.put.remote(large))[0]
+
+    batch = by_reference(lost, [0, 3, N], put)
+    before, pid = group.weights(), ray.get(owner.pid.remote())
+    ray.kill(owner)
+    wait_until(lambda: not alive(pid), "the end of the chunks' owner")
+    with pytest.raises(LearnerError, match=r"Got: OwnerDiedError.*Remedy: Leave this batch out"):
+        group.update(batch)
+    np.testing.assert_array_equal(group.weights(), before)
+    learner = make_learner(DISCRETE)
+    assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    good, bad = make_batches(DISCRETE, 2)
+    group.update(good)
+    before = group.weights()
+    bad.chunks[0].rew[3, N - 1] = np.nan
+    bad.chunks[0].valid[3, N - 1] = True
+    with pytest.raises(LearnerError, match="nan"):
+        group.update(bad)
+    np.testing.assert_array_equal(group.weights(), before)
+
+
+class TestBadInput:
+    def test_a_learner_without_ranks_learns_alone(self, make_group: MakeGroup) -> None:
+        assert make_group(1, make_lonely).weights().tolist() == [1, 1, 1]
+        with pytest.raises(ConfigError, match=r"attribute `ranks`.* Got: Lonely"):
+            make_group(2, make_lonely)
+
+    def test_counts_and_devices(self, ray_cluster: object) -> None:
+        with pytest.raises(ConfigError, match="num_learners is a count"):
+            rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 0)
+        with pytest.raises(ConfigError, match="needs a GPU for each rank"):
+            rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 1, "cuda")
+
+    def test_a_learner_that_can_not_be_made(self, ray_cluster: object) -> None:
+        def make() -> Any:
+            raise ZeroDivisionError("no learner today")
+
+        with pytest.raises(ZeroDivisionError, match="no learner today") as caught:
+            rayvec.LearnerGroup(make)
+        assert isinstance(caught.value.__cause__, LearnerError) and "in make" in str(caught.value.__cause__)
+
+    def test_batches(self, make_group: MakeGroup) -> None:
+        group = make_group(2, lambda: make_learner(DISCRETE, minibatch_size=1))
+        with pytest.raises(LearnerError, match="a batch with neither"):
+            group.update(Batch((), STATS))
+        (batch,) = make_batches(DISCRETE, 1)
+        with pytest.raises(ConfigError, match="at most 1 ranks"):
+            group.update(batch)

@@ -1,0 +1,34 @@
+"""What ranks hand to Ray."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from rayvec.distributed.rank_actor import pack, unpack
+
+
+def test_tensors_of_any_kind_arrive() -> None:
+    """Small ones share an array, large ones have one each, and none shares memory with what was packed."""
+    state = {
+        "large": torch.randn(200, 200),
+        "small": [torch.arange(5), torch.tensor(3.0), torch.randn(3, 4).T, torch.tensor([True, False])],
+        "of no array of NumPy": (torch.randn(7).bfloat16(), torch.empty(0, 3)),
+        "parameter": torch.nn.Parameter(torch.randn(2, dtype=torch.float64)),
+        "plain": {"step": 3, "none": None},
+    }
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(pack(state), 5, buffer_callback=buffers.append)
+    assert len(buffers) <= 2
+    again = unpack(pickle.loads(pickled, buffers=buffers))
+    assert again["plain"] == state["plain"]
+    pairs = [(again[name], state[name]) for name in ("large", "parameter")]
+    for name in ("small", "of no array of NumPy"):
+        assert type(again[name]) is type(state[name])
+        pairs += zip(again[name], state[name], strict=True)
+    for mine, theirs in pairs:  # each is writable, and alone
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        assert torch.equal(mine, theirs)
+        mine.copy_(~mine if mine.dtype == torch.bool else mine + 1)
+        assert not mine.numel() or not torch.equal(mine, theirs)

@@ -1,0 +1,102 @@
+"""SAC on ranks that are processes: the numbers of one learner, and what becomes of the replay that each rank keeps."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.actor_critic_kit import distance
+from helpers.sac_kit import make_batch, make_falling_learner, make_learner
+
+import rayvec
+from rayvec.learners.base import KeepsOwnState
+
+MakeGroup = Callable[..., rayvec.LearnerGroup]
+
+
+@pytest.fixture
+def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
+    made: list[rayvec.LearnerGroup] = []
+
+    def make(num_learners: int, make: Any = lambda: make_learner(), **kwargs: Any) -> rayvec.LearnerGroup:
+        made.append(rayvec.LearnerGroup(make, num_learners, **kwargs))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+def test_a_group_equals_a_learner_and_goes_on_exactly(make_group: MakeGroup, caplog: pytest.LogCaptureFixture) -> None:
+    """From a checkpoint with the replay of both ranks; with a replay that is not theirs, they say that it refills."""
+    learner, group = make_learner(), make_group(2)
+    for seed in range(3):
+        expected = learner.update(make_batch(seed=seed))
+        assert group.update(make_batch(seed=seed)) == pytest.approx(expected, rel=1e-6)
+        assert distance(group.weights(), learner.weights()) < 1e-6
+    assert not np.array_equal(group.weights(), make_learner().weights())
+    assert isinstance(learner, KeepsOwnState)
+    assert group.group.state_dict().keys() == learner.shared_state().keys(), "the replay is copied after every update"
+    np.testing.assert_array_equal(group.module.weights(), group.weights())
+
+    file = io.BytesIO()
+    torch.save(group.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    following = [group.update(make_batch(seed=seed)) for seed in (3, 4)]
+    weights = group.weights()
+    with caplog.at_level(logging.WARNING):
+        group.load_state_dict(state)
+        assert [group.update(make_batch(seed=seed)) for seed in (3, 4)] == following
+        np.testing.assert_array_equal(group.weights(), weights)
+        assert not caplog.text
+
+        group.load_state_dict(learner.state_dict())
+        assert "the replay of 1 rank(s) does not fit 2" in caplog.text
+        assert group.update(make_batch(seed=3)) == {}
+        assert group.update(make_batch(seed=4))["replay_steps"] == 32
+
+        caplog.clear()
+        learner.load_state_dict(state)
+        assert "the replay refills" in caplog.text
+        assert learner.update(make_batch(seed=3)) == {}
+        assert learner.update(make_batch(seed=4))["num_updates"] == 48
+
+
+def test_one_rank_takes_and_gives_the_state_of_a_learner(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, group = make_learner(), make_group(1)
+    for seed in range(2):
+        learner.update(make_batch(seed=seed))
+    group.load_state_dict(learner.state_dict())
+    assert group.update(make_batch(seed=2)) == learner.update(make_batch(seed=2))
+    other = make_learner()
+    other.load_state_dict(group.state_dict())
+    assert other.update(make_batch(seed=3)) == learner.update(make_batch(seed=3))
+    assert not caplog.text
+
+
+def test_with_a_rank_every_replay_is_lost_and_refills(
+    make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning; the batch of the update under way is stored once, and updates go on where they were."""
+    mark = tmp_path / "fallen"
+    group = make_group(2, lambda: make_falling_learner(mark, 1))
+    for seed in range(2):
+        metrics = group.update(make_batch(seed=seed))
+    assert metrics["num_updates"] == 16
+    weights = group.weights()
+    with caplog.at_level(logging.WARNING):
+        assert group.update(make_batch(seed=2)) == {}
+    assert mark.exists() and "the replay refills" in caplog.text
+    np.testing.assert_array_equal(group.weights(), weights)
+    metrics = group.update(make_batch(seed=3))
+    assert (metrics["num_updates"], metrics["replay_steps"]) == (32, 32)
+    assert not np.array_equal(group.weights(), weights)

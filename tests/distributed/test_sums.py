@@ -1,0 +1,121 @@
+"""Sums over processes, without Ray: their bits, and what becomes of them when a process ends, stops or leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.rank_processes import fall_before_second_sum, on_processes, sum_at_random, sum_each, sum_strided, tensor_of
+from torch import Tensor
+
+from rayvec.distributed.shared_memory import SharedMemoryRanks
+from rayvec.errors import RankLostError
+from rayvec.learners.ranks import ALONE, gather_counts, global_moments
+
+KINDS = pytest.mark.parametrize("kind", ["shared memory", "collective"])
+CASES = [
+    (dtype, shape)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+    for shape in ((), (0,), (1,), (3, 5), (16384,), (16385,), (70_001,))
+] + [(torch.float32, (5_000_003,))]  # the last does not fit a slot of shared memory
+
+
+def in_rank_order(size: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    total = tensor_of(0, number, dtype, shape)
+    for rank in range(1, size):
+        total += tensor_of(rank, number, dtype, shape)
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_memory_sums_in_rank_order(size: int) -> None:
+    for sums in on_processes(size, sum_each, CASES, kind="shared memory"):
+        for number, (case, total) in enumerate(zip(CASES, sums, strict=True)):
+            assert torch.equal(total, in_rank_order(size, number, *case)), case
+
+
+def test_a_collective_gives_all_ranks_the_same_bits() -> None:
+    first, *others = on_processes(3, sum_each, CASES, kind="collective")
+    for number, (case, total) in enumerate(zip(CASES, first, strict=True)):
+        tolerance = {"atol": 0.05, "rtol": 0.0} if case[0] == torch.bfloat16 else {}
+        torch.testing.assert_close(total, in_rank_order(3, number, *case), **tolerance)
+        assert all(torch.equal(other[number], total) for other in others), case
+
+
+@KINDS
+def test_tensors_need_not_be_contiguous(kind: str) -> None:
+    expected = in_rank_order(2, 0, torch.float32, (6, 40)).t()[::2]
+    for total, in_place in on_processes(2, sum_strided, kind=kind):
+        torch.testing.assert_close(total, expected)
+        assert in_place
+
+
+def test_nothing_is_overwritten_that_is_still_read() -> None:
+    """Many sums of all sizes, with pauses on this rank or that, all of them right."""
+    assert on_processes(3, sum_at_random, 600, 1, kind="shared memory") == [0, 0, 0]
+
+
+@KINDS
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_was_killed_is_missed(kind: str, who: int) -> None:
+    results = on_processes(3, fall_before_second_sum, who, "SIGKILL", kind=kind)
+    assert results.pop(who) is None
+    for result in results:
+        assert isinstance(result, RankLostError)
+        if kind == "shared memory":
+            assert f"rank {who} to live. Got: its process" in str(result) or "gave up" in str(result)
+
+
+@KINDS
+def test_a_rank_that_was_stopped_is_not_waited_for_longer_than_the_timeout(kind: str) -> None:
+    results = on_processes(2, fall_before_second_sum, 1, "SIGSTOP", kind=kind, timeout_s=1.0, silent=1)
+    assert isinstance(results[0], RankLostError)
+    expected = "rank 1 to come to a sum within 1 s. Got: only rank(s) 0 in time" if kind == "shared memory" else "1 s"
+    assert expected in str(results[0])
+
+
+@KINDS
+def test_a_rank_that_leaves_tells_the_others(kind: str) -> None:
+    first, second = on_processes(2, fall_before_second_sum, 1, "close", kind=kind)
+    assert isinstance(first, RankLostError) and torch.equal(second[0], torch.full((3,), 2.0))
+    assert kind == "collective" or "rank 1 gave up" in str(first)
+
+
+def test_nothing_has_a_name() -> None:
+    before = set(os.listdir("/dev/shm"))
+    ranks = SharedMemoryRanks(0, 2)
+    assert set(os.listdir("/dev/shm")) == before and Path(ranks.path).exists()
+    ranks.close()
+    ranks.close()
+    assert not Path(ranks.path).exists()
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        SharedMemoryRanks(1, 2, ranks.path)
+
+
+def test_one_rank_alone_counts_and_sums() -> None:
+    assert gather_counts(ALONE, 5) == [5]
+    mean, variance = global_moments(ALONE, [torch.tensor([1.0, 2.0, 6.0]), torch.zeros(0)], [3, 0])
+    assert mean.tolist() == [3.0, 0.0]
+    torch.testing.assert_close(variance, torch.tensor([14 / 3, 0.0], dtype=torch.float64))
+
+
+def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes just in time, rank 2 never; the clock is one that goes on when it is looked at."""
+    ranks = SharedMemoryRanks(0, 3, timeout_s=1.0)
+    now_s = 0.0
+
+    def look() -> float:
+        nonlocal now_s
+        now_s += 0.01
+        if now_s > 0.9:
+            ranks._marks[8] = 1
+        return now_s
+
+    monkeypatch.setattr("rayvec.distributed.shared_memory.time.monotonic", look)
+    with pytest.raises(RankLostError, match=r"rank 2 to come.*only rank\(s\) 0, 1 in time"):
+        ranks.sum_(torch.ones(3))
+    assert now_s < 1.1
+    monkeypatch.undo()
+    ranks.close()

@@ -1,0 +1,110 @@
+"""Spaces, chunks and batches for learners of an actor-critic, and what their references are written with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rayvec.config import IMPALAConfig, PPOConfig
+from rayvec.data import Batch, Chunk, CollectStats, tree_map
+from rayvec.policies.networks import ActorCritic
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
+
+OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+DISCRETE, BOX = spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float32)
+SPACES = pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
+FAR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+SIGHT = spaces.Box(0, 255, (2, 36, 36), np.uint8)
+MIXED = spaces.Dict(sight=SIGHT, touch=FAR)
+T, N = 16, 4
+STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
+
+
+def ppo_config(**settings: Any) -> PPOConfig:
+    usual = {"total_steps": 10 * T * N, "num_envs": N, "num_steps": T, "minibatch_size": 16, "num_epochs": 3}
+    return PPOConfig(**{"hidden_sizes": (8,), "learning_rate": 0.01, **usual, **settings})
+
+
+def impala_config(**settings: Any) -> IMPALAConfig:
+    usual = {"total_steps": 10 * T * N, "num_envs": N, "num_steps": T, "num_minibatches": 2, "learning_rate": 0.01}
+    usual["normalize_reward"] = False
+    return IMPALAConfig(**{"hidden_sizes": (8,), "entropy_coef": 0.1, **usual, **settings})
+
+
+def draw_obs(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> Any:
+    """Random observations, tree of ``[*lead, *obs_shape]``."""
+    if isinstance(space, spaces.Dict):
+        return {key: draw_obs(part, rng, *lead) for key, part in space.items()}
+    assert isinstance(space, spaces.Box)
+    if space.dtype == np.uint8:
+        return rng.integers(0, 256, (*lead, *space.shape), np.uint8)
+    mean, spread = (2, 3) if space is FAR else (0, 1)
+    return rng.normal(mean, spread, (*lead, *space.shape)).astype(np.float32)
+
+
+def make_chunk(
+    policy: Policy,
+    seed: int,
+    *,
+    num_steps: int = T,
+    num_envs: int = N,
+    invalid: bool = False,
+    space: spaces.Space[Any] = OBS,
+) -> Chunk:
+    """Random observations and rewards, the policy's own actions, and episodes that end in both ways."""
+    rng = np.random.default_rng(seed)
+    obs = draw_obs(space, rng, num_steps + 1, num_envs)
+    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(num_envs), first_step=0, num_steps=num_steps)
+    steps = [policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]) for t in range(num_steps)]  # noqa: B023
+    terminated, truncated = rng.random((2, num_steps, num_envs)) < 0.15
+    valid = np.ones((num_steps, num_envs), bool)
+    if invalid:
+        valid = rng.random((num_steps, num_envs)) > 0.3
+        terminated, truncated = terminated & valid, truncated & valid
+    final_index = np.argwhere(terminated | truncated)
+    return Chunk(
+        env_ids=np.arange(num_envs),
+        obs=tree_map(lambda leaf: leaf[:-1], obs),
+        act=np.stack([act for act, _ in steps]),
+        rew=rng.normal(size=(num_steps, num_envs)),
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        last_obs=tree_map(lambda leaf: leaf[-1], obs),
+        final_index=final_index,
+        final_obs=draw_obs(space, rng, len(final_index)),
+        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
+    )
+
+
+def make_batch(policy: Policy, seed: int = 0, **kwargs: Any) -> Batch:
+    return Batch((make_chunk(policy, seed, **kwargs),), STATS)
+
+
+def perturb(module: nn.Module, scale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def distribution_of(module: ActorCritic, obs: Tensor) -> torch.distributions.Distribution:
+    if module.log_std is None:
+        return torch.distributions.Categorical(logits=module.actor(obs))
+    normal = torch.distributions.Normal(module.actor(obs), module.log_std.exp())
+    return torch.distributions.Independent(normal, 1)
+
+
+def flat_gradient(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters() if parameter.grad is not None])
+
+
+def distance(ours: Any, theirs: Any) -> float:
+    """Returns the Euclidean distance between two vectors over the length of the second."""
+    return float(np.linalg.norm(np.asarray(ours) - np.asarray(theirs)) / np.linalg.norm(theirs))

@@ -1,0 +1,104 @@
+"""Objects that ranks hold, for tests: importable by the ranks' own processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from rayvec.learners.ranks import Ranks
+
+
+class Adder:
+    """Adds up what all ranks are given."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.total = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, value: float) -> list[float]:
+        """Adds this rank's value and those of all others; returns the total."""
+        self.total += self._ranks.sum_(torch.full((3,), value, dtype=torch.float64))
+        return self.total.tolist()  # type: ignore[no-any-return]
+
+    def add_and_fall(self, value: float, mark: str | None, how: str) -> list[float]:
+        """Adds as `add` does, but between two sums the process falls, unless the file `mark` says that it has."""
+        self.add(value)
+        if mark is not None and not Path(mark).exists():
+            if not mark.endswith("never"):
+                Path(mark).touch()
+            fall(how)
+        return self.add(value)
+
+    def kind_of_ranks(self) -> tuple[str, int, int, int]:
+        """Returns how this rank sums, who it is, and where it is."""
+        return type(self._ranks).__name__, self._ranks.rank, self._ranks.size, torch.get_num_threads()
+
+    def sum_many(self, sizes: list[int], seed: int) -> list[Tensor]:
+        """Returns sums over all ranks of random tensors, different on each."""
+        generator = torch.Generator().manual_seed(100 * seed + self._ranks.rank)
+        return [self._ranks.sum_(torch.randn(size, generator=generator)) for size in sizes]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"].clone()
+
+
+class StopsOnce(Adder):
+    """Stops its process in a method, once: when there is a file `mark` with the name of the method."""
+
+    def __init__(self, ranks: Ranks, mark: Path) -> None:
+        super().__init__(ranks)
+        self._mark = mark
+
+    def tell(self) -> list[float]:
+        """Returns the total."""
+        self._stop("tell")
+        return self.total.tolist()  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._stop("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stop("load_state_dict")
+        super().load_state_dict(state)
+
+    def _stop(self, name: str) -> None:
+        if self._ranks.rank == 0 and self._mark.exists() and self._mark.read_text() == name:
+            self._mark.write_text("stopped")
+            fall("SIGSTOP")
+
+
+class Owner:
+    """An actor whose process owns what it puts in the object store."""
+
+    def put(self, value: Any) -> list[Any]:
+        """Returns a reference."""
+        return [ray.put(value)]
+
+    def pid(self) -> int:
+        """Returns the process."""
+        return os.getpid()
+
+
+class Holder:
+    """An actor that claims cores and does nothing."""
+
+    def hold(self) -> None:
+        """Returns once it has them."""
+
+
+def fall(how: str) -> None:
+    """Lets this process end, stop, or raise."""
+    if how == "raise":
+        raise ZeroDivisionError("as asked")
+    os.kill(os.getpid(), getattr(signal, how))

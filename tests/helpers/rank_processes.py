@@ -1,0 +1,129 @@
+"""Ranks that are processes of this machine, without Ray, and what they do in tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.rank_objects import fall
+from rayvec.distributed.collective import CollectiveRanks, RankStore
+from rayvec.distributed.shared_memory import SharedMemoryRanks
+from rayvec.learners.ranks import ClosableRanks
+
+_ANSWER_S = 100
+
+
+def on_processes(
+    size: int, work: Callable[..., Any], *args: Any, kind: str, timeout_s: float = 60.0, silent: int | None = None
+) -> list[Any]:
+    """Returns what ``work(ranks, *args)`` returns or raises on each rank; None for one that ended or is `silent`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_be_rank, args=(rank, size, theirs, kind, timeout_s, work, args))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        address = pipes[0].recv()
+        for pipe in pipes[1:]:
+            pipe.send(address)
+        return [None if rank == silent else _receive(pipe) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection) -> Any:
+    try:
+        assert pipe.poll(_ANSWER_S), "a rank hangs"
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _be_rank(
+    rank: int, size: int, pipe: Connection, kind: str, timeout_s: float, work: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    ranks = _meet(rank, size, pipe, kind, timeout_s)
+    try:
+        result = work(ranks, *args)
+    except Exception as error:
+        result = error
+        ranks.close()  # as the ranks of a group do
+    pipe.send(result)
+    pipe.recv()  # until the test ends this process: what one rank holds, others may still need
+
+
+def _meet(rank: int, size: int, pipe: Connection, kind: str, timeout_s: float) -> ClosableRanks:
+    if kind == "collective":
+        store = RankStore("127.0.0.1") if rank == 0 else None
+        if store is not None:
+            _kept.append(store)
+            pipe.send(store.address)
+        return CollectiveRanks(rank, size, store.address if store else pipe.recv(), timeout_s=timeout_s)
+    ranks = SharedMemoryRanks(rank, size, None if rank == 0 else pipe.recv(), timeout_s=timeout_s)
+    if rank == 0:
+        pipe.send(ranks.path)
+    return ranks
+
+
+_kept: list[RankStore] = []
+
+
+def tensor_of(rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Returns what a rank brings to a sum."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-(2**40), 2**40, shape, generator=generator).to(dtype)
+
+
+def sum_each(ranks: ClosableRanks, cases: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """Returns the sums of given dtypes and shapes."""
+    return [ranks.sum_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]
+
+
+def sum_strided(ranks: ClosableRanks) -> tuple[Tensor, bool]:
+    """Returns the sum of a tensor that is not contiguous, and whether that was done in place."""
+    tensor = tensor_of(ranks.rank, 0, torch.float32, (6, 40)).t()[::2]
+    result = ranks.sum_(tensor)
+    return result.clone(), result is tensor
+
+
+def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
+    """Sums tensors of random sizes with random pauses; returns how many sums differ from those in rank order."""
+    common, own = random.Random(seed), random.Random(1000 * seed + ranks.rank)
+    wrong = 0
+    for number in range(count):
+        shape = (int(10 ** common.uniform(0, 4.8)),)
+        expected = tensor_of(0, number, torch.float32, shape)
+        for rank in range(1, ranks.size):
+            expected += tensor_of(rank, number, torch.float32, shape)
+        if own.random() < 0.1:
+            time.sleep(own.uniform(0, 0.003))
+        wrong += not torch.equal(ranks.sum_(tensor_of(ranks.rank, number, torch.float32, shape)), expected)
+    return wrong
+
+
+def fall_before_second_sum(ranks: ClosableRanks, who: int, how: str) -> list[Tensor]:
+    """Sums once; then one rank ends, stops or leaves, and the others come to the next sum."""
+    first = ranks.sum_(torch.ones(3))
+    if ranks.rank == who:
+        if how == "close":
+            ranks.close()
+            return [first]
+        fall(how)
+    return [first, ranks.sum_(torch.ones(3))]

@@ -1,0 +1,40 @@
+"""A rank object that algorithms come and go on, so that many tests share the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayvec.learners.ranks import Ranks
+from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
+
+
+class Unsummed:
+    """Ranks that tell each other counts, but no gradients: each keeps what it has."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
+
+    def sum_(self, tensor: Any) -> Any:
+        return tensor if tensor.is_floating_point() else self._ranks.sum_(tensor)
+
+
+class Stage:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._on: AlgorithmRank | None = None
+
+    def begin(self, pickled: bytes, averages: bool) -> None:
+        self._on = AlgorithmRank(pickled, "cpu", self._ranks if averages else Unsummed(self._ranks))
+
+    def update(self, *args: Any) -> Any:
+        assert self._on is not None
+        return self._on.update(*args)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._on is None else self._on.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._on is not None:
+            self._on.load_state_dict(state)

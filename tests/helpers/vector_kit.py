@@ -1,0 +1,34 @@
+"""What several modules of tests ask of a RayVecEnv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from conftest import MakeVec
+from gymnasium.vector import SyncVectorEnv
+
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+TOPOLOGIES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "1x3": (1, 3), "none": (0, None)}
+"""Nodes and workers on each; on none, this process steps the environments."""
+DEADLINE_S = 20.0
+
+
+def pids_of(env: RayVecEnv) -> list[list[int]]:
+    """Process ids of each node: its actor's first, then its workers'."""
+    return list(env._pool.worker_pids().values())
+
+
+def assert_explained(error: BaseException) -> None:
+    for word in ("Expected:", "Got:", "Remedy:"):
+        assert word in str(error), str(error)
+
+
+def beside_sync(make_vec: MakeVec, fns: Sequence[Callable[[], Any]]) -> Iterator[tuple[RayVecEnv, SyncVectorEnv]]:
+    """Yields these environments on two nodes and in ``SyncVectorEnv``, both reset with seed 0."""
+    env, sync = make_vec(fns, 2, 1), SyncVectorEnv(fns)
+    for each in (env, sync):
+        each.reset(seed=0)
+    yield env, sync
+    sync.close()

@@ -1,0 +1,337 @@
+"""Environments in the driver's own process: what is other than on Ray, and what must not be.
+
+That all answers and chunks are those of a cluster is shown where topologies are compared (test_vector, test_rollout).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from copy import deepcopy
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import ray
+import torch
+from conftest import MakeVec
+from helpers.vector_kit import assert_explained
+from numpy.typing import NDArray
+
+import rayvec
+from rayvec.collect.collector import Collector
+from rayvec.errors import ConfigError, EnvError
+from rayvec.policies.noise import NO_NOISE
+from rayvec.pools.restarts import restart_seed
+from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical
+from rayvec.training.evaluation import evaluate_run
+from rayvec.training.loggers import read_metrics
+from rayvec.training.runs import load_run
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+SEED, _, _, TOTAL = range(4)
+
+
+class ObedientEnv(CountingEnv):
+    """Raises what it is told to."""
+
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ValueError("told to raise")
+        if action == 2:
+            raise KeyboardInterrupt
+        return super().step(action)
+
+
+class Weighs:
+    """Records the sum of its weights, and counts how often it has acted."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self.weights: NDArray[np.float32] = np.zeros(1, np.float32)
+        self.calls = 0
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        self.calls += 1
+        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self.weights.sum())}
+
+    def load_weights(self, weights: NDArray[np.float32]) -> None:
+        self.weights = weights.copy()
+
+
+def make(env: Any, **kwargs: Any) -> RayVecEnv:
+    return RayVecEnv(env, num_nodes=0, **kwargs)
+
+
+def test_it_needs_no_ray_and_starts_no_process() -> None:
+    code = (
+        "import os, sys, rayvec\n"
+        "env = rayvec.RayVecEnv('CartPole-v1', 3, num_nodes=0)\n"
+        "env.reset(seed=0)\n"
+        "chunk = env.rollout(lambda obs: (obs[:, 2] > 0).astype(int), 50)\n"
+        "assert chunk.valid.all() and env.worker_pids() == {'localhost/driver': [os.getpid()]}\n"
+        "children = open(f'/proc/self/task/{os.getpid()}/children').read()\n"
+        "print([children, 'ray' in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"['', False]\n"
+
+
+@pytest.mark.parametrize("settings", [{"workers_per_node": 1}, {"step_timeout_s": 1.0}, {"address": "auto"}], ids=str)
+def test_what_has_no_meaning_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="num_nodes=0") as caught:
+        make([CountingEnv], **settings)
+    assert_explained(caught.value)
+
+
+def test_what_a_constructor_raises_is_raised() -> None:
+    def broken() -> CountingEnv:
+        raise OSError("no such game")
+
+    with pytest.raises(OSError, match="no such game") as caught:
+        make([CountingEnv, broken])
+    assert isinstance(caught.value.__cause__, EnvError)
+    assert "the driver's process, environment 1" in str(caught.value.__cause__)
+
+
+def test_what_an_environment_raises_closes_all() -> None:
+    env = make([ObedientEnv] * 2)
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match="told to raise") as caught:
+        env.step(np.array([0, 1]))
+    assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 2" in str(caught.value.__cause__)
+    assert env.closed
+
+
+def test_an_environment_is_made_anew_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with make([ObedientEnv] * 2, on_env_error="restart") as env:
+        env.reset(seed=10)
+        with caplog.at_level(logging.WARNING, "rayvec"):
+            obs, rew, _, truncated, info = env.step(np.array([0, 1]))
+        assert (rew.tolist(), truncated.tolist()) == ([1.0, 0.0], [False, True])
+        assert info["env_restarted"].tolist() == [False, True] and obs[1, TOTAL] == 0
+        assert "environment 1, seed 11 raised ValueError: told to raise; restarted" in caplog.text
+        assert env.step(np.zeros(2, int))[0][1, SEED] == restart_seed(11, 1, 1)
+
+
+def test_a_chunk_with_a_failed_step_is_that_of_a_worker(make_vec: MakeVec) -> None:
+    fns = [CountingEnv, partial(FaultyEnv, "raise", "step", 4)]
+    chunks = []
+    for nodes in (0, 1):
+        env = make_vec(fns, nodes, nodes or None, on_env_error="restart")
+        chunks.append(env.rollout(lambda obs: np.zeros(2, int), 9, seed=3))
+    assert chunks[0].restarts.tolist() == [[4, 1]]
+    for field in fields(chunks[0]):
+        assert_identical(getattr(chunks[0], field.name), getattr(chunks[1], field.name), field.name)
+
+
+def test_what_was_restarted_is_logged_though_the_step_fails(caplog: pytest.LogCaptureFixture) -> None:
+    class FailsForEver(CountingEnv):
+        def step(self, action: Any) -> Any:
+            raise ValueError("never")
+
+    env = make([partial(FaultyEnv, "raise", "step", 0), FailsForEver], on_env_error="restart")
+    env.reset(seed=0)
+    with caplog.at_level(logging.WARNING, "rayvec"), pytest.raises(EnvError, match="not restarted for ever"):
+        for _ in range(20):
+            env.step(np.zeros(2, int))
+    assert "environment 0, seed 0 raised" in caplog.text
+    assert caplog.text.count("environment 1, seed 1 raised ValueError: never; restarted") == 5
+
+
+def test_ctrl_c_in_a_chunk_closes_all_since_half_of_it_is_lost() -> None:
+    env = make([ObedientEnv] * 2)
+    env.reset(seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        env.rollout(lambda obs: np.full(2, 2 * (obs[0, TOTAL] == 3)), 5)
+    assert env.closed
+
+
+def test_a_chunk_is_taken_with_the_weights_of_when_it_was_asked_for() -> None:
+    policy, weights, taken = Weighs(), np.ones(3, np.float32), []
+    with make([CountingEnv] * 2) as env:
+        env.reset(seed=0)
+        store = env.publish(policy)
+        env.rollout_async(store, 2, 0, 0)
+        store.publish(weights)
+        weights += 1
+        env.rollout_async(store, 2, 2, 0)
+        store.publish(weights)
+        with pytest.raises(gymnasium.error.AlreadyPendingCallError):
+            env.step(np.zeros(2, int))
+        for rollout in (env.rollout_wait(), env.rollout_wait(), env.rollout_workers(store, 2, 4, 0)):
+            assert rollout.chunk is not None
+            taken.append((rollout.chunk.weights_version, rollout.chunk.extras["sum"].tolist()))
+    assert taken == [(0, [[0.0] * 2] * 2), (1, [[3.0] * 2] * 2), (2, [[6.0] * 2] * 2)]
+    assert policy.calls == 0, "it is a copy that acts"
+
+
+def test_a_policy_remembers_from_chunk_to_chunk(make_vec: MakeVec) -> None:
+    class CountsSteps:  # of the episodes that it sees
+        noise = NO_NOISE
+
+        def __init__(self) -> None:
+            self.seen = np.zeros(3, int)
+
+        def begin_episodes(self, rows: NDArray[np.int64]) -> None:
+            self.seen[rows] = 0
+
+        def act(self, obs: Any, noise: Any) -> Any:
+            before = self.seen.copy()
+            self.seen += 1
+            return np.zeros(len(obs), int), {"seen": before}
+
+    seen = []
+    with make([CountingEnv] * 3) as env:
+        for each in (env, make_vec([CountingEnv] * 3)):
+            policy = CountsSteps()
+            chunks = [each.rollout(policy, n, seed=seed) for n, seed in ((5, 3), (9, None))]
+            each.step(np.zeros(3, int))
+            chunks += [each.rollout(TablePolicy(), 2), each.rollout(policy, 3)]
+            chunks += [each.rollout(policy, 6, "driver"), each.rollout(policy, 4)]
+            seen.append([chunk.extras.get("seen") for chunk in chunks])
+    assert_identical(*seen)
+
+
+def test_what_the_caller_and_the_environments_keep_is_their_own() -> None:
+    class Keeps(CountingEnv):
+        action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+        def step(self, action: Any) -> Any:
+            self.kept = action
+            return super().step(0)
+
+    with make([Keeps] * 2) as env:
+        first, _ = env.reset(seed=0)
+        before, actions = first.copy(), np.zeros((2, 2), np.float32)
+        env.step(actions)
+        actions += 1
+        kept = env.get_attr("kept")
+        assert [action.tolist() for action in kept] == [[0.0, 0.0]] * 2 and np.array_equal(first, before)
+        kept[0][:] = 5
+        assert env.get_attr("kept")[0].tolist() == [0.0, 0.0]
+        generators = env.np_random
+        assert [each.random() for each in generators] == [each.random() for each in env.np_random]
+
+
+@pytest.mark.parametrize("config_class", [rayvec.PPOConfig, rayvec.IMPALAConfig, rayvec.SACConfig])
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path, config_class: Any) -> None:
+    """Bit for bit: the same rows go through the same nets, with prefetching too."""
+    env_id = "Pendulum-v1" if config_class is rayvec.SACConfig else "CartPole-v1"
+    small = {"learning_starts": 64} if config_class is rayvec.SACConfig else {"num_steps": 16}
+    if config_class is rayvec.PPOConfig:
+        small["minibatch_size"] = 32
+    weights, returns = [], []
+    for num_nodes, workers in ((0, None), (1, 1)):
+        run_dir = tmp_path / f"{num_nodes}"
+        config = config_class(
+            env_id=env_id, num_envs=4, total_steps=256, eval_episodes=4, run_dir=run_dir,
+            num_nodes=num_nodes, workers_per_node=workers, **small,
+        )  # fmt: skip
+        returns.append(rayvec.train(config).eval_return_mean)
+        weights.append(load_run(run_dir)[1]["weights"])
+    assert torch.equal(*weights) and returns[0] == returns[1]
+    lines = [[line["steps"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in "01"]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_may_go_on_without_workers(tmp_path: Path) -> None:
+    settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "eval_episodes": 4}
+    config = rayvec.PPOConfig(run_dir=tmp_path / "a", total_steps=64, workers_per_node=1, num_nodes=1, **settings)
+    result = rayvec.train(config)
+    assert evaluate_run(result.run_dir, num_nodes=0, num_episodes=4).return_mean == result.eval_return_mean
+    longer = (tmp_path / "a" / "config.yaml").read_text().replace("total_steps: 64", "total_steps: 128")
+    (tmp_path / "a" / "config.yaml").write_text(longer)
+    assert rayvec.resume(result.run_dir, num_nodes=0).total_steps == 128
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_on_ray_learn_from_it(tmp_path: Path) -> None:
+    settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "total_steps": 64, "eval_episodes": 0}
+    weights = []
+    for num_learners in (1, 2):
+        run_dir = tmp_path / f"{num_learners}"
+        rayvec.train(rayvec.PPOConfig(run_dir=run_dir, num_nodes=0, num_learners=num_learners, **settings))
+        weights.append(load_run(run_dir)[1]["weights"])
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
+
+
+def test_a_chunk_stays_nowhere_without_ray() -> None:
+    code = (
+        "import numpy as np, rayvec\n"
+        "env = rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0)\n"
+        "collector = rayvec.Collector(env, lambda obs: np.zeros(len(obs), int), by_reference=True)\n"
+        "try:\n"
+        "    collector.collect(n_step=4)\n"
+        "except rayvec.errors.ConfigError as error:\n"
+        "    print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    assert "Expected: an initialised Ray" in said and "Remedy:" in said
+
+
+def test_a_chunk_stays_in_a_ray_that_runs(ray_cluster: object) -> None:
+    with make([CountingEnv] * 2) as env:
+        batch = Collector(env, TablePolicy(), seed=3, by_reference=True).collect(n_step=20)
+        chunk = Collector(env, TablePolicy(), seed=3).collect(n_step=20).chunks[0]
+        ((ref,),) = batch.chunk_refs
+        assert_identical(ray.get(ref.ref).obs, chunk.obs)
+        assert batch.chunks == () and len(batch.stats.returns) == batch.stats.n_collected_episodes
+
+
+def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
+    run_dir = str(tmp_path / "run")
+    train = ["train", "ppo", "--num-nodes", "0", "--total-steps", "1024", "--eval-episodes", "4", "--run-dir", run_dir]
+    for arguments in (train, ["eval", run_dir, "--episodes", "4"]):
+        code = (
+            f"import sys\nfrom rayvec.cli import main\nassert main({arguments}) == 0\nassert 'ray' not in sys.modules"
+        )
+        said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert f"{result['eval_return_mean']:.2f}" in said
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
+    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, learners_apart=True)
+    with pytest.raises(ConfigError, match="num_nodes=0: the driver's process steps them") as caught:
+        rayvec.train(config)
+    assert_explained(caught.value)
+
+
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_objects_are_nobody_elses(make_vec: MakeVec, nodes: int) -> None:
+    """Who changes what was returned changes neither what is returned later nor the next chunk."""
+    make_env = partial(SpaceEnv, gymnasium.spaces.Graph(gymnasium.spaces.Box(0, 1, (2,)), None))
+    env = make_vec([make_env] * 2, nodes, nodes or None)
+    obs, _ = env.reset(seed=0)
+    before = deepcopy(obs)
+    obs[0].nodes[:] = 9
+    again, _ = env.reset(options={"reset_mask": np.array([False, True])})
+    assert_identical(again[0], before[0])
+    chunk = env.rollout(lambda obs: np.zeros(2, int), 3)
+    last = deepcopy(chunk.last_obs[0])
+    chunk.last_obs[0].nodes[:] = 9
+    assert_identical(env.rollout(lambda obs: np.zeros(2, int), 1).obs[0, 0], last)
+
+
+def test_what_cannot_be_copied_is_explained() -> None:
+    class HoldsALock(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with make([HoldsALock]) as env, pytest.raises(TypeError, match="pickle") as caught:
+        env.get_attr("lock")
+    assert "in what an environment returned" in str(caught.value.__cause__)

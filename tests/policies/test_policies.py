@@ -1,0 +1,471 @@
+"""Policies against torch: distributions against torch.distributions, NumPy's forward pass against the module's."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.spaces.utils import flatten
+from gymnasium.vector.utils import batch_space, iterate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from rayvec.data import tree_leaves, tree_map
+from rayvec.errors import ConfigError
+from rayvec.policies.distributions import Categorical, Distribution, make_distribution
+from rayvec.policies.encoders import make_encoder
+from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+ACTION_SPACES: dict[str, spaces.Space[Any]] = {
+    "discrete": spaces.Discrete(4),
+    "discrete from -2": spaces.Discrete(3, start=-2),
+    "one choice": spaces.Discrete(1),
+    "multi-discrete": spaces.MultiDiscrete([3, 2, 5]),
+    "multi-discrete 2d": spaces.MultiDiscrete(np.array([[2, 2], [2, 2]]), start=np.array([[0, 1], [-1, 5]])),
+    "multi-binary": spaces.MultiBinary(4),
+    "multi-binary 2d": spaces.MultiBinary([2, 3]),
+    "box": BOX,
+    "box float64 2d": spaces.Box(np.array([[-1.0, 0.0]]), np.array([[0.5, np.inf]]), dtype=np.float64),
+}
+OBSERVATION_SPACES: dict[str, spaces.Space[Any]] = {
+    "box": BOX,
+    "scalar": spaces.Box(-1, 1, (), np.float32),
+    "float64 2d": spaces.Box(-1, 1, (2, 3), np.float64),
+    "bytes": spaces.Box(0, 255, (5,), np.uint8),
+    "discrete": spaces.Discrete(4, start=-1),
+    "multi-discrete": spaces.MultiDiscrete([3, 2]),
+    "multi-binary": spaces.MultiBinary([2, 2]),
+    "dict": spaces.Dict(b=spaces.Discrete(2), a=spaces.Tuple([BOX, spaces.Dict(c=spaces.MultiBinary(2))])),
+}
+EACH_ACTION_SPACE = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+EACH_OBSERVATION_SPACE = pytest.mark.parametrize("space", OBSERVATION_SPACES.values(), ids=OBSERVATION_SPACES)
+
+
+def draw_params(distribution: Distribution, count: int, scale: float = 1.0) -> NDArray[np.float32]:
+    return (scale * np.random.default_rng(0).normal(size=(count, distribution.num_params))).astype(np.float32)
+
+
+def draw_noise(distribution: Distribution, count: int) -> NDArray[np.float64]:
+    noise: NDArray[np.float64] = keyed_noise(
+        distribution.noise, seed=0, env_ids=np.arange(count), first_step=0, num_steps=1
+    )[0]
+    return noise
+
+
+def reference(distribution: Distribution, params: torch.Tensor) -> list[torch.distributions.Distribution]:
+    """The components one by one, in the words of torch."""
+    if isinstance(distribution, Categorical):
+        return [
+            torch.distributions.Categorical(logits=params[:, stop - size : stop])
+            for size, stop in zip(distribution.sizes, np.cumsum(distribution.sizes), strict=True)
+        ]
+    mean, log_std = params.chunk(2, -1)
+    return [torch.distributions.Normal(*pair) for pair in zip(mean.unbind(-1), log_std.exp().unbind(-1), strict=True)]
+
+
+def perturbed(module: nn.Module, scale: float = 0.3) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+@EACH_ACTION_SPACE
+def test_logp_and_entropy_equal_those_of_torch_distributions(space: spaces.Space[Any]) -> None:
+    distribution = make_distribution(space)
+    params = draw_params(distribution, 200)
+    sample, acting_logp = distribution.sample(params, draw_noise(distribution, 200))
+    exact, drawn = torch.from_numpy(params).double(), torch.from_numpy(sample)
+    components = reference(distribution, exact)
+    expected_logp = sum(part.log_prob(drawn[:, c]) for c, part in enumerate(components))
+    expected_entropy = sum(part.entropy() for part in components)
+
+    logp, entropy = distribution.logp_entropy(exact, drawn)
+    torch.testing.assert_close(logp, expected_logp, atol=1e-9, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-9, rtol=0)
+
+    logp, entropy = distribution.logp_entropy(torch.from_numpy(params), drawn)
+    tolerance = 1e-6 if isinstance(distribution, Categorical) else 1e-4  # a sample in float32 is one of the deviations
+    torch.testing.assert_close(logp.double(), expected_logp, atol=tolerance, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=1e-6)
+    assert acting_logp.dtype == np.float32
+    np.testing.assert_allclose(acting_logp, expected_logp, atol=tolerance, rtol=1e-6)
+
+
+@EACH_ACTION_SPACE
+@pytest.mark.parametrize("mode", [False, True], ids=["drawn", "most probable"])
+def test_actions_are_valid_and_lead_back_to_the_samples(space: spaces.Space[Any], mode: bool) -> None:
+    distribution = make_distribution(space)
+    params = draw_params(distribution, 100, scale=2)
+    sample, _ = distribution.mode(params) if mode else distribution.sample(params, draw_noise(distribution, 100))
+    act = distribution.action(sample)
+    assert act.dtype == space.dtype
+    assert all(action in space for action in iterate(batch_space(space, 100), act))
+    np.testing.assert_array_equal(distribution.recorded(act, distribution.extras(sample)), sample)
+    steps_by_envs = distribution.recorded(
+        act.reshape(20, 5, *space.shape),  # type: ignore[misc]
+        {name: extra.reshape(20, 5, -1) for name, extra in distribution.extras(sample).items()},
+    )
+    np.testing.assert_array_equal(steps_by_envs.reshape(100, -1), sample)
+
+
+@EACH_ACTION_SPACE
+def test_the_mode_is_more_probable_than_any_sample(space: spaces.Space[Any]) -> None:
+    distribution = make_distribution(space)
+    params = draw_params(distribution, 300)
+    _, best = distribution.mode(params)
+    _, drawn = distribution.sample(params, draw_noise(distribution, 300))
+    assert (drawn <= best).all()
+
+
+@pytest.mark.parametrize("space", [ACTION_SPACES["multi-discrete"], ACTION_SPACES["discrete"]], ids=["unequal", "one"])
+def test_choices_are_drawn_with_their_probabilities(space: spaces.Space[Any]) -> None:
+    distribution = make_distribution(space)
+    assert isinstance(distribution, Categorical)
+    count = 20_000
+    params = np.repeat(draw_params(distribution, 1), count, 0)
+    sample, _ = distribution.sample(params, draw_noise(distribution, count))
+    for c, component in enumerate(reference(distribution, torch.from_numpy(params[:1]).double())):
+        expected = component.probs[0].numpy() * count  # type: ignore[attr-defined]
+        counts = np.bincount(sample[:, c], minlength=len(expected))
+        freedom = len(expected) - 1
+        assert ((counts - expected) ** 2 / expected).sum() < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_normal_samples_have_the_mean_and_deviation_they_should() -> None:
+    distribution, count = make_distribution(BOX), 20_000
+    params = np.repeat(np.array([[0.5, -2.0, 3.0, 0.0, -1.0, 1.0]], np.float32), count, 0)
+    sample, _ = distribution.sample(params, draw_noise(distribution, count))
+    std = np.exp(params[0, 3:])
+    assert (np.abs(sample.mean(0) - params[0, :3]) < 4 * std / math.sqrt(count)).all()
+    assert (np.abs(sample.std(0) / std - 1) < 4 / math.sqrt(2 * count)).all()
+    np.testing.assert_array_equal(distribution.action(sample), sample.clip(-1, 1))
+
+
+@pytest.mark.parametrize("u", [2.0**-53, 0.5, 1 - 2.0**-53])
+def test_a_choice_of_probability_0_is_never_drawn(u: float) -> None:
+    distribution = make_distribution(spaces.MultiDiscrete([4, 3]))
+    params = np.array([[-1e4, 0.3, -1e4, -1e4, 0.1, -1e4, -1e4]], np.float32)
+    sample, logp = distribution.sample(params, np.full((1, 2), u))
+    np.testing.assert_array_equal(sample, [[1, 0]])
+    assert logp == 0
+
+
+@EACH_OBSERVATION_SPACE
+def test_encoding_equals_gymnasiums_flatten(space: spaces.Space[Any]) -> None:
+    batched = batch_space(space, 6)
+    batched.seed(0)
+    obs = batched.sample()
+    encoder = make_encoder(space)
+    rows = encoder(obs)
+    assert rows.shape == (6, encoder.num_features) and rows.dtype == np.float32
+    for row, one in zip(rows, iterate(batched, obs), strict=True):
+        np.testing.assert_array_equal(row, np.asarray(flatten(space, one), np.float32))
+
+
+def test_encoding_keeps_all_leading_dimensions() -> None:
+    space = OBSERVATION_SPACES["dict"]
+    obs = batch_space(batch_space(space, 4), 3).sample()
+    assert make_encoder(space)(obs).shape == (3, 4, 7)
+    flat = np.ones((3, 4, 3), np.float32)
+    assert make_encoder(BOX)(flat) is flat
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
+    """A chunk in which no episode ended has no final observations."""
+    encoder = make_encoder(spaces.Box(-1, 1, shape, np.float32))
+    assert encoder(np.zeros((0, *shape), np.float32)).shape == (0, encoder.num_features)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Box(0, 1, (84, 84, 3), np.float32), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
+)
+def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Expected: Box of numbers.*images as uint8.*Got: .*Remedy"):
+        make_actor_critic(space, BOX)
+
+
+def test_who_cannot_see_refuses_images() -> None:
+    with pytest.raises(ConfigError, match=r"reads a fixed number of numbers\..*Got: Box\(0, 255, \(84"):
+        make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
+
+
+IMAGES: dict[str, spaces.Space[Any]] = {
+    "channels first": spaces.Box(0, 255, (4, 40, 36), np.uint8),
+    "channels last": spaces.Box(0, 255, (36, 40, 3), np.uint8),
+    "two images and numbers": spaces.Dict(
+        far=spaces.Box(0, 255, (36, 36, 1), np.uint8),
+        near=spaces.Tuple([spaces.Box(0, 255, (2, 36, 36), np.uint8), BOX]),
+        which=spaces.Discrete(3),
+    ),
+}
+EACH_IMAGE_SPACE = pytest.mark.parametrize("space", IMAGES.values(), ids=IMAGES)
+
+
+def draw_obs(space: spaces.Space[Any], *lead: int) -> Any:
+    count = math.prod(lead)
+    batched = batch_space(space, count)
+    batched.seed(0)
+    return tree_map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), batched.sample())
+
+
+@EACH_IMAGE_SPACE
+def test_images_are_seen(space: spaces.Space[Any]) -> None:
+    """Each pixel counts, rows keep their leading axes, and acting is what the module computes."""
+    module = perturbed(make_actor_critic(space, spaces.Discrete(3), (16,)), 0.01)
+    obs = draw_obs(space, 2, 3)
+    rows = module.encode(obs)
+    images = [leaf for leaf in tree_leaves(rows) if leaf.dtype == torch.uint8]
+    assert len(images) == len(module.encoder.images) and all(leaf.shape[:2] == (2, 3) for leaf in images)
+    params, value = module(rows)
+    assert params.shape == (2, 3, 3) and value.shape == (2, 3)
+    flat = module.encode(draw_obs(space, 6))
+    torch.testing.assert_close(module.action_parameters(flat), params.reshape(6, 3), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(module.value(flat), value.reshape(6), atol=1e-5, rtol=1e-5)
+    darker = module.value(module.encode(tree_map(lambda leaf: leaf // 2 if leaf.dtype == np.uint8 else leaf, obs)))
+    assert (darker != value).all()
+
+    policy, noise = Policy(module), np.full((6, 1), 0.4)
+    act, extras = policy.act(draw_obs(space, 6), noise)
+    expected = params.reshape(6, 3).log_softmax(-1).detach().numpy()[np.arange(6), act]
+    np.testing.assert_allclose(extras["logp"], expected, atol=1e-5)
+    perturbed(module, 0.01)
+    policy.load_weights(flat_weights(module))
+    again = pickle.loads(cloudpickle.dumps(policy)).act(draw_obs(space, 6), noise)[1]["logp"]
+    np.testing.assert_array_equal(policy.act(draw_obs(space, 6), noise)[1]["logp"], again)
+    assert (again != extras["logp"]).all()
+
+
+def test_the_channels_are_where_the_space_says() -> None:
+    first, last = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(0, 255, (40, 36, 3), np.uint8)
+    modules = [make_actor_critic(space, BOX, seed=1) for space in (first, last)]
+    image = draw_obs(first, 5)
+    values = [
+        module.value(module.encode(obs))
+        for module, obs in zip(modules, (image, np.moveaxis(image, 1, -1)), strict=True)
+    ]
+    torch.testing.assert_close(*values)
+
+
+def test_small_images_are_numbers() -> None:
+    encoder = make_encoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), images=True)
+    assert encoder.num_features == 147 and not encoder.images
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("normalize_obs", [False, True], ids=["raw", "normalised"])
+@pytest.mark.parametrize("space", [BOX, spaces.Discrete(4)], ids=["box", "discrete"])
+def test_small_nets_act_in_numpy_as_in_torch(space: Any, normalize_obs: bool, shared_trunk: bool) -> None:
+    module = make_actor_critic(BOX, space, (16, 8), normalize_obs=normalize_obs, shared_trunk=shared_trunk)
+    policy = Policy(module)
+    perturbed(module)
+    for buffer in module.buffers():
+        buffer.copy_(torch.tensor([0.3, -0.2, 1.5]))
+    policy.load_weights(flat_weights(module))
+    obs = 20 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    act, extras = policy.act(obs, draw_noise(module.distribution, 50))
+    sample = torch.from_numpy(module.distribution.recorded(act, extras))
+    rows = module.encode(obs)
+    assert (float(rows.abs().max()) == 10) == normalize_obs
+    with torch.no_grad():
+        logp, _ = module.distribution.logp_entropy(module.action_parameters(rows), sample)
+    np.testing.assert_allclose(extras["logp"], logp, atol=2e-5)
+    shared = {id(layer) for layer in module.trunk.modules() if isinstance(layer, nn.Linear)}
+    assert len(shared) == (2 if shared_trunk else 0)
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(4, start=2), spaces.Box(-1, np.array([1, 3], np.float32))], ids=str)
+def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
+    module = perturbed(make_actor_critic(BOX, space, (16,)), 1.0)
+    policy = Policy(module, random_start=True)
+    obs, noise = np.ones((4000, 3), np.float32), draw_noise(module.distribution, 4000)
+    act, extras = policy.act(obs, noise)
+    if isinstance(space, spaces.Discrete):
+        assert np.bincount(act - 2).tolist() == pytest.approx([1000] * 4, abs=100)
+        assert extras["logp"] == pytest.approx(-math.log(4))
+    else:
+        share = np.sort((act - space.low) / (space.high - space.low), axis=0)
+        np.testing.assert_allclose(share, np.linspace(0, 1, 4000)[:, None] * np.ones(2), atol=0.03)
+        assert extras["logp"] == pytest.approx(-math.log(8))
+    policy.load_weights(flat_weights(module))
+    for ours, theirs in zip(policy.act(obs, noise), Policy(module).act(obs, noise), strict=True):
+        np.testing.assert_equal(ours, theirs)
+
+
+def test_a_box_without_bounds_has_no_uniform_actions() -> None:
+    module = make_actor_critic(BOX, spaces.Box(-np.inf, np.inf, (2,)))
+    with pytest.raises(ConfigError, match=r"finite bounds.*RescaleAction"):
+        Policy(module, random_start=True).act(np.ones((1, 3), np.float32), np.zeros((1, 2)))
+
+
+def test_buffers_travel_with_the_weights() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    policy = Policy(module, spaces.Discrete(4))
+    module(torch.randn(32, 3))
+    policy.load_weights(flat_weights(module))
+    for ours, theirs in zip(
+        policy.act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
+        Policy(module, spaces.Discrete(4)).act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
+        strict=True,
+    ):
+        np.testing.assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=BOX)])
+def test_actions_without_a_distribution_are_refused(space: spaces.Space[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Expected: a Discrete, MultiDiscrete.*Got: .*Remedy"):
+        make_actor_critic(BOX, space)
+
+
+@EACH_ACTION_SPACE
+def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> None:
+    module = perturbed(make_actor_critic(BOX, space, (16, 16)))
+    obs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    act, extras = Policy(module).act(obs, draw_noise(module.distribution, 50))
+    sample = torch.from_numpy(module.distribution.recorded(act, extras))
+    with torch.no_grad():
+        logp, _ = module.distribution.logp_entropy(module.action_parameters(module.encode(obs)), sample)
+    np.testing.assert_allclose(extras["logp"], logp, atol=3e-6, rtol=1e-6)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))
+def test_logp_does_not_depend_on_who_else_is_in_the_batch(sizes: list[int], seed: int) -> None:
+    policy = Policy(perturbed(make_actor_critic(BOX, spaces.Discrete(5)), 0.1))
+    obs = np.random.default_rng(seed).normal(size=(sum(sizes), 3)).astype(np.float32)
+    noise = draw_noise(make_distribution(spaces.Discrete(5)), len(obs))
+    act, extras = policy.act(obs, noise)
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        act_of_part, extras_of_part = policy.act(obs[part], noise[part])
+        np.testing.assert_array_equal(act_of_part, act[part])
+        np.testing.assert_allclose(extras_of_part["logp"], extras["logp"][part], atol=1e-6, rtol=0)
+        start += size
+
+
+def test_a_deterministic_policy_takes_the_most_probable_action_and_asks_for_no_noise() -> None:
+    obs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    for space in (spaces.Discrete(4), BOX):
+        module = perturbed(make_actor_critic(BOX, space))
+        policy = Policy(module, deterministic=True)
+        assert policy.noise.lanes == 0
+        act, _ = policy.act(obs, np.zeros((20, 0)))
+        outputs = module.actor(torch.from_numpy(obs)).detach()
+        expected = outputs.argmax(-1) if space != BOX else outputs.clamp(-1, 1)
+        np.testing.assert_allclose(act, expected, atol=1e-6)
+
+
+class Mine(nn.Module):
+    """A module that knows nothing of rayvec."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.linear = nn.Linear(3, 4, bias=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.dropout(self.embedding(obs["kind"]) + self.linear(obs["where"]))  # type: ignore[no-any-return]
+
+
+MY_OBS = {"kind": np.array([0, 2, 1]), "where": np.random.default_rng(0).normal(size=(3, 3))}
+
+
+def both_policies() -> list[tuple[Policy, nn.Module, Any]]:
+    module, mine = make_actor_critic(BOX, spaces.Discrete(4), (8,)), Mine()
+    obs = MY_OBS["where"].astype(np.float32)
+    return [(Policy(module), module, obs), (Policy(mine, spaces.Discrete(4)), mine, MY_OBS)]
+
+
+def test_any_module_acts() -> None:
+    mine = Mine()
+    noise = np.array([[0.1], [0.5], [0.9]])
+    act, extras = Policy(mine, action_space=spaces.Discrete(4, start=3)).act(MY_OBS, noise)
+    logits = mine.eval()({"kind": torch.tensor(MY_OBS["kind"]), "where": torch.tensor(MY_OBS["where"]).float()})
+    probabilities = logits.detach().softmax(-1).numpy()
+    np.testing.assert_array_equal(act, 3 + (probabilities.cumsum(-1) < noise).sum(-1))
+    np.testing.assert_allclose(extras["logp"], np.log(probabilities[np.arange(3), act - 3]), atol=1e-6)
+
+
+def test_a_module_that_does_not_know_its_actions_needs_the_space() -> None:
+    with pytest.raises(ConfigError, match=r"Got: Mine\. Remedy: Pass action_space"):
+        Policy(Mine())
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["numpy", "torch"])
+def test_weights_are_copied_and_change_only_by_load_weights(which: int) -> None:
+    policy, module, obs = both_policies()[which]
+    noise = np.full((3, 1), 0.4)
+    before = policy.act(obs, noise)[1]["logp"]
+    perturbed(module)
+    np.testing.assert_array_equal(policy.act(obs, noise)[1]["logp"], before)
+
+    weights = flat_weights(module)
+    read_only = weights.view()
+    read_only.flags.writeable = False
+    policy.load_weights(read_only)
+    loaded = policy.act(obs, noise)[1]["logp"]
+    np.testing.assert_array_equal(loaded, Policy(module, spaces.Discrete(4)).act(obs, noise)[1]["logp"])
+    assert (loaded != before).any()
+
+    weights[:] = 0
+    np.testing.assert_array_equal(policy.act(obs, noise)[1]["logp"], loaded)
+    with pytest.raises(ConfigError, match=r"Expected: \(\d+,\). Got: \(3,\)"):
+        policy.load_weights(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["numpy", "torch"])
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
+def test_a_pickled_policy_acts_alike(which: int, pickler: Any) -> None:
+    policy, module, obs = both_policies()[which]
+    pickled = pickler.dumps(policy)
+    assert len(pickled) < 4 * flat_weights(module).size + 6000
+    copy = pickle.loads(pickled)
+    noise = np.full((3, 1), 0.4)
+    for ours, theirs in zip(policy.act(obs, noise), copy.act(obs, noise), strict=True):
+        np.testing.assert_equal(ours, theirs)
+
+
+def test_an_mlp_acts_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "policy").write_bytes(pickle.dumps(Policy(make_actor_critic(BOX, BOX))))
+    script = (
+        "import pickle, sys, numpy; policy = pickle.load(open(sys.argv[1], 'rb'));"
+        "act, _ = policy.act(numpy.zeros((2, 3), numpy.float32), numpy.zeros((2, 3)));"
+        "assert act.shape == (2, 3) and 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "policy")], check=True)
+
+
+def test_initial_weights_are_orthogonal_and_depend_on_the_seed_alone() -> None:
+    state = torch.get_rng_state()
+    module = make_actor_critic(BOX, BOX, (32, 16), seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    for net, last_gain in ((module.actor, 0.01), (module.critic, 1.0)):
+        layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+        assert [layer.out_features for layer in layers[:-1]] == [32, 16]
+        for layer, gain in zip(layers, [math.sqrt(2), math.sqrt(2), last_gain], strict=True):
+            weight = layer.weight.detach()
+            gram = weight.T @ weight if len(weight) > weight.shape[1] else weight @ weight.T
+            torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5, rtol=0)
+            assert not layer.bias.any()
+    again, other = (flat_weights(make_actor_critic(BOX, BOX, (32, 16), seed=seed)) for seed in (3, 4))
+    np.testing.assert_array_equal(flat_weights(module), again)
+    assert (again != other).any()
+    assert isinstance(module, ActorCritic) and module.value(module.encode(np.ones((5, 3)))).shape == (5,)

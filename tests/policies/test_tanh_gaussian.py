@@ -1,0 +1,65 @@
+"""The squashed normal distribution against torch.distributions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rayvec.errors import ConfigError
+from rayvec.policies.distributions import make_tanh_gaussian
+from rayvec.policies.noise import keyed_noise
+
+BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 0.5], np.float32))
+PARAMS = np.random.default_rng(0).normal(size=(500, 4)).astype(np.float32)
+NOISE = keyed_noise(make_tanh_gaussian(BOX).noise, seed=0, env_ids=np.arange(500), first_step=0, num_steps=1)[0]
+
+
+def test_log_probabilities_equal_those_of_torch() -> None:
+    distribution = make_tanh_gaussian(BOX)
+    sample, acting_logp = distribution.sample(PARAMS, NOISE)
+    mean, raw = torch.from_numpy(PARAMS).double().chunk(2, -1)
+    normal = torch.distributions.Normal(mean, (-5 + 3.5 * (raw.tanh() + 1)).exp())
+    squashed = torch.distributions.TransformedDistribution(normal, torch.distributions.TanhTransform())
+    x = normal.mean + normal.stddev * torch.from_numpy(NOISE)
+    np.testing.assert_allclose(sample, x.tanh(), atol=1e-6)
+    exact = normal.log_prob(x) - (1 - x.tanh().square()).log()
+    inner = (x.abs() < 4).all(1).numpy()  # further out, 1 - tanh^2 cancels in the reference
+    np.testing.assert_allclose(acting_logp[inner], exact.sum(-1)[inner], atol=1e-4)
+    moderate = torch.from_numpy(np.clip(sample, -0.99, 0.99)).double()
+    logp, entropy = distribution.logp_entropy(torch.from_numpy(PARAMS).double(), moderate)
+    torch.testing.assert_close(logp, squashed.log_prob(moderate).sum(-1))
+    assert torch.equal(entropy, -logp)
+
+
+def test_actions_fill_the_bounds_and_lead_back_to_the_samples() -> None:
+    distribution = make_tanh_gaussian(BOX)
+    for sample, _ in (distribution.sample(PARAMS, NOISE), distribution.mode(PARAMS), distribution.uniform(NOISE)):
+        actions = distribution.action(sample)
+        assert actions.dtype == np.float32 and all(BOX.contains(action) for action in actions)
+        np.testing.assert_allclose(distribution.recorded(actions, {}), sample, atol=1e-6)
+    np.testing.assert_allclose(distribution.mode(PARAMS)[0], np.tanh(PARAMS[:, :2]), atol=1e-6)
+    extremes = distribution.action(np.array([[-1.0, -1.0], [1.0, 1.0]], np.float32))
+    np.testing.assert_array_equal(extremes, np.stack([BOX.low, BOX.high]))
+
+
+def test_random_actions_are_uniform() -> None:
+    noise = np.random.default_rng(1).normal(size=(4000, 2))
+    sample, logp = make_tanh_gaussian(BOX).uniform(noise)
+    assert (np.abs(np.histogram(sample, 10, (-1, 1))[0] - 800) < 5 * np.sqrt(800)).all()
+    assert logp[0] == pytest.approx(2 * np.log(0.5))
+
+
+def test_far_out_nothing_is_infinite() -> None:
+    params = np.array([[300.0, -300.0, 5.0, -5.0]], np.float32)
+    sample, logp = make_tanh_gaussian(BOX).sample(params, np.zeros((1, 2)))
+    assert np.isfinite(sample).all() and np.isfinite(logp).all()
+    logp_again, _ = make_tanh_gaussian(BOX).logp_entropy(torch.from_numpy(params), torch.from_numpy(sample))
+    assert torch.isfinite(logp_again).all()
+
+
+@pytest.mark.parametrize("space", [spaces.Box(-np.inf, 1, (1,)), spaces.Discrete(2), spaces.Box(0, 3, (1,), np.int64)])
+def test_other_spaces_are_refused(space: spaces.Space[object]) -> None:
+    with pytest.raises(ConfigError, match="finite bounds"):
+        make_tanh_gaussian(space)

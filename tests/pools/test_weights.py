@@ -1,0 +1,134 @@
+"""Weights by version: published once, read by every worker of every node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+from ray.experimental import get_object_locations
+
+from rayvec.data import Chunk
+from rayvec.errors import ConfigError
+from rayvec.policies.noise import NO_NOISE
+from rayvec.pools.weights import WeightStore
+from rayvec.testing import CountingEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+
+class Weighs:
+    """Records the sum of the weights it has."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._weights: Any = np.zeros(1, np.float32)
+
+    def load_weights(self, weights: Any) -> None:
+        self._weights = weights.copy()
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
+
+
+def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
+    chunk = env.rollout_workers(store, num_steps, 0, 0).chunk
+    assert chunk is not None
+    return chunk
+
+
+@pytest.mark.parametrize("size", [1, 17, 300_000])
+def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
+    env = make_vec([CountingEnv] * 4, 2, 2)
+    store = env.publish(Weighs())
+    for version in range(1, 4):
+        assert store.publish(np.full(size, version, np.float32)) == store.version == version
+        chunk = rollout(env, store, 3)
+        assert chunk.weights_version == version
+        assert (chunk.extras["sum"] == np.full(size, version, np.float32).sum()).all()
+
+
+def test_versions_may_be_published_without_a_rollout_between(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    for value in (1.0, 2.0, 3.0):
+        store.publish(np.array([value], np.float32))
+    chunk = rollout(env, store, 1)
+    assert (chunk.weights_version, chunk.extras["sum"].tolist()) == (3, [[3.0, 3.0]])
+
+
+def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    for wrong in (np.zeros(3), np.zeros((3, 1), np.float32), [1.0], np.zeros(2, np.int64)):
+        with pytest.raises(ConfigError) as caught:
+            store.publish(wrong)  # type: ignore[arg-type]
+        for word in ("Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+    assert store.version == 0
+    store.publish(np.ones(3, np.float32))
+    for wrong in (np.zeros(2, np.float32), np.zeros(4, np.float32), np.zeros(0, np.float32)):
+        with pytest.raises(ConfigError, match="Remedy"):
+            store.publish(wrong)
+    chunk = rollout(env, store, 1)
+    assert (store.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
+
+
+def test_weights_may_be_views_of_anything(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2)
+    store = env.publish(Weighs())
+    buffer = np.arange(12, dtype=np.float32)
+    store.publish(buffer[::3])
+    buffer[:] = 0
+    chunk = rollout(env, store, 1)
+    assert chunk.extras["sum"].tolist() == [[18.0, 18.0]]
+
+
+def test_stores_do_not_mix(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 3, 2)
+    stores = [env.publish(Weighs()) for _ in range(3)]
+    for k, store in enumerate(stores[:2]):
+        store.publish(np.full(5, k + 1, np.float32))
+    sums = [rollout(env, store, 1).extras["sum"][0, 0] for store in stores]
+    assert sums == [5.0, 10.0, 0.0]
+
+
+def test_a_node_fetches_once_and_its_workers_read_the_same_memory(make_vec: MakeVec) -> None:
+    """A million parameters for 2 nodes of 8 workers: a copy on each node, and one block for all of its workers."""
+    env = make_vec([CountingEnv] * 16, 2, 8)
+    store = env.publish(Weighs())
+    size = 1_000_000
+    for version in (1, 2):
+        store.publish(np.full(size, version, np.float32))
+        assert (rollout(env, store, 1).extras["sum"] == version * size).all()
+        until = time.monotonic() + 60
+        nodes = sorted(node.node_id for node in env.topology.nodes)
+        _, ref = env._pool.acting._weights[store.key]
+        while sorted(get_object_locations([ref])[ref]["node_ids"]) != nodes:
+            assert time.monotonic() < until, "Ray reports after a while where a copy lies"
+    for pids in env.worker_pids().values():
+        assert len(pids) == 1 + 8
+        shared = set.intersection(*(large_memory(pid, 4 * size) for pid in pids))
+        assert len(shared) == 1
+
+
+def large_memory(pid: int, num_bytes: int) -> set[int]:
+    """Returns the inodes of the shared memory of a process that has at least so many bytes."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry).startswith("/memfd:") and entry.stat().st_size >= num_bytes:
+                found.add(entry.stat().st_ino)
+    return found
+
+
+def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv])
+    store = WeightStore(env._pool, Weighs(), first_version=7)
+    assert store.publish(np.zeros(1, np.float32)) == 8
+    assert rollout(env, store, 1).weights_version == 8

@@ -1,0 +1,342 @@
+"""Topology changes speed only: chunks are the same wherever the policy sits, and they tell no lies."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium import spaces
+from helpers.chunks import assert_same_chunk
+from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayvec.collect.collector import Collector
+from rayvec.data import Chunk, tree_map
+from rayvec.data.chunk_ops import join_chunks
+from rayvec.errors import ConfigError
+from rayvec.policies.noise import NO_NOISE, keyed_noise
+from rayvec.pools.serial import SerialPool
+from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
+from rayvec.testing import CountingEnv, DriftEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+TOPOLOGIES: dict[str, dict[str, int | None]] = {
+    "1x1": {"nodes": 1, "workers": 1},
+    "2x1": {"nodes": 2, "workers": 1},
+    "1x3 uneven": {"nodes": 1, "workers": 3},
+    "1x2 groups": {"nodes": 1, "workers": 2, "groups": 2},
+    "2x1 groups": {"nodes": 2, "workers": 1, "groups": 2},
+    "none groups": {"nodes": 0, "workers": None, "groups": 2},
+}
+NUM_ENVS = 5
+
+
+@pytest.fixture(scope="module")
+def counting_envs(make_module_vec: MakeVec) -> dict[str, RayVecEnv]:
+    return {name: make_module_vec([CountingEnv] * NUM_ENVS, **topology) for name, topology in TOPOLOGIES.items()}
+
+
+@pytest.fixture(scope="module")
+def drift_envs(make_module_vec: MakeVec) -> dict[str, RayVecEnv]:
+    return {name: make_module_vec([DriftEnv] * NUM_ENVS, **topology) for name, topology in TOPOLOGIES.items()}
+
+
+def serial_chunks(env: Any, policy: Any, lengths: list[int], seed: int) -> list[Chunk]:
+    """What one process alone makes of the same environments."""
+    pool = SerialPool(factory([env] * NUM_ENVS))
+    ids = np.arange(NUM_ENVS)
+    pool.reset(ids, [seed + i for i in range(NUM_ENVS)])
+    pool.recv(ids)
+    chunks, step = [], 0
+    for length in lengths:
+        chunks.append(rollout(pool, policy, length, noise_seed=seed, first_step=step))
+        step += length
+    pool.close()
+    return chunks
+
+
+class TestTopologies:
+    LENGTHS = (1, 33, 64)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_chunks_of_a_stochastic_environment(
+        self, drift_envs: dict[str, RayVecEnv], topology: str, inference: Any
+    ) -> None:
+        policy = TablePolicy(num_states=50, seed=3)
+        env = drift_envs[topology]
+        seeds: list[Any] = [9, None, None]
+        chunks = [env.rollout(policy, n, inference, seed) for n, seed in zip(self.LENGTHS, seeds, strict=True)]
+        expected = serial_chunks(DriftEnv, policy, list(self.LENGTHS), 9)
+        assert sum(len(chunk.final_index) for chunk in expected) >= 5
+        for number, pair in enumerate(zip(chunks, expected, strict=True)):
+            assert_same_chunk(*pair, where=f"chunk {number}")
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_chunks_tell_no_lies(self, counting_envs: dict[str, RayVecEnv], topology: str, inference: Any) -> None:
+        env = counting_envs[topology]
+        chunks = [env.rollout(TablePolicy(), n, inference, seed) for n, seed in ((7, 2), (1, None), (40, None))]
+        assert counting_errors(chunks) == []
+        assert chunks[0].obs[0].tolist() == [[2 + i, 0, 0, 0] for i in range(NUM_ENVS)]
+        for number, pair in enumerate(
+            zip(chunks, serial_chunks(CountingEnv, TablePolicy(), [7, 1, 40], 2), strict=True)
+        ):
+            assert_same_chunk(*pair, where=f"chunk {number}")
+
+    def test_another_seed_is_another_chunk(self, drift_envs: dict[str, RayVecEnv]) -> None:
+        env = drift_envs["1x1"]
+        first, again, other = (env.rollout(TablePolicy(), 20, seed=seed) for seed in (1, 1, 2))
+        assert_same_chunk(again, first)
+        assert not np.array_equal(first.obs, other.obs) and not np.array_equal(first.act, other.act)
+
+    @pytest.mark.parametrize("kind", ["nested", "image", "discrete", "tuple", "custom", "dict_of_text"])
+    def test_observations_of_any_kind(self, make_vec: MakeVec, kind: str) -> None:
+        def policy(obs: Any) -> Any:
+            return np.zeros(NUM_ENVS if isinstance(obs, np.ndarray) and len(obs) == NUM_ENVS else count(obs), int)
+
+        def count(obs: Any) -> int:
+            while isinstance(obs, (dict, tuple)):
+                obs = next(iter(obs.values() if isinstance(obs, dict) else obs))
+            return len(obs)
+
+        make = partial(SpaceEnv, ALL_SPACES[kind])
+        env = make_vec([make] * NUM_ENVS, nodes=2)
+        expected = serial_chunks(make, CallablePolicy(policy), [12], 4)[0]
+        for inference in ("worker", "driver"):
+            assert_same_chunk(env.rollout(policy, 12, inference, seed=4), expected, inference)  # type: ignore[arg-type]
+
+    def test_actions_of_a_nested_space(self, make_vec: MakeVec) -> None:
+        space = ARRAY_SPACES["nested"]
+
+        def policy(obs: Any) -> Any:
+            space.seed(int(obs.sum()) % 1000)
+            return tree_map(lambda leaf: np.stack([leaf] * len(obs)), space.sample())
+
+        make = partial(SpaceEnv, spaces.Discrete(9), space)
+        env = make_vec([make] * NUM_ENVS, nodes=1)
+        chunk = env.rollout(policy, 6, seed=0)
+        assert_same_chunk(chunk, serial_chunks(make, CallablePolicy(policy), [6], 0)[0])
+
+    def test_logp_of_a_net_across_topologies(self, make_vec: MakeVec) -> None:
+        """A batch of another size differs in the last bits; from the same observations by no more than 1e-6."""
+        torch = pytest.importorskip("torch")
+        from rayvec.policies.networks import make_actor_critic
+        from rayvec.policies.policy import Policy
+
+        torch.manual_seed(0)
+        topologies = [TOPOLOGIES[name] for name in ("1x1", "1x3 uneven")]
+        envs = [make_vec([DriftEnv] * NUM_ENVS, preload=("torch",), **topology) for topology in topologies]
+        net = make_actor_critic(envs[0].single_observation_space, envs[0].single_action_space)
+        chunks = [env.rollout(Policy(net), 50, "worker", seed=5) for env in envs]
+        chunks += [env.rollout(Policy(net), 50, "driver", seed=5) for env in envs]
+        for chunk in chunks[1:]:
+            same = (chunk.obs == chunks[0].obs).all(-1) & (chunk.act == chunks[0].act)
+            assert same.mean() > 0.9
+            for name in chunks[0].extras:
+                difference = np.abs(chunk.extras[name] - chunks[0].extras[name])
+                assert difference[same].max() <= 1e-6, name
+
+    def test_the_autoreset_mode_of_the_steps_does_not_matter(self, make_vec: MakeVec) -> None:
+        expected = None
+        for mode in ("NextStep", "SameStep", "Disabled"):
+            env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode=mode)
+            env.reset(seed=0)
+            env.step(np.zeros(2, int))
+            chunk = env.rollout(TablePolicy(), 9)
+            assert counting_errors([chunk]) == []
+            assert chunk.obs[0, 0].tolist() == [0, 1, 0, 1]
+            reset_infos = [info for info in chunk.reset_infos if info.t >= 0]
+            expected = expected or (chunk.obs, reset_infos)
+            assert_identical((chunk.obs, reset_infos), expected)
+            env.reset(seed=0)
+            assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
+
+
+class TestChunk:
+    @pytest.fixture
+    def pool(self) -> SerialPool:
+        pool = SerialPool(factory([CountingEnv] * 3), first_id=10)
+        pool.reset(np.arange(3), [10, 11, 12])
+        pool.recv(np.arange(3))
+        return pool
+
+    def test_infos_stand_where_they_were_said(self, pool: SerialPool) -> None:
+        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 30, first_id=10)
+        said = {(info.t, info.n): info.info for info in chunk.infos}
+        began = {(info.t, info.n): info.info for info in chunk.reset_infos}
+        assert list(said) == sorted(said) and list(began) == sorted(began)
+        for t in range(30):
+            for n in range(3):
+                total = int(chunk.obs[t, n, 3]) + 1
+                assert said.get((t, n)) == ({"step": total} if total % 3 == 0 else None)
+                episode = int(chunk.obs[t, n, 1])
+                assert began.get((t, n)) == ({"began": episode + 1} if chunk.done[t, n] else None)
+        assert chunk.env_ids.tolist() == [10, 11, 12]
+
+    def test_the_reset_before_the_first_step_stands_at_minus_one(self) -> None:
+        pool = SerialPool(factory([CountingEnv] * 2))
+        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 1)
+        assert [(info.t, info.n, info.info) for info in chunk.reset_infos if info.t < 0] == [
+            (-1, 0, {"began": 0}),
+            (-1, 1, {"began": 0}),
+        ]
+
+    def test_final_observations_are_those_of_the_ends(self, pool: SerialPool) -> None:
+        chunk = rollout(pool, TablePolicy(), 30, first_id=10)
+        assert_identical(chunk.final_index, np.argwhere(chunk.done))
+        t, n = chunk.final_index.T
+        assert (chunk.final_obs[:, :2] == chunk.obs[t, n, :2]).all()
+        assert (chunk.final_obs[:, 2] == chunk.obs[t, n, 2] + 1).all()
+        assert chunk.terminated.any() and chunk.truncated.any() and not (chunk.terminated & chunk.truncated).any()
+
+    def test_a_chunk_is_in_memory_of_its_own(self, pool: SerialPool) -> None:
+        first = rollout(pool, TablePolicy(), 5, first_id=10)
+        kept = {field.name: getattr(first, field.name) for field in fields(first)}
+        copies = {name: tree_map(np.copy, value) for name, value in kept.items() if isinstance(value, np.ndarray)}
+        rollout(pool, TablePolicy(), 20, first_id=10)
+        for name, copy in copies.items():
+            assert_identical(kept[name], copy, name)
+            assert kept[name].flags.writeable
+
+    def test_noise_is_that_of_seed_environment_and_step(self, pool: SerialPool) -> None:
+        policy = RecordsNoise()
+        chunk = rollout(pool, policy, 6, noise_seed=8, first_step=100, first_id=10)
+        expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=100, num_steps=6)
+        assert_identical(chunk.extras["noise"], expected[..., 0])
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        cuts=st.lists(st.integers(1, 5), max_size=4, unique=True).map(lambda cuts: [0, *sorted(cuts), 6]),
+        num_steps=st.integers(1, 20),
+    )
+    def test_chunks_of_slices_join_to_the_chunk_of_the_whole(self, cuts: list[int], num_steps: int) -> None:
+        def chunk_of(first: int, last: int) -> Chunk:
+            pool = SerialPool(factory([CountingEnv] * (last - first)), first_id=first)
+            ids = np.arange(last - first)
+            pool.reset(ids, list(range(first, last)))
+            pool.recv(ids)
+            return rollout(pool, TablePolicy(), num_steps, noise_seed=1, first_id=first)
+
+        parts = [chunk_of(first, last) for first, last in pairwise(cuts)]
+        assert_same_chunk(join_chunks(parts), chunk_of(0, 6))
+
+    @settings(max_examples=20, deadline=None)
+    @given(order=st.permutations(range(4)), split=st.integers(1, 3))
+    def test_groups_of_any_members_give_the_same_chunk(self, order: list[int], split: int) -> None:
+        chunks = []
+        for groups in (None, [np.array(order[:split]), np.array(order[split:])]):
+            pool = SerialPool(factory([CountingEnv] * 4))
+            pool.reset(np.arange(4), [0, 1, 2, 3])
+            pool.recv(np.arange(4))
+            chunks.append(rollout(pool, TablePolicy(), 15, noise_seed=1, groups=groups))
+        assert_same_chunk(*chunks)
+
+
+class RecordsNoise(TablePolicy):
+    def act(self, obs: Any, noise: Any) -> Any:
+        actions, _ = super().act(obs, noise)
+        return actions, {"noise": noise[:, 0]}
+
+
+class TestPolicies:
+    def test_what_is_none_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="Remedy"):
+            as_policy(3)
+
+    def test_a_callable_has_no_weights(self) -> None:
+        with pytest.raises(ConfigError, match="Remedy"):
+            as_policy(lambda obs: obs).load_weights(np.zeros(1, np.float32))
+
+    def test_a_callable_may_return_lists(self) -> None:
+        pool = SerialPool(factory([CountingEnv] * 2))
+        assert_identical(rollout(pool, as_policy(lambda obs: [0, 1]), 2).act, np.array([[0, 1]] * 2))
+
+    @pytest.mark.parametrize("actions", [[0], [0, 0, 0], 0, [[0], [0], [0]]])
+    def test_a_wrong_number_of_actions_is_explained(self, actions: Any) -> None:
+        pool = SerialPool(factory([CountingEnv] * 2))
+        with pytest.raises(ConfigError, match="Remedy"):
+            rollout(pool, as_policy(lambda obs: actions), 2)
+
+    def test_a_new_policy_takes_the_place_of_the_old(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 3, nodes=2)
+        for value in (0, 1, 0, 1):
+            chunk = env.rollout(lambda obs, value=value: np.full(len(obs), value), 3)
+            assert (chunk.act == value).all()
+
+    def test_a_policy_that_can_not_be_pickled_acts_in_the_driver(self, make_vec: MakeVec) -> None:
+        import threading
+
+        lock = threading.Lock()
+
+        def policy(obs: Any) -> Any:
+            with lock:
+                return np.zeros(len(obs), int)
+
+        env = make_vec([CountingEnv] * 3)
+        with pytest.raises(TypeError, match="pickle"):
+            env.rollout(policy, 3, "worker", seed=0)
+        assert env.rollout(policy, 3, "driver", seed=0).num_steps == 3
+
+
+class Diarist:
+    """Remembers of every environment which episode it first saw since it was told of a new one."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, ...]] = {}
+
+    def begin_episodes(self, rows: Any) -> None:
+        for row in rows.tolist():
+            self._seen.pop(row, None)
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        now = [tuple(row) for row in obs[:, :2].tolist()]
+        mixed_up = [self._seen.setdefault(row, episode) != episode for row, episode in enumerate(now)]
+        return np.zeros(len(obs), int), {"mixed_up": np.array(mixed_up)}
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
+class TestMemory:
+    """A policy that remembers is told of every new episode, also of one that began before the chunk."""
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_across_steps_and_resets_in_between(self, make_vec: MakeVec, mode: str, inference: Any) -> None:
+        env = make_vec([CountingEnv] * 4, workers=2, autoreset_mode=mode)
+        policy = Diarist()
+        chunks = [env.rollout(policy, 9, inference, seed=1)]
+        for _ in range(3):
+            chunks.append(env.rollout(policy, 5, inference))
+            env.reset(options={"reset_mask": np.array([True, False, True, False])})
+            chunks.append(env.rollout(policy, 5, inference))
+            env.step(np.zeros(4, int))
+            chunks.append(env.rollout(policy, 5, inference))
+            env.reset()
+        assert sum(len(chunk.final_index) for chunk in chunks) > 20
+        assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_two_policies_in_turn(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([CountingEnv] * 3)
+        collectors = [Collector(env, Diarist(), inference, seed=0) for _ in range(2)]
+        for _ in range(4):
+            for collector in collectors:
+                assert not collector.collect(n_step=3 * 5).chunks[0].extras["mixed_up"].any()
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_after_restarts(self, make_vec: MakeVec, inference: Any) -> None:
+        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 4)], on_env_error="restart")
+        policy = Diarist()
+        chunks = [env.rollout(policy, 3, inference, seed=seed) for seed in (1, None, None, None)]
+        assert sum(len(chunk.restarts) for chunk in chunks) > 0
+        assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)

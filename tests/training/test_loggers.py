@@ -1,0 +1,143 @@
+"""Metrics end up once each, in order, in every place that shows them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rayvec import PPOConfig
+from rayvec.data import CollectStats
+from rayvec.training import loggers
+from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, plot_learning_curve, read_metrics
+
+CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
+TIMES_S = {"collect": 0.3, "learn": 0.1}
+
+
+def stats(*returns: float) -> CollectStats:
+    return CollectStats(
+        returns=np.array(returns),
+        lens=np.full(len(returns), 3),
+        n_collected_steps=16,
+        n_collected_episodes=len(returns),
+        n_surplus_steps=0,
+        collect_time_s=0.3,
+        steps_per_s=53.3,
+        time_split_s={"environment": 0.2, "transport": 0.1, "waiting": 0.0},
+        weights_versions=(1, 1),
+    )
+
+
+def log(run_dir: Path, steps: list[int], resumed_at: int = 0) -> None:
+    with RunLogger(run_dir, CONFIG, steps=resumed_at) as logger:
+        for step in steps:
+            logger.log(step, stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S)
+
+
+def test_a_line_for_each_iteration(tmp_path: Path) -> None:
+    log(tmp_path, [16, 32])
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["steps"] == 16 and second["steps"] == 32
+    assert second["return_mean"] == 16.0 and second["return_max"] == 32.0 and second["episodes"] == 2
+    assert second["steps_per_s"] == pytest.approx(16 / 0.4)
+    assert second["time_s/learn"] == 0.1 and second["time_s/collect/environment"] == 0.2
+    assert first["learner/loss"] is None and second["learner/loss"] == 0.5
+
+
+def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
+    log(tmp_path, [16, 32, 48])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"steps": 64, "retu')  # what a kill in the middle of a write leaves
+    log(tmp_path, [48, 64], resumed_at=32)
+    assert [line["steps"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [16, 32, 48, 64]
+    assert [event.step for event in scalars(tmp_path)["return_mean"]] == [16, 32, 48, 64]
+
+
+def scalars(run_dir: Path) -> dict[str, list]:
+    events = EventAccumulator(str(run_dir)).Reload()
+    return {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
+    log(tmp_path, [16, 32])
+    shown = scalars(tmp_path)
+    last = list(read_metrics(tmp_path / "metrics.jsonl"))[-1]
+    assert set(shown) == set(last) - {"steps"}
+    for name, events in shown.items():
+        assert events[-1].step == 32 and events[-1].value == pytest.approx(last[name])
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", steps=0)
+    file.write({"steps": 1, "nan": math.nan, "inf": math.inf, "none": None, "one": 1.0})
+    file.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "steps": 1,
+        "nan": None,
+        "inf": None,
+        "none": None,
+        "one": 1,
+    }
+
+
+def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG) as logger:
+        logger.log(16, stats(1.0), {}, TIMES_S)
+        raise RuntimeError
+    picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
+    assert picture.shape[1] >= 1000 and picture.std() > 0.01
+
+
+def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
+    blank = tmp_path / "blank.png"
+    plot_learning_curve([], blank, "no episode")
+    for count in (1, 2, 3, 500):
+        lines = [{"steps": i, "return_mean": float(i), "episodes": 1} for i in range(count)]
+        silent = [{"steps": 9, "return_mean": None, "episodes": 0}]
+        plot_learning_curve(lines + silent, tmp_path / "curve.png", "title", greedy=(count, 1.0))
+        assert (tmp_path / "curve.png").read_bytes() != blank.read_bytes()
+
+
+def test_smoothing_keeps_a_constant_and_both_ends() -> None:
+    values, weights = np.arange(101.0), np.ones(101)
+    assert loggers._smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
+    assert loggers._smoothed(values, weights) == pytest.approx(values)
+    heavy = loggers._smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
+    assert heavy == pytest.approx([0.0, 0.5, 0.0])
+
+
+def test_without_a_terminal_lines_are_few_and_the_last_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now_s)
+    file = io.StringIO()
+    display = ProgressDisplay(100, file)
+    for steps in range(1, 101):
+        now_s += 0.25
+        display.show(steps, "text")
+    display.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "1/100 steps · text" and lines[-1] == "100/100 steps · text"
+    assert len(lines) == 6
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    file = _Terminal()
+    display = ProgressDisplay(100, file)
+    display.show(40, "1,000 steps/s · return 3.0")
+    display.close()
+    assert "40 steps" in file.getvalue() and "━" in file.getvalue() and "return 3.0" in file.getvalue()

@@ -1,0 +1,621 @@
+"""Environments that raise, hang and die; workers, actors and nodes that are killed: what becomes of the others."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers.chunks import wait_for_parts
+from helpers.kinds import within
+from helpers.waiting import DEADLINE_S, alive, wait_until
+
+from rayvec.collect.collector import Collector
+from rayvec.data.chunk_ops import counted_ends
+from rayvec.errors import EnvError, NodeLostError, WorkerLostError
+from rayvec.pools import restarts
+from rayvec.pools.base import Autoreset
+from rayvec.pools.restarts import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
+from rayvec.testing import CountingEnv, TablePolicy, assert_identical
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+GO, RAISE, HANG, DIE = range(4)
+SEED, EPISODE, STEP, TOTAL = range(4)
+
+
+class ObedientEnv(CountingEnv):
+    """Raises, hangs or kills its process when it is told to."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def step(self, action: Any) -> Any:
+        if action == RAISE:
+            raise ValueError("told to raise")
+        if action == HANG:
+            time.sleep(3600)
+        if action == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class RaisesOnReset(CountingEnv):
+    """Every second reset of an instance raises."""
+
+    resets = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.resets += 1
+        if self.resets % 2 == 0:
+            raise OSError("no more resets")
+        return super().reset(**kwargs)
+
+
+class TwoSteps(ObedientEnv):
+    """Its episodes end with the second step."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, obs[STEP] == 2, False, info
+
+
+class NeverSteps(ObedientEnv):
+    """Can't step at all."""
+
+    def step(self, action: Any) -> Any:
+        raise ArithmeticError("never")
+
+
+class EndlessEnv(ObedientEnv):
+    """Its episodes don't end."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, False, False, info
+
+
+def long_env() -> EndlessEnv:
+    return EndlessEnv()
+
+
+def slow_env() -> EndlessEnv:
+    return EndlessEnv(step_s=0.005)
+
+
+class SameAgain(gymnasium.Env[Any, Any]):
+    """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self._taken = self._at = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._at = 0
+        return np.ones(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._taken += 1
+        self._at += 1
+        if self._taken == self.fails_at:
+            raise ValueError("no more")
+        return np.ones(2, np.float32), 1.0, False, self._at == 2, {}
+
+    fails_at = 4
+
+
+class FailsAfterAnEnd(SameAgain):
+    """The step that fails is the first of an episode."""
+
+    fails_at = 3
+
+
+def told(num_envs: int, **orders: int) -> Any:
+    actions = np.zeros(num_envs, np.int64)
+    for name, action in orders.items():
+        actions[int(name[1:])] = action
+    return actions
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize(("fault", "slice_of"), [(RAISE, 1), (HANG, 2), (DIE, 2)], ids=["raise", "hang", "die"])
+def test_only_what_is_affected_is_restarted(make_vec: Any, nodes: int, fault: int, slice_of: int) -> None:
+    """The others' streams are those of a run in which nothing happened, bit for bit."""
+    make = ObedientEnv
+    reference = gymnasium.vector.SyncVectorEnv([make] * 8)
+    env = make_vec(
+        [make] * 8,
+        nodes=nodes,
+        workers=4 // nodes,
+        on_env_error="restart",
+        step_timeout_s=None if fault != HANG else 1.0,
+    )
+    victim = 5
+    affected = [victim] if slice_of == 1 else [4, 5]
+    others = [n for n in range(8) if n not in affected]
+    obs, _ = env.reset(seed=3)
+    expected, _ = reference.reset(seed=3)
+    faults = 0
+    for step in range(20):
+        last = obs
+        actions = told(8, **{f"n{victim}": fault}) if step == 6 else told(8)
+        obs, rew, terminated, truncated, info = env.step(actions)
+        sync = reference.step(told(8))
+        expected = sync[0]
+        for got, want in zip((obs, rew, terminated, truncated), sync, strict=False):
+            assert_identical(got[others], want[others])
+        restarted = info.get("env_restarted", np.zeros(8, bool))
+        assert not restarted[others].any()
+        if restarted.any():
+            faults += 1
+            for n in np.flatnonzero(restarted).tolist():
+                assert_identical(obs[n], last[n])
+                assert (rew[n], terminated[n], truncated[n]) == (0.0, False, True)
+    assert_identical(obs[others], expected[others])
+    assert faults == 1
+    for n in affected:
+        assert obs[n][SEED] == restart_seed(3 + n, n, 1)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_the_other_autoreset_modes(make_vec: Any, mode: str) -> None:
+    env = make_vec([long_env] * 3, workers=3, on_env_error="restart", autoreset_mode=mode)
+    env.reset(seed=1)
+    last = env.step(told(3))[0]
+    obs, rew, terminated, truncated, info = env.step(told(3, n1=RAISE))
+    assert info["env_restarted"].tolist() == [False, True, False]
+    assert (rew[1], terminated[1], truncated[1]) == (0.0, False, True)
+    if mode == "SameStep":
+        assert_identical(info["final_obs"][1], last[1])
+        assert obs[1].tolist() == [restart_seed(2, 1, 1), 0, 0, 0]
+    else:
+        assert_identical(obs[1], last[1])
+        obs, _ = env.reset(options={"reset_mask": truncated})
+        assert obs[1].tolist() == [restart_seed(2, 1, 1), 0, 0, 0]
+    assert env.step(told(3))[0][:, TOTAL].tolist() == [3, 1, 3]
+
+
+def test_a_killed_worker_of_a_bare_slice_answers_for_both_groups(make_vec: Any) -> None:
+    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
+    env.reset(seed=1)
+    env.send(told(2, n0=DIE), group=0)
+    env.send(told(2), group=1)
+    for group in (0, 1):
+        batch = env.recv(group)
+        assert batch.info["env_restarted"].all()
+        assert batch.obs[:, TOTAL].tolist() == [0, 0]
+    assert env.step(told(4))[0][:, TOTAL].tolist() == [0, 0, 0, 0], "the next step resets"
+    assert env.step(told(4))[0][:, TOTAL].tolist() == [1, 1, 1, 1]
+
+
+def test_an_idle_environment_of_a_killed_worker_says_so_with_its_next_step(make_vec: Any) -> None:
+    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
+    env.reset(seed=1)
+    env.step(told(4))
+    env.send(told(2, n0=DIE), group=0)
+    env.recv(0)
+    env.send(told(2), group=1)
+    batch = env.recv(1)
+    assert batch.info["env_restarted"].all() and batch.truncated.all()
+    assert batch.obs[:, TOTAL].tolist() == [1, 1], "the last true observation"
+
+
+def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: pytest.LogCaptureFixture) -> None:
+    env = make_vec([long_env] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=10)
+    with caplog.at_level(logging.WARNING, "rayvec"):
+        env.step(told(4, n1=RAISE, n3=RAISE))
+    for index, node in ((1, 0), (3, 1)):
+        name = env.topology.nodes[node].name
+        said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
+        assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+def test_the_log_names_them_for_what_happens_in_a_chunk_too(
+    make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
+) -> None:
+    """A node logs it where nobody looks, and tells the driver."""
+    env = make_vec([long_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart", step_timeout_s=2.0)
+    with caplog.at_level(logging.WARNING, "rayvec"):
+        env.rollout(lambda obs: np.where((obs[:, TOTAL] == 1) & (obs[:, SEED] == 13), fault, GO), 3, seed=10)
+    name, worker = env.topology.nodes[-1].name, 2 // nodes - 1
+    what = "environment 3, seed 13" if fault == RAISE else "environments 2 to 3), seeds [12, 13]"
+    said = [text for text in caplog.messages if name in text and f"worker {worker}" in text]
+    assert len(said) == 1 and what in said[0], caplog.messages
+
+
+@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+def test_without_restarts_the_fault_is_raised_and_everything_closed(make_vec: Any, fault: int) -> None:
+    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0 if fault == HANG else None)
+    env.reset(seed=1)
+    pids = [pid for node in env.worker_pids().values() for pid in node[1:]]
+    with pytest.raises(ValueError if fault == RAISE else WorkerLostError) as caught:
+        env.step(told(2, n1=fault))
+    if fault == RAISE:
+        assert str(caught.value) == "told to raise"
+        assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 2" in str(caught.value.__cause__)
+    assert env.closed
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+def test_a_reset_that_raises_is_made_good(make_vec: Any) -> None:
+    env = make_vec([RaisesOnReset] * 2, workers=1, on_env_error="restart")
+    obs, _ = env.reset(seed=4)
+    assert obs[:, SEED].tolist() == [4, 5]
+    obs, _ = env.reset(seed=6)
+    assert obs[:, SEED].tolist() == [restart_seed(6, 0, 1), restart_seed(7, 1, 1)]
+
+
+def test_a_crash_loop_ends(make_vec: Any) -> None:
+    env = make_vec([NeverSteps, ObedientEnv], workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match=RestartBudget.rule()) as caught:
+        for _ in range(100):
+            env.step(np.zeros(2, np.int64))
+    assert "never" in str(caught.value) and env.closed
+
+
+def test_hangs_that_take_long_to_notice_are_a_crash_loop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now)
+    allowed = {"hangs": RestartBudget(), "ends": RestartBudget()}
+    spent: dict[str, list[bool]] = {"hangs": [], "ends": []}
+    for _ in range(8):
+        now += 30.0
+        spent["hangs"].append(allowed["hangs"].spend(3, hung_s=29.0))
+        spent["ends"].append(allowed["ends"].spend(3))
+    assert spent == {"hangs": [True] * 5 + [False] * 3, "ends": [True] * 8}
+
+
+def test_a_worker_that_hangs_over_a_full_pipe_is_restarted(make_vec: Any) -> None:
+    """What is posted has no room in its pipe until the command before it is done, which it never is."""
+    env = make_vec([ObedientEnv] * 2, workers=1, groups=2, on_env_error="restart", step_timeout_s=1.0)
+    env.reset(seed=1)
+    pool = env._pool
+    first, second = env.groups
+    pool.send(first, np.array([HANG]), Autoreset.NEXT_STEP)
+    pool.reset(second, [None], {"large": np.zeros(1 << 17, np.uint8)})
+    assert [info.info.get("env_restarted") for info in pool.recv(first).info] == [True]
+    assert pool.recv(second).obs[0, STEP] == 0
+
+
+def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
+    """A failed step is not valid, the one before it is truncated at the last true observation."""
+    env = make_vec([long_env] * 4, workers=2, on_env_error="restart")
+    chunk = env.rollout(lambda obs: np.where((obs[:, TOTAL] == 5) & (obs[:, SEED] == 3), RAISE, GO), 10, seed=2)
+    assert chunk.restarts.tolist() == [[5, 1]]
+    assert np.argwhere(~chunk.valid).tolist() == [[5, 1]]
+    assert np.argwhere(chunk.done).tolist() == [[4, 1]] and chunk.truncated[4, 1]
+    assert_identical(chunk.next_obs()[4, 1], chunk.obs[5, 1])
+    assert chunk.cuts.tolist() == [[4, 1]]
+    assert chunk.obs[6, 1].tolist() == [restart_seed(3, 1, 1), 0, 0, 0]
+    assert (np.delete(chunk.obs, 1, 1)[-1][:, TOTAL] == 9).all()
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_a_policy_that_writes_in_its_observations_changes_no_cut(make_vec: Any, inference: Any) -> None:
+    def writes(obs: Any) -> Any:
+        actions = np.where((obs[:, TOTAL] == 5) & (obs[:, SEED] == 3), RAISE, GO)
+        obs += 100
+        return actions
+
+    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
+    chunk = env.rollout(writes, 10, inference, seed=2)
+    assert chunk.cuts.tolist() == [[4, 1]]
+    assert chunk.next_obs()[4, 1].tolist() == chunk.obs[5, 1].tolist() == [3, 0, 5, 5]
+    assert not counted_ends(chunk).any()
+
+
+@pytest.mark.parametrize(("env_class", "cuts", "ends"), [(SameAgain, [[2, 0]], [1, 5]), (FailsAfterAnEnd, [], [1, 4])])
+def test_an_end_is_told_from_a_cut_where_observations_are_equal(
+    make_vec: Any, env_class: Any, cuts: Any, ends: Any
+) -> None:
+    chunk = make_vec([env_class], on_env_error="restart").rollout(lambda obs: np.zeros(len(obs), int), 6, seed=0)
+    assert chunk.cuts.tolist() == cuts
+    assert np.flatnonzero(counted_ends(chunk)[:, 0]).tolist() == ends
+
+
+def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(make_vec: Any) -> None:
+    """The others take several times as long for the whole, and are left alone."""
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 3, workers=3, on_env_error="restart", step_timeout_s=1.0)
+    policy = lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 2), HANG, GO)  # noqa: E731
+    chunk = within(DEADLINE_S, partial(env.rollout, policy, 100, seed=1))
+    assert chunk.restarts.tolist() == [[-1, 1]] and chunk.valid.all()
+    assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
+
+
+def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
+    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
+    with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):
+        within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
+    env = make_vec([slow_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
+    collector = Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)
+    collector.collect(n_step=40)
+    pids = env.worker_pids()
+    victim = pids[env.topology.nodes[-1].name][-1]
+    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    batch = collector.collect(n_step=800)
+    timer.join()
+    (chunk,) = batch.chunks
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
+    assert chunk.valid.all() and batch.stats.n_collected_episodes == 0
+    assert chunk.obs[0][:, TOTAL].tolist() == [10, 10, 0, 0]
+    assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "chunk"])
+def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
+    make_vec: Any, nodes: int, fault: int, stepwise: bool
+) -> None:
+    """The last step of a chunk ends an episode and begins the next, which is lost before its own first step."""
+    env = make_vec([TwoSteps] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
+    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 2, seed=1)
+    assert chunk.terminated[-1].all() and (chunk.last_obs[:, STEP] == 0).all()
+    affected = [3] if fault == RAISE else [2, 3]
+    if stepwise:
+        obs, _, _, truncated, info = env.step(told(4, n3=fault))
+        assert np.flatnonzero(info["env_restarted"]).tolist() == affected
+        assert np.flatnonzero(truncated).tolist() == affected
+        assert_identical(obs[affected], chunk.last_obs[affected])
+    else:
+        seed = int(chunk.last_obs[3, SEED])
+        chunk = env.rollout(lambda obs: np.where((obs[:, SEED] == seed) & (obs[:, TOTAL] == 2), fault, GO), 2)
+        before = -1 if fault == DIE else 0  # a worker that ends takes the chunk with it
+        assert chunk.restarts.tolist() == [[before, n] for n in affected]
+
+
+def test_a_worker_that_is_replaced_in_a_chunk_is_stepped_from_here_afterwards(make_vec: Any) -> None:
+    """The actor has started it; the driver, to which it is lent, must watch it and not the one before it."""
+    env = make_vec([EndlessEnv] * 2, nodes=1, workers=1, on_env_error="restart")
+    env.rollout(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 1), DIE, GO), 5, seed=1)
+    pids, said = env.worker_pids(), set()
+    for _ in range(6):
+        _, _, _, truncated, info = env.step(told(2))
+        assert "env_restarted" not in info and not truncated.any()
+        said |= set(info)
+    assert "step" in said, "infos come through the worker's pipe"
+    assert env.worker_pids() == pids
+
+
+def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
+    def policy(obs: Any) -> Any:
+        return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), RAISE, GO)
+
+    env = make_vec([ObedientEnv] * 2, workers=1, on_env_error="restart")
+    stats = Collector(env, policy, seed=1).collect(n_step=120).stats
+    seeds_lens = [1 + (7 * episode + 3) % 7 for episode in range(60)]
+    assert stats.n_collected_steps == 119
+    assert set(stats.lens.tolist()) <= {*seeds_lens, *range(1, 8)}
+    undisturbed = make_vec([ObedientEnv] * 2, workers=1)
+    expected = Collector(undisturbed, lambda obs: np.zeros(len(obs), np.int64), seed=1).collect(n_step=120).stats
+    assert stats.lens.sum() < expected.lens.sum(), "the steps of the cut episode belong to none"
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+def test_an_episode_that_was_cut_fills_no_quota(make_vec: Any, fault: int, inference: Any) -> None:
+    def policy(obs: Any) -> Any:
+        return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), fault, GO)
+
+    env = make_vec([ObedientEnv] * 2, workers=2, on_env_error="restart")
+    batch = Collector(env, policy, inference, seed=1).collect(n_episode=6)
+    assert batch.stats.n_restarts == 1 and batch.stats.n_collected_episodes == 6
+    lens = []
+    for chunk in batch.chunks:
+        for t, n in np.argwhere(counted_ends(chunk) & chunk.valid).tolist():
+            lens.append((n, int(chunk.next_obs()[t, n, STEP])))
+    assert [len([1 for n, _ in lens if n == column]) for column in (0, 1)] == [3, 3]
+    assert sorted(length for _, length in lens) == sorted(batch.stats.lens.tolist())
+
+
+def kill(env: RayVecEnv, node: int) -> None:
+    os.kill(env.worker_pids()[env.topology.nodes[node].name][0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
+    env = make_vec([long_env] * 4, nodes=2, workers=1)
+    env.reset(seed=1)
+    before = env.step(told(4))[0]
+    kill(env, node)
+    lost = [2 * node, 2 * node + 1]
+    others = [n for n in range(4) if n not in lost]
+    totals = []
+    for _ in range(200):
+        obs, rew, _, truncated, info = env.step(told(4))
+        totals.append(obs[others, TOTAL].tolist())
+        if "env_restarted" in info:
+            break
+        before = obs
+    assert info["env_restarted"][lost].all() and not info["env_restarted"][others].any()
+    assert_identical(obs[lost], before[lost])
+    assert truncated[lost].all() and not rew[lost].any()
+    assert totals == [[2 + step] * 2 for step in range(len(totals))], "the others went on undisturbed"
+    obs = env.step(told(4))[0]
+    assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], RESTARTS_OF_A_NODE), 0, 0, 0]
+    env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+
+
+def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: Any) -> None:
+    """An environment that was between two episodes begins the next with a new seed, of which no info tells."""
+    env = make_vec([long_env, TwoSteps, long_env, TwoSteps], nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    for _ in range(2):
+        _, _, terminated, _, _ = env.step(told(4))
+    assert terminated[3]
+    worker = env.worker_pids()[env.topology.nodes[1].name][1]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    obs, _, _, _, info = env.step(told(4))
+    assert info["env_restarted"].tolist() == [False, False, True, False]
+    first = obs[3, SEED]
+    assert first == restart_seed(4, 3, 1)
+    kill(env, 1)
+    lost, deadline = env.topology, time.monotonic() + DEADLINE_S
+    while env.topology is lost:
+        assert time.monotonic() < deadline
+        env.step(told(4))
+    seeds = [int(env.step(told(4))[0][3, SEED]) for _ in range(4)]
+    assert seeds[-1] == restart_seed(4, 3, RESTARTS_OF_A_NODE) != first
+
+
+def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
+    env = make_vec([slow_env] * 4, nodes=2, workers=1)
+    policy = lambda obs: np.zeros(len(obs), np.int64)  # noqa: E731
+    env.rollout(policy, 5, seed=1)
+    pid = env.worker_pids()[env.topology.nodes[1].name][0]
+    timer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    chunk = env.rollout(policy, 100)
+    timer.join()
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
+    assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
+    assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
+
+
+def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
+    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
+    env.reset(seed=1)
+    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    before = env.topology
+    kill(env, 1)
+    env.rollout_async(weights, 100, 0, 0)
+    again = 0
+    while True:
+        try:
+            chunk = env.rollout_wait(timeout=0.1).chunk
+            break
+        except multiprocessing.TimeoutError:
+            again += env.topology is not before
+    assert again and chunk.valid.all() and chunk.restarts.tolist() == [[-1, 1]]
+
+
+def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:
+    """It has replaced a worker in the chunk: the driver, to which that is lent, finds the actor gone."""
+    env = make_vec([EndlessEnv] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    actor = next(iter(env.worker_pids().values()))[0]
+    weights = env.publish(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 1), DIE, GO))
+    env.rollout_async(weights, 10, 0, 0)
+    wait_for_parts(env)
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not alive(actor), "the actor has ended")
+    first, second = env.rollout_wait().chunk, env.rollout_workers(weights, 10, 10, 0).chunk
+    for chunk, totals in ((first, [0, 0, 0, 0]), (second, [0, 0, 10, 10])):
+        assert chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and chunk.valid.all()
+        assert chunk.obs[0][:, TOTAL].tolist() == totals
+    assert second.obs[0][:2, SEED].tolist() == [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in range(2)]
+
+
+def test_on_node_loss_raise(make_vec: Any) -> None:
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
+    env.reset(seed=1)
+    kill(env, 1)
+    with pytest.raises(NodeLostError, match=env.topology.nodes[1].name):
+        for _ in range(1000):
+            env.step(told(2))
+    assert env.closed
+
+
+def number_of(node: Any, env: RayVecEnv) -> int:
+    return [each.node_id for each in env.topology.nodes].index(node.node_id)
+
+
+@pytest.mark.parametrize("what", ["publish", "drop"])
+def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everything(make_vec: Any, what: str) -> None:
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
+    policy = TablePolicy()
+    weights = env.publish(policy)
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: not alive(actor), "the actor has ended")
+    with pytest.raises(NodeLostError):
+        if what == "drop":
+            weights.drop()
+        for _ in range(3):  # the next call finds out that the one before it failed
+            weights.publish(policy.weights())
+    assert env.closed
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        env.step(told(2))
+
+
+def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The whole node goes; its environments go on elsewhere, the others never notice, and the log says so."""
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 6, nodes=3, workers=1)
+    env.reset(seed=1)
+    node = env.topology.nodes[number_of(extra, env)]
+    lost = list(node.env_range)
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    until = time.monotonic() + DEADLINE_S
+    info: dict[str, Any] = {}
+    while "env_restarted" not in info:
+        assert time.monotonic() < until
+        obs, _, _, _, info = env.step(told(6))
+    assert np.flatnonzero(info["env_restarted"]).tolist() == lost
+    assert extra.node_id not in [node.node_id for node in env.topology.nodes]
+    assert len({int(obs[n][TOTAL]) for n in range(6) if n not in lost}) == 1
+    seeds = [1 + n for n in lost]
+    said = f"node {node.name} is lost; environments {lost[0]} to {lost[-1]}, seeds {seeds}, go on on node "
+    assert any(said in text for text in caplog.messages), caplog.messages
+
+
+def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any) -> None:
+    """The part was done, and is lost with the store that it lay in: it is taken again elsewhere."""
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 6, nodes=3, workers=1)
+    env.reset(seed=1)
+    lost = list(env.topology.nodes[number_of(extra, env)].env_range)
+    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    env.rollout_async(weights, 4000, 0, 0)  # too many steps to come along with the answer
+    wait_for_parts(env)
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    first, second = env.rollout_wait().chunk, env.rollout_workers(weights, 10, 4000, 0).chunk
+    assert first.restarts.tolist() == [[-1, n] for n in lost] and not len(second.restarts)
+    for chunk, total in ((first, 0), (second, 4000)):
+        assert chunk.valid.all() and (chunk.obs[0][:, TOTAL] == total).all()
+    assert extra.node_id not in [node.node_id for node in env.topology.nodes]
+
+
+def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any) -> None:
+    extra = ray_cluster.add_node(num_cpus=1)
+    env = make_vec([long_env] * 3, nodes=3, workers=1)
+    env.reset(seed=1)
+    make_vec([long_env] * 64, nodes=None, workers=None)  # takes every core that is left
+    number = number_of(extra, env)
+    ray_cluster.remove_node(extra, allow_graceful=False)
+    kill(env, number)
+    with pytest.raises(NodeLostError, match="No other node has a free core"):
+        for _ in range(1000):
+            env.step(told(3))
+
+
+def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any) -> None:
+    """The node's actor finds that out, not the driver, which then must not write into the old pipe."""
+    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
+    env.reset(seed=1)
+    (pids,) = env.worker_pids().values()
+    os.kill(pids[1], signal.SIGKILL)
+    env.publish(lambda obs: np.zeros(len(obs), np.int64))
+    (now,) = env.worker_pids().values()
+    assert now[1] != pids[1] and now[2] == pids[2]
+    assert not any(link.replaced for link in env._pool._nodes[0].pool._links)
+    assert env.get_attr("action_space") == (env.single_action_space,) * 2

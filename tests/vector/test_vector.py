@@ -1,0 +1,455 @@
+"""RayVecEnv against Gymnasium's SyncVectorEnv, on every topology."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
+from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
+from helpers.vector_kit import TOPOLOGIES, assert_explained, beside_sync
+
+from rayvec.data import tree_leaves, tree_map
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, TimedEnv, assert_identical, counting_errors
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+ALONE = ["box32", "image", "zero_d", "discrete", "multidiscrete_2d", "multibinary", "tuple", *OBJECT_SPACES][:-2]
+"""What stands at the top as well as in a dict."""
+EVERYTHING = {"arrays": spaces.Dict(ARRAY_SPACES), "objects": spaces.Dict(OBJECT_SPACES)}
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(
+        ("kind", "topology"),
+        [
+            *(("arrays", topology) for topology in TOPOLOGIES),
+            *(("objects", topology) for topology in ("2x1", "1x3", "none")),
+        ],
+    )
+    def test_every_space_at_once(self, make_vec: MakeVec, kind: str, topology: str, mode: AutoresetMode) -> None:
+        fns = env_fns(5, EVERYTHING[kind], EVERYTHING[kind])
+        env = make_vec(fns, *TOPOLOGIES[topology], autoreset_mode=mode)
+        assert env.transports == (("shm", "tcp")[: TOPOLOGIES[topology][0]] or ("local",))
+        with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(env, sync, 12, options={"level": 2}) > 10
+
+    @pytest.mark.parametrize("kind", ALONE)
+    def test_every_kind_alone_over_shared_memory_and_stream(self, make_vec: MakeVec, kind: str) -> None:
+        mode = MODES[ALONE.index(kind) % 3]
+        fns = env_fns(3, ALL_SPACES[kind], ALL_SPACES[kind])
+        env = make_vec(fns, 2, 1, autoreset_mode=mode)
+        with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(env, sync, 8) > 0
+
+    @pytest.mark.parametrize(
+        ("env_id", "env_kwargs", "mode"),
+        [
+            ("CartPole-v1", {"sutton_barto_reward": True}, "NextStep"),
+            ("CartPole-v1", {}, "SameStep"),
+            ("Pendulum-v1", {"max_episode_steps": 9}, "Disabled"),
+            ("Blackjack-v1", {"natural": True}, "SameStep"),
+            ("Blackjack-v1", {}, "NextStep"),
+            ("Taxi-v4", {"max_episode_steps": 6}, "SameStep"),
+            ("Taxi-v4", {"max_episode_steps": 6, "is_rainy": True}, "NextStep"),
+            ("FrozenLake-v1", {"is_slippery": True}, "Disabled"),
+        ],
+    )
+    def test_real_environments(self, make_vec: MakeVec, env_id: str, env_kwargs: dict[str, Any], mode: str) -> None:
+        env = make_vec(env_id, 1, 2, num_envs=3, env_kwargs=env_kwargs, autoreset_mode=mode)
+        assert env.spec is not None and env.spec.id == env_id
+        fns = [partial(gymnasium.make, env_id, **env_kwargs)] * 3
+        with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(env, sync, 60) > 2
+
+    @pytest.mark.parametrize("topology", ["1x1", "2x1", "none"])
+    def test_infos_that_are_hard_to_send(self, make_vec: MakeVec, topology: str) -> None:
+        fns = [OddInfo] * 3
+        env = make_vec(fns, *TOPOLOGIES[topology])
+        with closing(SyncVectorEnv(fns)) as sync:
+            in_lockstep(env, sync, 9)
+
+    def test_one_info_dict_used_for_ever(self, make_vec: MakeVec) -> None:
+        """Gymnasium merges the final info before the reset; what the reset writes must not show there."""
+        env = make_vec([OneInfo] * 2, autoreset_mode="SameStep")
+        env.reset(seed=0)
+        env.step(np.zeros(2, int))
+        infos = env.step(np.zeros(2, int))[4]
+        assert infos["final_info"]["at"].tolist() == ["step 2"] * 2
+        assert infos["at"].tolist() == ["reset 1"] * 2
+
+
+class TestSeeds:
+    """Seeds, options and masks, on one environment for each mode."""
+
+    @pytest.fixture(scope="class", params=MODES)
+    @classmethod
+    def pair(cls, request: pytest.FixtureRequest, make_class_vec: MakeVec) -> Any:
+        fns = env_fns(4, ARRAY_SPACES["box32"])
+        sync = SyncVectorEnv(fns, autoreset_mode=request.param)
+        yield make_class_vec(fns, 2, 1, autoreset_mode=request.param), sync
+        sync.close()
+
+    @pytest.mark.parametrize("seed", [0, 12345, [4, 3, 2, 1], (9, 9, 9, 9)])
+    @pytest.mark.parametrize("options", [None, {}, {"level": 7, "far": [1, 2]}, {"odd": {1, 2}}])
+    def test_seeds_and_options(self, pair: tuple[RayVecEnv, SyncVectorEnv], seed: Any, options: Any) -> None:
+        env, sync = pair
+        assert_identical(env.reset(seed=seed, options=options), sync.reset(seed=seed, options=options))
+        assert env.np_random_seed == sync.np_random_seed
+        assert [r.random() for r in env.np_random] == [r.random() for r in env.np_random]
+        assert_identical(env.reset(), sync.reset())
+
+    def test_a_list_with_gaps_seeds_only_some(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        env, sync = pair
+        assert_identical(env.reset(seed=1), sync.reset(seed=1))
+        assert_identical(env.reset(seed=[None, 5, None, 6]), sync.reset(seed=[None, 5, None, 6]))
+
+    def test_without_a_seed_episodes_differ(self, make_vec: MakeVec) -> None:
+        env = make_vec(env_fns(4, ARRAY_SPACES["box32"]), 1, 2)
+        first, second = env.reset()[0], env.reset()[0]
+        assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8
+
+    def test_some_are_reset_the_others_left_alone(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        env, sync = pair
+        disabled = env.autoreset_mode is AutoresetMode.DISABLED
+        assert_identical(env.reset(seed=5), sync.reset(seed=5))
+        rng = np.random.default_rng(0)
+        done = np.zeros(4, bool)
+        for t in range(40):
+            if (done.any() and disabled) or (not disabled and t % 3 == 2):
+                masks = [done] if disabled else [rng.random(4) < 0.5]
+                if disabled and done.sum() > 1:  # one after the other
+                    masks = [np.arange(4) == i for i in np.flatnonzero(done)]
+                for mask in masks:
+                    if mask.any():
+                        options = {"reset_mask": mask, "n": t}
+                        seed = [t, None, t, t]
+                        got = env.reset(seed=seed, options=options)
+                        assert list(options) == ["reset_mask", "n"], "the caller's options were changed"
+                        assert_identical(got, sync.reset(seed=seed, options=dict(options)), f"reset in step {t}")
+            actions = rng.integers(0, 2, 4)
+            expected = sync.step(actions)
+            assert_identical(env.step(actions), expected, f"step {t}")
+            done = expected[2] | expected[3]
+
+    @pytest.mark.parametrize(
+        "mask",
+        [[True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
+        ids=repr,
+    )
+    def test_a_wrong_mask_is_explained_in_the_words_of_gymnasium(
+        self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any
+    ) -> None:
+        with pytest.raises((TypeError, ValueError)) as expected:
+            pair[1].reset(options={"reset_mask": mask})
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))) as caught:
+            pair[0].reset(options={"reset_mask": mask})
+        assert_explained(caught.value)
+        pair[0].reset()
+
+    def test_a_wrong_number_of_seeds_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        with pytest.raises(ValueError, match="one seed for each") as caught:
+            pair[0].reset(seed=[1, 2])
+        assert_explained(caught.value)
+        pair[0].reset()
+
+    def test_a_seed_that_gymnasium_refuses_is_its_error(self, make_vec: MakeVec) -> None:
+        env = make_vec(env_fns(2, ARRAY_SPACES["box32"]))
+        with pytest.raises(gymnasium.error.Error, match="Seed"):
+            env.reset(seed=-5)
+
+
+class TestGroups:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("topology", ["1x2", "2x1", "none"])
+    def test_each_group_is_a_vector_environment(self, make_vec: MakeVec, topology: str, mode: AutoresetMode) -> None:
+        """While one group steps the other is answered, in either order, and between whole steps."""
+        fns = env_fns(5, ARRAY_SPACES["nested"], ARRAY_SPACES["dict"])
+        env = make_vec(fns, *TOPOLOGIES[topology], groups=2, autoreset_mode=mode)
+        assert sorted(np.concatenate(env.groups).tolist()) == [0, 1, 2, 3, 4]
+        halves = [SyncVectorEnv([fns[i] for i in ids], autoreset_mode=mode) for ids in env.groups]
+        obs, _ = env.reset(seed=20)
+        for ids, half in zip(env.groups, halves, strict=True):
+            half.action_space.seed(1)
+            expected, _ = half.reset(seed=(20 + ids).tolist())
+            assert_identical(tree_map(lambda leaf, ids=ids: leaf[ids], obs), expected)
+        over = [np.zeros(len(ids), bool) for ids in env.groups]
+        for t in range(12):
+            if mode is AutoresetMode.DISABLED and any(mask.any() for mask in over):
+                mask = np.zeros(5, bool)
+                for ids, half, done in zip(env.groups, halves, over, strict=True):
+                    mask[ids] = done
+                    if done.any():
+                        half.reset(options={"reset_mask": done})
+                env.reset(options={"reset_mask": mask})
+            actions = [half.action_space.sample() for half in halves]
+            env.send(actions[0], group=0)
+            env.send(actions[1], group=1)
+            for group in (0, 1) if t % 2 else (1, 0):
+                batch = env.recv(group=group)
+                expected = halves[group].step(actions[group])
+                assert_identical(batch.env_ids, env.groups[group])
+                got = (batch.obs, batch.rew, batch.terminated, batch.truncated, batch.info)
+                assert_identical(got, expected, f"step {t}, group {group}")
+                over[group] = expected[2] | expected[3]
+        for half in halves:
+            half.close()
+
+    def test_whole_steps_with_two_groups(self, make_vec: MakeVec) -> None:
+        fns = env_fns(5, ARRAY_SPACES["tuple"])
+        env = make_vec(fns, 2, 1, groups=2)
+        with closing(SyncVectorEnv(fns)) as sync:
+            in_lockstep(env, sync, 8)
+
+    def test_order_of_calls(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 4, groups=2)
+        env.reset(seed=0)
+        with pytest.raises(NoAsyncCallError):
+            env.recv(0)
+        env.send(np.zeros(2, int), group=0)
+        for forbidden in (
+            partial(env.send, np.zeros(2, int), 0),
+            partial(env.step_async, np.zeros(4, int)),
+            env.reset_async,
+            partial(env.call, "spec"),
+            partial(env.rollout, lambda obs: np.zeros(len(obs), int), 2),
+        ):
+            with pytest.raises(AlreadyPendingCallError):
+                forbidden()
+        env.send(np.zeros(2, int), group=1)
+        with pytest.raises(NoAsyncCallError):
+            env.step_wait()
+        assert env.recv(1).rew.tolist() == [1.0, 1.0]
+        assert env.recv(0).rew.tolist() == [1.0, 1.0]
+        for wrong in (2, -1):
+            with pytest.raises(ConfigError) as caught:
+                env.send(np.zeros(2, int), group=wrong)
+            assert_explained(caught.value)
+
+    def test_one_environment_makes_one_group(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv], groups=2)
+        assert [ids.tolist() for ids in env.groups] == [[0]]
+
+    @pytest.mark.parametrize(("step_s", "call_s", "row_s", "expected"), [(0.01, 0.0, 0.005, 2), (0.0, 0.01, 0.0, 1)])
+    def test_auto_keeps_what_is_faster(
+        self, make_vec: MakeVec, step_s: float, call_s: float, row_s: float, expected: int
+    ) -> None:
+        """Environments and policy that can sleep at the same time; a policy that costs the same for half of them."""
+
+        def policy(obs: Any) -> Any:
+            time.sleep(call_s + row_s * len(obs))
+            return np.zeros(len(obs), int)
+
+        env = make_vec([partial(TimedEnv, step_s)] * 8, workers=2, groups="auto")
+        tried, chunks = [], []
+        for seed in (1, None, None, None, None):
+            tried.append(len(env.groups))
+            chunks.append(env.rollout(policy, 4, "driver", seed))
+        assert tried == [1, 2, 1, 2, expected] and len(env.groups) == expected
+        assert counting_errors(chunks) == []
+
+
+class TestMemory:
+    """What is returned belongs to the caller."""
+
+    @pytest.mark.parametrize("topology", ["1x2", "2x1", "none"])
+    @pytest.mark.parametrize("kind", ["nested", "dict_of_text"])
+    def test_everything_is_writable_and_stays_as_it_was(self, make_vec: MakeVec, topology: str, kind: str) -> None:
+        env = make_vec(env_fns(4, ALL_SPACES[kind]), *TOPOLOGIES[topology], autoreset_mode="SameStep")
+        with closing(SyncVectorEnv(env_fns(4, ALL_SPACES[kind]), autoreset_mode="SameStep")) as sync:
+            for e in (env, sync):
+                e.reset(seed=3)
+            kept, expected = [env.reset()], [sync.reset()]
+            for t in range(5):
+                actions = np.full(4, t % 2)
+                kept.append(env.step(actions))
+                expected.append(sync.step(actions))
+            assert_identical(kept, expected)
+            arrays = [array for answer in kept for array in all_arrays(answer)]
+            assert len(arrays) > 50
+            for i, array in enumerate(arrays):
+                assert array.flags.writeable and array.flags.aligned
+                assert not any(np.shares_memory(array, other) for other in arrays[:i])
+                if array.dtype != object:
+                    array[...] = np.ones((), array.dtype)  # as wrappers do; the next step must not see it
+            actions = np.zeros(4, int)
+            assert_identical(env.step(actions), sync.step(actions))
+
+    def test_without_copies_observations_are_as_good_until_the_next_step(self, make_vec: MakeVec) -> None:
+        fns = env_fns(3, ARRAY_SPACES["dict"])
+        env = make_vec(fns, 1, 2, copy=False)
+        with closing(SyncVectorEnv(fns, copy=False)) as sync:
+            in_lockstep(env, sync, 8)
+
+
+def all_arrays(value: Any) -> list[np.ndarray]:
+    if isinstance(value, np.ndarray):
+        inner = [array for item in value.flat for array in all_arrays(item)] if value.dtype == object else []
+        return [value, *inner] if value.size else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [array for item in value for array in all_arrays(item)] if isinstance(value, (tuple, list)) else []
+
+
+class TestDifferingSpaces:
+    FNS = [partial(SpaceEnv, spaces.Box(0.0, float(high), (2,), np.float32)) for high in (1, 2, 3)]  # noqa: RUF012
+
+    def test_bounds_may_differ_if_one_says_so(self, make_vec: MakeVec) -> None:
+        env = make_vec(self.FNS, 2, 1, observation_mode="different")
+        with closing(SyncVectorEnv(self.FNS, observation_mode="different")) as sync:
+            in_lockstep(env, sync, 6)
+
+    def test_or_gives_both_spaces(self, make_vec: MakeVec) -> None:
+        mode = (spaces.Box(0.0, 9.0, (3, 2), np.float32), spaces.Box(0.0, 9.0, (2,), np.float32))
+        env = make_vec(self.FNS, observation_mode=mode)
+        with closing(SyncVectorEnv(self.FNS, observation_mode=mode)) as sync:
+            in_lockstep(env, sync, 6)
+
+    @pytest.mark.parametrize(
+        ("observation", "action", "mode"),
+        [
+            (spaces.Box(0.0, 9.0, (2,)), spaces.Discrete(2), "same"),
+            (spaces.Box(0.0, 1.0, (3,)), spaces.Discrete(2), "different"),
+            (spaces.Box(0.0, 1.0, (2,), np.float64), spaces.Discrete(2), "different"),
+            (spaces.Box(0.0, 1.0, (2,)), spaces.Discrete(3), "same"),
+        ],
+    )
+    def test_what_does_not_fit_is_explained_as_a_runtime_error(
+        self, make_vec: MakeVec, observation: Any, action: Any, mode: Any
+    ) -> None:
+        fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,)))] * 2 + [partial(SpaceEnv, observation, action)]
+        with pytest.raises(RuntimeError, match="environment 2") as caught:
+            make_vec(fns, 2, 1, observation_mode=mode)
+        assert_explained(caught.value)
+
+    def test_an_unknown_mode_is_explained(self, make_vec: MakeVec) -> None:
+        for mode in ("other", (1, 2)):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                make_vec([CountingEnv], observation_mode=mode)
+            assert_explained(caught.value)
+
+    @pytest.mark.parametrize(
+        ("mode", "words"),
+        [
+            ("other", "Invalid `observation_mode`"),
+            ("same", "the sub-environments observation spaces are not equivalent"),
+            ("same", "If this is intentional, use `observation_mode='different'` instead."),
+        ],
+    )
+    def test_errors_say_it_in_the_words_of_gymnasium(self, make_vec: MakeVec, mode: str, words: str) -> None:
+        fns = [partial(SpaceEnv, spaces.Box(0.0, high, (2,))) for high in (1.0, 9.0)]
+        with pytest.raises((ValueError, RuntimeError), match=words) as theirs:
+            SyncVectorEnv(fns, observation_mode=mode)
+        with pytest.raises(theirs.type, match=words):
+            make_vec(fns, observation_mode=mode)
+
+
+class TestActions:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def env(cls, make_class_vec: MakeVec) -> RayVecEnv:
+        env = make_class_vec(env_fns(3, spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,), np.float32)), 2, 1)
+        env.reset(seed=0)
+        return env
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def dicts(cls, make_class_vec: MakeVec) -> Any:
+        actions = spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)})
+        yield from beside_sync(make_class_vec, env_fns(3, spaces.Discrete(2), actions))
+
+    @pytest.mark.parametrize(
+        "actions",
+        [
+            np.zeros((2, 2)),
+            np.zeros((4, 2)),
+            np.zeros((3, 1)),
+            np.zeros((3, 2, 1)),
+            np.zeros(3),
+            np.zeros(()),
+            0.0,
+            None,
+            [],
+            [[0.0, 0.0]] * 2,
+            [[0.0], [0.0, 0.0], [0.0]],
+            {"a": np.zeros((3, 2))},
+            (np.zeros((3, 2)), np.zeros((3, 2))),
+        ],
+        ids=lambda actions: repr(actions)[:30].replace("\n", ""),
+    )
+    def test_a_wrong_number_or_shape_is_explained_and_harmless(self, env: RayVecEnv, actions: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            env.step(actions)
+        assert_explained(caught.value)
+        env.step(np.zeros((3, 2), np.float32))
+
+    @pytest.mark.parametrize("action", [0, np.zeros(()), None])
+    def test_one_action_for_all_is_gymnasiums_error_too(self, env: RayVecEnv, action: Any) -> None:
+        with pytest.raises(TypeError) as caught:
+            env.step(action)
+        assert_explained(caught.value)
+
+    def test_lists_are_as_good_as_arrays(self, make_vec: MakeVec) -> None:
+        env = make_vec([KeepsActions] * 3, 2, 1, autoreset_mode="SameStep")
+        env.reset(seed=0)
+        numbers = np.arange(18.0).reshape(3, 3, 2) / 4
+        for actions in (numbers[0].tolist(), list(numbers[1].astype(np.float32)), tuple(numbers[2])):
+            env.step(actions)
+        assert_identical(np.array(env.get_attr("kept")), numbers.swapaxes(0, 1))
+
+    def test_every_data_type_arrives_as_it_was(self, make_vec: MakeVec) -> None:
+        fns = env_fns(3, spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,), np.float32))
+        env = make_vec(fns, 2, 1)
+        with closing(SyncVectorEnv(fns)) as sync:
+            assert_identical(env.reset(seed=0), sync.reset(seed=0))
+            for code in "?bBhHiIlLqQefdgFDO":
+                actions = np.ones((3, 2), code)
+                assert_identical(env.step(actions), sync.step(actions), code)
+
+    def test_dicts_go_by_key(self, dicts: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        env, sync = dicts
+        actions = {"b": np.array([1, 2, 3]), "a": np.array([4, 5, 6])}
+        for _ in range(6):
+            assert_identical(env.step(actions), sync.step(actions))
+
+    @pytest.mark.parametrize("keys", [("a", "c"), ("x", "y"), ("a",), ("a", "b", "c")])
+    def test_wrong_keys_are_explained_and_harmless(self, dicts: tuple[RayVecEnv, SyncVectorEnv], keys: Any) -> None:
+        with pytest.raises((ConfigError, KeyError)) as caught:
+            dicts[0].step({key: np.zeros(3, int) for key in keys})
+        assert_explained(caught.value)
+        for env in dicts:
+            env.step({"a": np.zeros(3, int), "b": np.zeros(3, int)})
+
+    def test_too_few_objects_are_explained_and_harmless(self, make_vec: MakeVec) -> None:
+        env = make_vec(env_fns(3, spaces.Discrete(2), spaces.Text(4)), 2, 1)
+        env.reset(seed=0)
+        with pytest.raises(ConfigError) as caught:
+            env.step(("a", "b"))
+        assert_explained(caught.value)
+        env.step(("a", "b", "c"))
+
+
+def test_many_steps_stay_equal_over_every_topology(make_vec: MakeVec) -> None:
+    """A longer run, without Gymnasium beside it, over all topologies at once."""
+    envs = [make_vec([DriftEnv] * 5, *topology, autoreset_mode="SameStep") for topology in TOPOLOGIES.values()]
+    rng = np.random.default_rng(0)
+    first = [env.reset(seed=1) for env in envs]
+    for got in first[1:]:
+        assert_identical(got, first[0])
+    for _ in range(300):
+        actions = rng.integers(0, 2, 5)
+        expected, *others = [env.step(actions) for env in envs]
+        for got in others:
+            assert_identical(got, expected)
+    assert all(len(list(tree_leaves(env.reset()[0]))) == 1 for env in envs)

@@ -1,0 +1,263 @@
+"""RayVecEnv's calls in their order, and what may wait for what; attributes; wrappers of Gymnasium around it."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import vector as vector_wrappers
+from helpers.kinds import ARRAY_SPACES, env_fns, within
+from helpers.odd_envs import SlowCall
+from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, beside_sync, pids_of
+from helpers.waiting import alive, wait_until
+
+from rayvec.testing import CountingEnv, assert_identical
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+
+class TestStates:
+    def test_order_of_calls(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 2)
+        for early in (env.step_wait, env.reset_wait, env.call_wait):
+            with pytest.raises(NoAsyncCallError):
+                early()
+        env.reset_async(seed=0)
+        for late in (
+            env.reset_async,
+            partial(env.step_async, np.zeros(2, int)),
+            partial(env.call_async, "spec"),
+            partial(env.set_attr, "x", 1),
+            partial(env.send, np.zeros(2, int)),
+            partial(env.rollout, lambda obs: np.zeros(len(obs), int), 2),
+        ):
+            with pytest.raises(AlreadyPendingCallError, match=r"reset|send"):
+                late()
+        for other in (env.step_wait, env.call_wait, env.recv):
+            with pytest.raises(NoAsyncCallError):
+                other()
+        assert env.reset_wait()[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
+        env.step_async(np.zeros(2, int))
+        with pytest.raises(AlreadyPendingCallError, match="step"):
+            env.step_async(np.zeros(2, int))
+        assert env.step_wait()[1].tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("begin", ["step_async", "reset_async", "call_async"])
+    def test_close_says_that_a_result_is_lost(self, make_vec: MakeVec, begin: str) -> None:
+        env = make_vec([CountingEnv] * 2)
+        env.reset(seed=0)
+        arguments = {"step_async": (np.zeros(2, int),), "reset_async": (), "call_async": ("spec",)}[begin]
+        getattr(env, begin)(*arguments)
+        with pytest.warns(UserWarning, match=f"pending call to `{begin.removesuffix('_async')}`"):
+            env.close(terminate=True)
+        assert env.closed
+
+    def test_after_close_everything_says_so(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 2)
+        env.reset(seed=0)
+        env.close()
+        env.close()
+        assert env.closed
+        for late in (
+            env.reset,
+            env.step_wait,
+            env.reset_wait,
+            env.call_wait,
+            env.recv,
+            env.render,
+            partial(env.step, np.zeros(2, int)),
+            partial(env.send, np.zeros(2, int)),
+            partial(env.call, "spec"),
+            partial(env.get_attr, "spec"),
+            partial(env.set_attr, "x", 1),
+            partial(env.rollout, lambda obs: obs, 2),
+        ):
+            with pytest.raises(ClosedEnvironmentError):
+                late()
+
+    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    def test_what_timed_out_is_waited_for_again_and_nothing_is_lost(self, make_vec: MakeVec, topology: str) -> None:
+        """The first environment answers at once, with infos; the last one late."""
+        env = make_vec([partial(CountingEnv, 1), partial(CountingEnv, 1, 0.5)], *TOPOLOGIES[topology])
+        env.reset(seed=[0, 0])
+        env.step_async(np.zeros(2, int))
+        for timeout in (0, 0.0, 0.05):
+            with pytest.raises(multiprocessing.TimeoutError):
+                env.step_wait(timeout=timeout)
+        with pytest.raises(AlreadyPendingCallError):
+            env.step_async(np.zeros(2, int))
+        obs, rew, terminated, _, info = env.step_wait()
+        assert obs.tolist() == [[0, 0, 1, 1]] * 2
+        assert (rew.tolist(), terminated.tolist(), info) == ([1.0, 1.0], [True, True], {})
+        obs, _, _, _, info = env.step(np.zeros(2, int))
+        assert obs.tolist() == [[0, 1, 0, 1]] * 2 and info["began"].tolist() == [1, 1]
+
+    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    def test_infos_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
+        fns = [partial(CountingEnv, 1), partial(CountingEnv, 1, 0.5)]
+        env = make_vec(fns, *TOPOLOGIES[topology], autoreset_mode="SameStep")
+        env.reset(seed=[0, 0])
+        env.step_async(np.zeros(2, int))
+        with pytest.raises(multiprocessing.TimeoutError):
+            env.step_wait(timeout=0.1)
+        info = within(DEADLINE_S, env.step_wait)[4]
+        assert info["_final_obs"].tolist() == [True, True]
+        assert np.stack(info["final_obs"]).tolist() == [[0, 0, 1, 1]] * 2 and info["began"].tolist() == [1, 1]
+
+    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    def test_calls_and_resets_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
+        env = make_vec([SlowCall, partial(SlowCall, seconds=0.5)], *TOPOLOGIES[topology])
+        env.call_async("slow", 0.0)
+        with pytest.raises(multiprocessing.TimeoutError):
+            env.call_wait(timeout=0.05)
+        assert within(DEADLINE_S, env.call_wait) == (0.0, 0.5)
+        env.reset_async(seed=7)
+        with pytest.raises(multiprocessing.TimeoutError):
+            env.reset_wait(timeout=0.05)
+        obs, info = within(DEADLINE_S, env.reset_wait)
+        assert obs[:, 0].tolist() == [7, 8] and info["began"].tolist() == [0, 0]
+
+    def test_the_environment_decides_what_step_before_reset_does(self, make_vec: MakeVec) -> None:
+        env = make_vec("CartPole-v1", num_envs=2)
+        with pytest.raises(gymnasium.error.ResetNeeded):
+            env.step(np.zeros(2, int))
+
+    def test_disabled_wants_a_reset_after_an_episode(self, make_vec: MakeVec) -> None:
+        env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
+        env.reset(seed=[0, 0])
+        env.step(np.zeros(2, int))
+        with pytest.raises(AssertionError, match=r"environments \[0, 1\] must be reset first"):
+            env.step(np.zeros(2, int))
+        env.reset(options={"reset_mask": np.array([True, True])})
+        env.step(np.zeros(2, int))
+        env.rollout(lambda obs: np.zeros(len(obs), int), 3)
+        env.step(np.zeros(2, int))
+
+    def test_with_closes(self, ray_cluster: object) -> None:
+        with RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1) as env:
+            env.reset()
+        assert env.closed
+
+    def test_what_nobody_holds_is_closed(self, ray_cluster: object) -> None:
+        env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
+        pids = pids_of(env)[0]
+        del env
+        gc.collect()
+        wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+
+def test_a_partial_reset_that_takes_longer_stays_pending(make_vec: MakeVec) -> None:
+    """Whichever of its two parts is waited for; nothing of it is left over for the next step."""
+    env, other = (make_vec([CountingEnv] * 2, nodes=2) for _ in range(2))
+    options = {"reset_mask": np.array([True, False])}
+    for each in (env, other):
+        each.reset(seed=3)
+        each.step(np.zeros(2, int))
+    env.reset_async(options=options)
+    while True:
+        try:
+            obs, _ = env.reset_wait(timeout=0.0)
+            break
+        except multiprocessing.TimeoutError:
+            assert env._pending == "reset"
+    assert_identical(obs, other.reset(options=options)[0])
+    assert_identical(env.step(np.zeros(2, int))[0], other.step(np.zeros(2, int))[0])
+
+
+class TestAttributes:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pair(cls, make_class_vec: MakeVec) -> Any:
+        yield from beside_sync(make_class_vec, env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array"))
+
+    def test_calls(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        env, sync = pair
+        assert_identical(env.call("scaled", 2.0, by=3.0), sync.call("scaled", 2.0, by=3.0))
+        assert_identical(env.get_attr("render_mode"), sync.get_attr("render_mode"))
+        assert_identical(env.render(), sync.render())
+        assert env.render_mode == sync.render_mode == "rgb_array"
+
+    @pytest.mark.parametrize("values", [2.5, [1.0, 2.0, 3.0, 4.0], (4.0, 3.0, 2.0, 1.0)])
+    def test_setting(self, pair: tuple[RayVecEnv, SyncVectorEnv], values: Any) -> None:
+        env, sync = pair
+        for e in pair:
+            e.set_attr("factor", values)
+        assert_identical(env.get_attr("factor"), sync.get_attr("factor"))
+        assert_identical(env.call("scaled", 3.0), sync.call("scaled", 3.0))
+
+    def test_a_wrong_number_of_values_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        with pytest.raises(ValueError, match="one for each") as caught:
+            pair[0].set_attr("factor", [1.0, 2.0])
+        assert_explained(caught.value)
+
+    def test_calls_later(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
+        env, _ = pair
+        env.call_async("scaled", 1.0, by=2.0)
+        with pytest.raises(AlreadyPendingCallError):
+            env.step_async(np.zeros(4, int))
+        assert len(env.call_wait()) == 4
+
+    def test_repr_names_the_environment(self, make_vec: MakeVec) -> None:
+        env = make_vec("CartPole-v1", num_envs=2)
+        assert "RayVecEnv" in repr(env) and "CartPole-v1" in repr(env) and "2" in repr(env)
+
+
+class TestWrappers:
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            vector_wrappers.RecordEpisodeStatistics,
+            vector_wrappers.NormalizeObservation,
+            vector_wrappers.NormalizeReward,
+            vector_wrappers.FlattenObservation,
+            partial(vector_wrappers.ClipReward, min_reward=-0.5, max_reward=0.5),
+            lambda env: vector_wrappers.DictInfoToList(vector_wrappers.RecordEpisodeStatistics(env)),
+            lambda env: vector_wrappers.NormalizeObservation(vector_wrappers.RecordEpisodeStatistics(env)),
+        ],
+        ids=lambda wrap: getattr(wrap, "__name__", "partial"),
+    )
+    def test_gymnasiums_wrappers_see_no_difference(self, pair: tuple[RayVecEnv, SyncVectorEnv], wrap: Any) -> None:
+        ours, theirs = (wrap(env) for env in pair)
+        results = [play(env) for env in (ours, theirs)]
+        assert_identical(*[without_times(result) for result in results])
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pair(cls, make_class_vec: MakeVec) -> Any:
+        fns = [partial(gymnasium.make, "MountainCarContinuous-v0", max_episode_steps=5)] * 3
+        sync = SyncVectorEnv(fns)
+        yield make_class_vec(fns, 1, 2), sync
+        sync.close()
+
+    def test_statistics_survive_a_partial_reset(self, make_vec: MakeVec) -> None:
+        """Gymnasium takes the mask out of the caller's options, upon which this wrapper forgets every episode."""
+        env = vector_wrappers.RecordEpisodeStatistics(
+            make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
+        )
+        env.reset(seed=[0, 0])
+        env.step(np.zeros(2, int))
+        env.reset(options={"reset_mask": np.array([True, False])})
+        assert env.episode_lengths.tolist() == [0, 1]
+
+
+def play(env: Any) -> list[Any]:
+    results: list[Any] = [env.reset(seed=4)]
+    env.action_space.seed(0)
+    results += [env.step(env.action_space.sample()) for _ in range(14)]
+    return results
+
+
+def without_times(value: Any) -> Any:
+    """Leaves out how long an episode took."""
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in ("t", "_t")}
+    if isinstance(value, (list, tuple)):
+        return type(value)(without_times(item) for item in value)
+    return value

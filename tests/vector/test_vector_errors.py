@@ -1,0 +1,369 @@
+"""RayVecEnv's errors, its end, and input that it refuses."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.kinds import in_lockstep, within
+from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
+from helpers.vector_kit import DEADLINE_S, assert_explained, pids_of
+from helpers.waiting import alive, wait_until
+
+import rayvec
+from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
+from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "plain": partial(ValueError, "this environment is broken"),
+    "timeout": partial(TimeoutError, "a server of the environment's own does not answer"),
+    "eof": partial(EOFError, "a file of the environment's own ends"),
+    "pipe": partial(BrokenPipeError, "a pipe of the environment's own is broken"),
+    "key": partial(KeyError, "missing"),
+    "two arguments": partial(OSError, 5, "disk"),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("kind", "nodes"), [("plain", 1), ("timeout", 1), *((kind, 2) for kind in ERRORS)])
+    def test_an_error_in_a_step_keeps_its_type_and_message(self, make_vec: MakeVec, kind: str, nodes: int) -> None:
+        fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", "step", 1, ERRORS[kind])]
+        env = make_vec(fns, nodes, 3 - nodes)
+        env.reset(seed=100)
+        env.step(np.zeros(3, int))
+        expected = ERRORS[kind]()
+        with pytest.raises(type(expected)) as caught:
+            within(DEADLINE_S, partial(env.step, np.zeros(3, int)))
+        assert type(caught.value) is type(expected) and str(caught.value) == str(expected)
+        cause = caught.value.__cause__
+        assert isinstance(cause, EnvError)
+        for words in ("node ", "worker ", "environment 2", "seed 102", "Traceback", "_maybe"):
+            assert words in str(cause)
+        assert env.closed
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_an_error_in_a_reset(self, make_vec: MakeVec, nodes: int) -> None:
+        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "reset", 1)], nodes)
+        env.reset(seed=5)
+        with pytest.raises(ValueError, match="broken") as caught:
+            env.reset(seed=8)
+        assert "environment 1, seed 9" in str(caught.value.__cause__)
+        assert env.closed
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_an_error_in_a_constructor_leaves_nothing(self, make_vec: MakeVec, nodes: int) -> None:
+        import ray
+
+        def all_free() -> bool:
+            return bool(ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+
+        wait_until(all_free, "all cores are free")
+        with pytest.raises(ValueError, match="broken") as caught:
+            make_vec([CountingEnv, partial(FaultyEnv, "raise", "init")], nodes)
+        assert "environment 1" in str(caught.value.__cause__)
+        wait_until(
+            lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all cores are free again"
+        )
+
+    def test_an_error_in_a_call(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 2, 2)
+        with pytest.raises(AttributeError, match="no_such") as caught:
+            env.call("no_such_thing")
+        assert isinstance(caught.value.__cause__, EnvError)
+
+    def test_an_error_in_a_group(self, make_vec: MakeVec) -> None:
+        """It is raised where its own group is received, not before."""
+        env = make_vec([CountingEnv, partial(FaultyEnv, "raise")], 2, groups=1)
+        assert len(env.groups) == 1
+        env.close()
+        fns = [CountingEnv, CountingEnv, CountingEnv, partial(FaultyEnv, "raise")]
+        env = make_vec(fns, groups=2)
+        env.reset(seed=0)
+        env.send(np.zeros(2, int), group=1)
+        env.send(np.zeros(2, int), group=0)
+        assert env.recv(0).rew.tolist() == [1.0, 1.0]
+        with pytest.raises(ValueError, match="broken"):
+            env.recv(1)
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_an_error_that_can_not_be_rebuilt_is_told_in_full(self, make_vec: MakeVec, nodes: int) -> None:
+        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", error=partial(OwnError, 3, "odd"))], nodes)
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match=r"OwnError: odd \(3\)\n  raised in .*environment 1, seed 1\n\nTraceback"):
+            env.step(np.zeros(2, int))
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    @pytest.mark.parametrize("when", ["init", "reset", "step"])
+    def test_a_worker_that_ends(self, make_vec: MakeVec, nodes: int, when: str) -> None:
+        def play() -> None:
+            env = make_vec([CountingEnv, partial(FaultyEnv, "kill", when)], nodes, 3 - nodes)
+            env.reset(seed=0)
+            env.step(np.zeros(2, int))
+
+        with pytest.raises(WorkerLostError) as caught:
+            within(DEADLINE_S, play)
+        assert_explained(caught.value)
+        assert "environments 1 to 1" in str(caught.value)
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_a_worker_that_is_killed_takes_nobody_along(self, make_vec: MakeVec, nodes: int) -> None:
+        env = make_vec([CountingEnv] * 4, nodes, 2)
+        pids = pids_of(env)
+        env.reset(seed=0)
+        os.kill(pids[-1][-1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as caught:
+            for _ in range(2):
+                within(DEADLINE_S, partial(env.step, np.zeros(4, int)))
+        assert_explained(caught.value)
+        assert env.closed
+        wait_until(lambda: not any(alive(pid) for node in pids for pid in node), "every process has ended")
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_an_actor_that_is_killed_is_a_lost_node(self, make_vec: MakeVec, nodes: int) -> None:
+        env = make_vec([CountingEnv] * 2, nodes, on_node_loss="raise")
+        pids = pids_of(env)
+        env.reset(seed=0)
+        os.kill(pids[-1][0], signal.SIGKILL)
+        with pytest.raises((NodeLostError, WorkerLostError)) as caught:
+            deadline = time.monotonic() + DEADLINE_S
+            while time.monotonic() < deadline:  # an answer or two may be under way
+                within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
+        assert_explained(caught.value)
+        within(DEADLINE_S, env.close)
+        wait_until(lambda: not any(alive(pid) for node in pids for pid in node), "every process has ended")
+
+    def test_observations_that_do_not_fit_are_errors_of_the_environment(self, make_vec: MakeVec) -> None:
+        for kind, error in (("shape", ValueError), ("dtype", TypeError)):
+            env = make_vec([CountingEnv, partial(TwoFaced, kind)])
+            env.reset(seed=0)
+            with pytest.raises(error) as caught:
+                env.step(np.zeros(2, int))
+            assert "environment 1" in str(caught.value.__cause__)
+
+
+class TestCtrlC:
+    """What is under way is answered some time, so that later answers could be taken for those of other steps."""
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    @pytest.mark.parametrize("how", ["step", "group", "driver"])
+    def test_whoever_waits_for_a_step_loses_the_environments(self, make_vec: MakeVec, nodes: int, how: str) -> None:
+        env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
+        pids = [pid for node in pids_of(env) for pid in node]
+        env.reset(seed=0)
+        actions = np.array([0, 0, 0, 1])
+        with pytest.raises(KeyboardInterrupt):
+            if how == "step":
+                env.step(actions)
+            elif how == "driver":
+                env.rollout(lambda obs: (obs[:, 0] == 3).astype(int), 3, "driver")
+            else:
+                env.send(actions[env.groups[1]], group=1)
+                env.recv(1)
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            env.reset(seed=0)
+        wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+
+class TestEnd:
+    @pytest.mark.parametrize(("nodes", "pending"), [(1, "step"), (2, "step"), (2, "reset"), (1, "call"), (2, None)])
+    def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
+        fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+        env = make_vec([partial(SlowCall, seconds=0.2)] * 4, nodes, 2)
+        pids = [pid for node in pids_of(env) for pid in node]
+        assert len(pids) == 3 * nodes and all(map(alive, pids))
+        env.reset(seed=0)
+        if pending == "step":
+            env.step_async(np.zeros(4, int))
+        elif pending == "reset":
+            env.reset_async()
+        elif pending == "call":
+            env.call_async("slow", 0.2)
+        with nullcontext() if pending is None else pytest.warns(UserWarning, match=pending):
+            within(DEADLINE_S, env.close)
+        wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "its shared memory is gone")
+        gc.collect()
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "its descriptors are closed")
+
+    def test_close_although_an_environment_hangs(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv, partial(FaultyEnv, "hang")], 2)
+        pids = [pid for node in pids_of(env) for pid in node]
+        env.reset(seed=0)
+        env.step_async(np.zeros(2, int))
+        with pytest.raises(multiprocessing.TimeoutError):
+            env.step_wait(timeout=0.1)
+        within(2 * DEADLINE_S, env.close)
+        wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+
+class TestInput:
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"env": "NoSuchEnvironment-v0", "num_envs": 2},
+            {"env": "no_such_module:Env-v0", "num_envs": 2},
+            {"env": "CartPole-v1", "num_envs": 0},
+            {"env": "CartPole-v1", "num_envs": -1},
+            {"env": "CartPole-v1", "num_envs": 1.5},
+            {"env": "CartPole-v1", "num_envs": True},
+            {"env": "CartPole-v1", "num_envs": "four"},
+            {"env": "CartPole-v1", "num_envs": float("nan")},
+            {"env": []},
+            {"env": 5},
+            {"env": CountingEnv},
+            {"env": [CountingEnv(), CountingEnv()]},
+            {"env": [CountingEnv] * 2, "num_envs": 3},
+            {"env": [CountingEnv], "env_kwargs": {"a": 1}},
+            {"env": [CountingEnv], "num_nodes": False},
+            {"env": [CountingEnv], "num_nodes": -1},
+            {"env": [CountingEnv], "workers_per_node": 0},
+            {"env": [CountingEnv], "workers_per_node": 1.5},
+            {"env": [CountingEnv], "workers_per_node": "x"},
+            {"env": [CountingEnv], "groups": 3},
+            {"env": [CountingEnv], "groups": 0},
+            {"env": [CountingEnv], "autoreset_mode": "sometimes"},
+            {"env": [CountingEnv], "step_timeout_s": 0},
+            {"env": [CountingEnv], "step_timeout_s": float("nan")},
+            {"env": [CountingEnv], "on_env_error": "ignore"},
+            {"env": [CountingEnv], "on_node_loss": "restart"},
+        ],
+        ids=lambda kwargs: re.sub(r" at 0x\w+", "", repr(kwargs)),  # an address is another one in each process
+    )
+    def test_each_mistake_is_one_explained_error(self, ray_cluster: object, kwargs: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            RayVecEnv(**kwargs)
+        assert_explained(caught.value)
+
+    def test_an_unknown_id_is_also_gymnasiums_error(self, ray_cluster: object) -> None:
+        with pytest.raises(gymnasium.error.NameNotFound):
+            RayVecEnv("NoSuchEnvironment-v0", 2)
+
+    def test_more_cores_than_there_are(self, ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rayvec.cluster.placement._PLACE_S", 0.3)
+        for kwargs in ({"workers_per_node": 25}, {"num_nodes": 3}):
+            with pytest.raises(ConfigError, match="core") as caught:
+                RayVecEnv([CountingEnv] * 60, **kwargs)
+            assert_explained(caught.value)
+
+    def test_arguments_of_the_environment_that_are_wrong_are_its_error(self, make_vec: MakeVec) -> None:
+        with pytest.raises(TypeError, match="no_such_argument"):
+            make_vec("CartPole-v1", num_envs=2, env_kwargs={"no_such_argument": 1})
+
+    @pytest.mark.parametrize("num_steps", [0, -1, 1.5, "x"])
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_rollouts_of_no_length(self, small: RayVecEnv, num_steps: Any, inference: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            small.rollout(lambda obs: np.zeros(len(obs), int), num_steps, inference)
+        assert_explained(caught.value)
+        small.reset(seed=0)
+
+    def test_rollouts_with_no_policy_or_nowhere(self, small: RayVecEnv) -> None:
+        for mistake in (
+            partial(small.rollout, 5, 3),
+            partial(small.rollout, lambda obs: obs, 3, "nowhere"),
+            partial(small.rollout, None, 3, "driver"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                mistake()
+            assert_explained(caught.value)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def small(cls, make_class_vec: MakeVec) -> RayVecEnv:
+        return make_class_vec([CountingEnv] * 2)
+
+    @pytest.mark.parametrize(
+        ("inference", "shape"),
+        [("worker", (1,)), ("worker", (3, 1)), ("worker", ()), ("driver", (1,)), ("driver", (6, 1)), ("driver", (7,))],
+    )
+    def test_policies_that_return_a_wrong_number_of_actions(
+        self, make_vec: MakeVec, inference: Any, shape: tuple[int, ...]
+    ) -> None:
+        env = make_vec([CountingEnv] * 6, 2)
+
+        def policy(obs: Any) -> Any:
+            return np.zeros(shape, int)
+
+        with pytest.raises(ConfigError) as caught:
+            env.rollout(policy, 3, inference, seed=0)
+        assert_explained(caught.value)
+
+
+class TestConstruction:
+    def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
+        kwargs = {"max_episode_steps": 7}
+        with rayvec.make_vec("CartPole-v1", 3, num_nodes=1, workers_per_node=2, env_kwargs=kwargs) as env:
+            sync = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **kwargs)
+            with closing(sync):
+                in_lockstep(env, sync.unwrapped, 20)
+                assert env.spec is not None and env.spec.id == "CartPole-v1"
+
+    def test_the_spec_of_an_environment_makes_another(self, ray_cluster: object) -> None:
+        options = {"num_nodes": 1, "workers_per_node": 1, "autoreset_mode": AutoresetMode.SAME_STEP}
+        wrappers = (gymnasium.wrappers.TimeAwareObservation,)
+        with (
+            rayvec.make_vec(id="CartPole-v1", num_envs=3, wrappers=wrappers, max_episode_steps=5, **options) as first,
+            rayvec.make_vec(first.spec) as second,
+        ):
+            assert first.spec == second.spec and second.num_envs == 3
+            assert second.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+            in_lockstep(first, second, 12)
+
+    def test_a_spec_of_gymnasiums_vector_environment(self, ray_cluster: object) -> None:
+        with closing(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync", max_episode_steps=3)) as sync:
+            spec = deepcopy(sync.spec)
+            with rayvec.make_vec(spec, num_nodes=1, workers_per_node=1) as env:
+                in_lockstep(env, sync.unwrapped, 10)
+            assert spec == sync.spec
+
+    def test_specs_and_wrappers(self, make_vec: MakeVec) -> None:
+        wrappers = (gymnasium.wrappers.FlattenObservation, partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4))
+
+        def make() -> Any:
+            env = gymnasium.make("Blackjack-v1")
+            for wrapper in wrappers:
+                env = wrapper(env)
+            return env
+
+        env = make_vec(gymnasium.spec("Blackjack-v1"), num_envs=2, wrappers=wrappers)
+        with closing(SyncVectorEnv([make] * 2)) as sync:
+            in_lockstep(env, sync, 10)
+
+    def test_ids_that_only_this_process_knows(self, make_vec: MakeVec) -> None:
+        gymnasium.register("rayvec-tests/Local-v0", entry_point=lambda size: SpaceEnv(spaces.Discrete(size)))
+        try:
+            env = make_vec("rayvec-tests/Local-v0", 2, num_envs=2, env_kwargs={"size": 7})
+            assert env.single_observation_space == spaces.Discrete(7)
+        finally:
+            del gymnasium.registry["rayvec-tests/Local-v0"]
+
+    def test_an_id_with_the_module_that_registers_it(self, make_vec: MakeVec) -> None:
+        env = make_vec("helpers.registers_one:rayvec-tests/ByModule-v0", 2, num_envs=2)
+        assert env.single_observation_space == spaces.Discrete(11)
+
+    def test_by_default_every_node_takes_part(self, ray_cluster: object) -> None:
+        with RayVecEnv([CountingEnv] * 4, workers_per_node=1) as env:
+            assert env.transports == ("shm", "tcp")
+            assert [len(node.env_range) for node in env.topology.nodes] == [2, 2]
+
+    def test_environments_are_made_on_workers_alone(self, make_vec: MakeVec) -> None:
+        env = make_vec([TellsPid] * 3, 2)
+        pids = env.call("made_in")
+        assert os.getpid() not in pids
+        assert set(pids) == {pid for node in pids_of(env) for pid in node[1:]}
