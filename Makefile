@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format docs bench clean
+.PHONY: help demo test test-all coverage soak check format docs bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,8 +29,17 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=1)
 	$(BIN)/rayvec train ppo --env-id CartPole-v1 --seed $(SEED)
 
-test: $(STAMP) ## Run the whole test suite
+test: $(STAMP) ## Run the tests, in minutes
 	$(BIN)/python -m pytest
+
+test-all: $(STAMP) ## Run the slow tests too, before a release
+	$(BIN)/python -m pytest --all
+
+coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers and actors too
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --skip-covered
 
 soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10)
 	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -22,6 +23,30 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file_
 os.environ["RAY_worker_niceness"] = "0"  # else what computes in this process keeps workers off the cores
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # each process would compile Tianshou's loops for seconds
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
+
+hypothesis.settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("many", max_examples=100, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run the tests marked slow too, and more examples of properties"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("many" if config.getoption("--all") else "few")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects slow tests without ``--all``; under xdist, one process has all tests that share the Ray cluster."""
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    for item in items:
+        shares_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from helpers.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.bench.cost_model.cost import PRICES, Instance, Mix, cheapest, mix_of, read_prices, suffices
@@ -29,7 +30,7 @@ def test_the_published_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert metal["factor"] == pytest.approx(1.766, abs=5e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=3),
     st.integers(0, 20),

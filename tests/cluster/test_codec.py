@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
@@ -48,7 +49,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(value=plain)
 def test_plain_values_come_back_with_type_and_data_type(value: Any) -> None:
     try:
@@ -127,7 +128,7 @@ def test_what_is_not_plain_is_refused_wherever_it_stands(what: str, place: str) 
         codec.encode(placed)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.binary(max_size=64))
 def test_garbage_is_a_value_or_an_error_never_more(data: bytes) -> None:
     try:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector.utils import batch_space
+from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, OBJECT_SPACES, sample_actions
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.cluster.frames import FrameFormat, Kind
@@ -37,7 +38,7 @@ def test_a_step_arrives_as_it_was_sent(kind: str, mode: Autoreset, loose: bool) 
     assert_identical(request.actions, actions)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(dtype=st.sampled_from("?bBhHiIlLqQefd"), count=st.integers(1, 5))
 def test_actions_keep_the_data_type_of_the_caller(dtype: str, count: int) -> None:
     frames = frame_format("box32", "box64")
@@ -120,7 +121,7 @@ def test_an_answer_with_infos_that_are_not_plain_is_kept() -> None:
         assert_identical(answer.env_ids, np.array([3]))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(garbage=st.binary(max_size=80))
 def test_garbage_is_an_error_never_more(garbage: bytes) -> None:
     """It would have to come from a peer that holds the key; still it must not do anything."""

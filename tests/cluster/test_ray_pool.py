@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from helpers.kinds import (
     ALL_SPACES,
     answer,
@@ -24,7 +25,7 @@ from helpers.kinds import (
     sample_actions,
     within,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
@@ -76,7 +77,7 @@ class TestSubsets:
         yield pool, space
         pool.close()
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_subsets_in_any_order_equal_the_serial_pool(self, pool: Any, data: st.DataObject) -> None:
         ours, space = pool

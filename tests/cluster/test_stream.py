@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.examples import examples
 from helpers.waiting import wait_until
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.cluster import stream
@@ -52,7 +53,7 @@ def assert_served(listener: Listener) -> None:
             assert connection.recv() == frame(payload)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     sizes=st.lists(st.integers(0, 100) | st.integers(60_000, 70_000), min_size=1, max_size=8),
     pieces=st.lists(st.integers(1, 100_000), min_size=1),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
@@ -37,7 +37,6 @@ ppo_configs = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(ppo_configs)
 def test_round_trip_through_yaml(config: PPOConfig) -> None:
     assert TrainConfig.from_yaml(config.to_yaml()) == config

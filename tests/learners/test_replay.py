@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -113,7 +114,7 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[tuple[NDArray[np.int64], 
     return capacity, num_envs, parts
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(histories())
 def test_it_holds_what_lists_hold(history: tuple[int, int, list[tuple[NDArray[np.int64], bool]]]) -> None:
     capacity, num_envs, parts = history

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from helpers.vtrace import vtrace_by_definition
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -56,7 +56,6 @@ def chunks(draw: st.DrawFn) -> dict[str, Array]:
     }
 
 
-@settings(deadline=None)
 @given(chunk=chunks(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
 def test_equals_the_definition(chunk: dict[str, Array], gamma: float, lam: float) -> None:
     advantage, target = gae(**chunk, gamma=gamma, lam=lam)
@@ -66,7 +65,6 @@ def test_equals_the_definition(chunk: dict[str, Array], gamma: float, lam: float
     np.testing.assert_allclose(target, expected + chunk["value"], atol=2e-5, rtol=0)
 
 
-@settings(deadline=None)
 @given(chunk=chunks(), gamma=st.floats(0, 1))
 def test_lambda_0_is_the_td_error_and_lambda_1_the_return(chunk: dict[str, Array], gamma: float) -> None:
     chunk["valid"][:] = True
@@ -126,7 +124,6 @@ def consistent(chunk: dict[str, Array]) -> dict[str, Array]:
     return chunk
 
 
-@settings(deadline=None)
 @given(
     chunk=chunks(),
     gamma=st.floats(0, 1),
@@ -160,7 +157,6 @@ def test_vtrace_equals_the_definition(
         np.testing.assert_allclose(ours / scale, expected / scale, atol=tolerance, rtol=0)
 
 
-@settings(deadline=None)
 @given(chunk=chunks(), gamma=st.floats(0, 1))
 def test_vtrace_on_policy_is_the_n_step_return(chunk: dict[str, Array], gamma: float) -> None:
     """Equation 2: with all importance weights 1 the target is the return to the end of the episode or chunk."""
@@ -225,7 +221,6 @@ def test_what_is_unknown_does_not_spread_in_vtrace() -> None:
 # n-step returns
 
 
-@settings(deadline=None)
 @given(chunk=chunks(), gamma=st.floats(0, 1), num_steps=st.integers(1, 14))
 def test_n_step_equals_the_definition(chunk: dict[str, Array], gamma: float, num_steps: int) -> None:
     del chunk["value"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.node.chunk_memory import ChunkMemory, dumps
@@ -30,7 +31,7 @@ def ends() -> Iterator[tuple[ChunkMemory, ChunkMemory]]:
         yield writer, reader
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rounds=st.lists(st.lists(st.tuples(DTYPES, SIZES, st.booleans()), max_size=4), min_size=1, max_size=7),
     bulk=st.booleans(),

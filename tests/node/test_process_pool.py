@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.examples import examples
 from helpers.kinds import (
     ALL_SPACES,
     ARRAY_SPACES,
@@ -46,7 +47,7 @@ from helpers.odd_envs import (
     WritesWhenClosed,
 )
 from helpers.waiting import alive, wait_until
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.data import Chunk
@@ -102,7 +103,7 @@ class TestEquivalence:
     def test_modes_of_ours_are_gymnasiums(self) -> None:
         assert {mode.name for mode in Autoreset} == {mode.name for mode in MODES}
 
-    @settings(max_examples=20, deadline=None)
+    @examples(20)
     @given(data=st.data())
     def test_any_subsets_in_any_order_equal_the_serial_pool(self, data: st.DataObject) -> None:
         num_envs = data.draw(st.integers(1, 6), "num_envs")
@@ -137,7 +138,7 @@ class TestEquivalence:
             if under_way:
                 assert_same_batch(answer(processes, None), answer(serial, None))
 
-    @settings(max_examples=20, deadline=None)
+    @examples(20)
     @given(dtype=st.sampled_from("?bBhHiIlLqQefdgFDO"), kind=st.sampled_from(["box64", "discrete", "multidiscrete_2d"]))
     def test_actions_arrive_in_the_data_type_they_were_given_in(self, dtype: str, kind: str) -> None:
         space = ARRAY_SPACES[kind]

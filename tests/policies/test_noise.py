@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -26,7 +26,6 @@ def correlation(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 @SPECS
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_part_equals_that_part_of_the_whole(spec: NoiseSpec, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**64 - 1))

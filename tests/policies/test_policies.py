@@ -16,7 +16,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
 from gymnasium.vector.utils import batch_space, iterate
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
@@ -344,7 +344,6 @@ def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> N
     np.testing.assert_allclose(extras["logp"], logp, atol=3e-6, rtol=1e-6)
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))
 def test_logp_does_not_depend_on_who_else_is_in_the_batch(sizes: list[int], seed: int) -> None:
     policy = Policy(perturbed(make_actor_critic(BOX, spaces.Discrete(5)), 0.1))

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, create_empty_array
+from helpers.examples import examples
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
@@ -38,7 +39,7 @@ class TestSharedBlock:
     @given(
         st.lists(st.tuples(st_np.scalar_dtypes(), st_np.array_shapes(min_dims=0, max_dims=3, min_side=0)), max_size=6)
     )
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     def test_arrays_are_aligned_and_do_not_overlap(self, fields: list[Any]) -> None:
         block = SharedBlock({str(i): field for i, field in enumerate(fields)})
         arrays = list(block.arrays.values())

@@ -12,8 +12,9 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
+from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.collect.collector import Collector
@@ -211,7 +212,7 @@ class TestChunk:
         expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=100, num_steps=6)
         assert_identical(chunk.extras["noise"], expected[..., 0])
 
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     @given(
         cuts=st.lists(st.integers(1, 5), max_size=4, unique=True).map(lambda cuts: [0, *sorted(cuts), 6]),
         num_steps=st.integers(1, 20),
@@ -227,7 +228,7 @@ class TestChunk:
         parts = [chunk_of(first, last) for first, last in pairwise(cuts)]
         assert_same_chunk(join_chunks(parts), chunk_of(0, 6))
 
-    @settings(max_examples=20, deadline=None)
+    @examples(20)
     @given(order=st.permutations(range(4)), split=st.integers(1, 3))
     def test_groups_of_any_members_give_the_same_chunk(self, order: list[int], split: int) -> None:
         chunks = []

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.examples import examples
 from helpers.tianshou_buffers import assert_same_buffer, assert_same_values
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tianshou.data import (
     Batch,
@@ -169,13 +170,13 @@ def hold_against_add(plan: dict[str, Any], make: Callable[[], Any]) -> None:
         assert_same_buffer(got, expected)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(plans())
 def test_vector_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
     hold_against_add(plan, lambda: VectorReplayBuffer(plan["room"], plan["envs"], **plan["options"]))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(plans())
 def test_prioritized_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
     def make() -> Any:
@@ -186,7 +187,7 @@ def test_prioritized_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> Non
     hold_against_add(plan, make)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(plans())
 def test_cached_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
     def make() -> Any:
@@ -195,7 +196,7 @@ def test_cached_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
     hold_against_add(plan, make)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plans(), st.booleans())
 def test_single_buffer_equals_add_step_by_step(plan: dict[str, Any], prioritized: bool) -> None:
     def make() -> Any:
@@ -209,7 +210,7 @@ def test_single_buffer_equals_add_step_by_step(plan: dict[str, Any], prioritized
 GOALS = st.fixed_dictionaries({"seed": st.integers(0, 99), "sample": st.booleans()})
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(GOALS)
 def test_her_buffer_equals_add_step_by_step_and_restores_what_it_rewrote(plan: dict[str, Any]) -> None:
     def make() -> Any:
@@ -228,7 +229,7 @@ def test_her_buffer_equals_add_step_by_step_and_restores_what_it_rewrote(plan: d
                 buffer.sample(16)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plans(kinds=("flat",)))
 def test_the_policys_entry_is_stored_with_its_tensors(plan: dict[str, Any]) -> None:
     got, expected = (VectorReplayBuffer(plan["room"], plan["envs"]) for _ in range(2))
