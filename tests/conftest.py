@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from rayvec.vector.ray_vec_env import RayVecEnv
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
-# Workers are to find the modules that stand beside this one.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+# Workers import what tests define: from the folders of the test modules and from this one.
+_FOLDERS = [str(path) for path in Path(__file__).parent.glob("*/") if path.is_dir()]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.path.dirname(__file__), *_FOLDERS, os.environ.get("PYTHONPATH")])
+)
 os.environ["RAY_worker_niceness"] = "0"  # else what computes in this process keeps workers off the cores
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # each process would compile Tianshou's loops for seconds
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
