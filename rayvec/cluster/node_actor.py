@@ -4,116 +4,86 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
-import shutil
-import socket
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.frames import FrameFormat, Kind, Request
-from rayvec.cluster.session import CLUSTER_MARK
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.data import ChunkEdges, NodeSlice, RolloutTimes, StepBatch
 from rayvec.data.chunk_ops import edges_of, join_chunks
 from rayvec.errors import RemoteFailure
-from rayvec.node.process_pool import ProcessPool, Workers
-from rayvec.node.wire import BlockShape
-from rayvec.node.worker_link import LOOK_S, readable
+from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, Supervision
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["FDS_PER_MESSAGE", "LEND_S", "NodeActor"]
-
-LEND_S = 10.0
-FDS_PER_MESSAGE = 100
-_LONGEST_PATH = 75
+__all__ = ["NodeActor"]
 
 
 class NodeActor:
     """Holds the environments of one node.
 
     No method raises what an environment raised: it returns a :class:`~rayvec.errors.RemoteFailure`, which
-    the driver raises. Calls come one at a time. While the driver steps through shared memory that it was lent,
-    none comes that touches the environments; while it steps some through the stream, one may come for others.
+    the driver raises. Calls come one at a time; while the driver steps some environments through the stream, a call may
+    come for others.
     """
 
-    def __init__(self, node_slice: NodeSlice, supervision: Supervision) -> None:
+    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
         self._slice = node_slice
+        self._preload = preload
         self._supervision = supervision
-        self._workers: Workers | None = None
         self._pool: ProcessPool | None = None
-        self._tempdir: str | None = None
         self._listener: Listener | None = None
-        self._is_lent = False
         self._turn = threading.Lock()  # of the stream's thread and of calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
         self._log = _Log()
         logging.getLogger("rayvec").addHandler(self._log)
 
-    def start(self, factories: Sequence[bytes], preload: Sequence[str]) -> PoolSpaces | RemoteFailure:
-        """Starts the workers, which make their environments; returns what these say of themselves."""
+    @property
+    def _running(self) -> ProcessPool:
+        assert self._pool is not None
+        return self._pool
+
+    def start(self, factories: Sequence[bytes]) -> PoolSpaces | RemoteFailure:
+        """Starts the workers, which make their environments; returns their spaces."""
 
         def begin() -> PoolSpaces:
-            self._tempdir = _use_tempdir_of_session()
-            self._workers = Workers(factories, self._slice.worker_bounds, self._slice.name, preload, self._supervision)
-            return self._workers.spaces
+            bounds, name = self._slice.worker_bounds, self._slice.name
+            self._pool = ProcessPool(factories, bounds, name, self._preload, self._supervision)
+            return self._pool.spaces
 
         return self._guard(begin)  # type: ignore[no-any-return]
 
     def allocate(
         self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
-    ) -> BlockShape | RemoteFailure:
-        """Makes the shared memory for these spaces, and goes on from a lost node's state if there is one."""
-
-        def make() -> BlockShape:
-            assert self._workers is not None
-            self._pool = ProcessPool(self._workers, observation, action, state)
-            return self._pool.block_shape
-
-        return self._guard(make)  # type: ignore[no-any-return]
+    ) -> RemoteFailure | None:
+        """Makes the shared memory for these spaces, and resumes from a lost node's state if there is one."""
+        return self._guard(lambda: self._running.allocate(observation, action, state))  # type: ignore[no-any-return]
 
     def listen(self, key: bytes) -> int:
         """Opens the stream on this node's own address; returns its port."""
         self._listener = Listener(self._slice.address, key, self._serve)
         return self._listener.port
 
-    def lend(self, name: str) -> None:
-        """Hands the pool's descriptors to the process listening on this abstract socket."""
-        assert self._pool is not None
-        _hand_over(name, self._pool.fds)
-        self._is_lent = True
+    def load(self, key: int, policy: bytes, version: int) -> RemoteFailure | None:
+        """Gives every worker a pickled policy."""
+        return self._guard(lambda: self._running.acting.load(key, policy, version))  # type: ignore[no-any-return]
 
-    def lend_pipe(self, index: int, name: str) -> None:
-        """Hands the pipe of a worker that has been started anew to the process that is lent the others."""
-        assert self._pool is not None
-        _hand_over(name, [self._pool.fds[2 + index]])
+    def drop(self, key: int) -> RemoteFailure | None:
+        """Lets every worker forget a policy."""
+        return self._guard(lambda: self._running.acting.drop(key))  # type: ignore[no-any-return]
 
-    def respawn(self, index: int, name: str) -> RemoteFailure | None:
-        """Starts a worker anew for the process that is lent the pool, and hands it the new pipe."""
-
-        def restart() -> None:
-            assert self._pool is not None
-            _hand_over(name, [self._pool.respawn(index)])
-
-        return self._guard(restart)  # type: ignore[no-any-return]
-
-    def ask(self, name: str, *args: Any) -> Any:
-        """Calls a method of the process pool."""
-        return self._guard(lambda: getattr(self._pool, name)(*args))
-
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> Any:
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> RemoteFailure | None:
         """Puts weights, which Ray has fetched once for this node, where the workers read them."""
-        return self.ask("publish", key, version, weights)
+        return self._guard(lambda: self._running.acting.publish(key, version, weights))  # type: ignore[no-any-return]
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
@@ -122,17 +92,16 @@ class NodeActor:
 
         Returns:
             Two values, of which the driver need not fetch the second: the workers' times, if asked for the chunk's
-            edges, and what the driver is to log; and with edges the chunk, else one of each worker: which Ray copies
-            before the next call begins, or, for a driver that is lent the pool, packed where it lies.
+            edges, and what the driver is to log; and with edges the chunk, else one of each worker.
         """
 
         def take() -> tuple[Any, Any]:
-            assert self._pool is not None
-            packed = self._pool.rollout(key, num_steps, first_step, noise_seed)
-            times = tuple(part.times for part in packed)
+            pool = self._running
+            pool.begin_rollout(key, num_steps, first_step, noise_seed)
+            chunks, times = pool.finish_chunks()
             if not with_edges:
-                return (times, None, self._log.take()), packed if self._is_lent else self._pool.unpack(packed)
-            chunk = join_chunks(self._pool.unpack(packed))
+                return (times, None, self._log.take()), chunks  # Ray copies them before the next call begins
+            chunk = join_chunks(chunks)
             return (times, edges_of(chunk), self._log.take()), chunk
 
         taken = self._guard(take)
@@ -142,12 +111,11 @@ class NodeActor:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> list[Any] | RemoteFailure:
         """Calls a method of environments and waits for the results."""
+        return self._guard(lambda: self._running.call(name, args, kwargs, env_ids)(None))  # type: ignore[no-any-return]
 
-        def whole() -> list[Any]:
-            assert self._pool is not None
-            return self._pool.call(name, args, kwargs, env_ids)(None)
-
-        return self._guard(whole)  # type: ignore[no-any-return]
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> RemoteFailure | None:
+        """Sets an attribute of environments."""
+        return self._guard(lambda: self._running.set_attr(name, values, env_ids))  # type: ignore[no-any-return]
 
     def keep(self, value: Any) -> None:
         """Takes what the next frame of its kind can't carry: actions, or seeds and options."""
@@ -159,19 +127,16 @@ class NodeActor:
         return value
 
     def worker_pids(self) -> list[int]:
-        """Process ids of this actor and of its workers, for those who look after them."""
-        return [os.getpid(), *(self._pool.worker_pids if self._pool is not None else [])]
+        """Process ids of this actor and of its workers."""
+        workers = [] if self._pool is None else next(iter(self._pool.worker_pids().values()))[1:]
+        return [os.getpid(), *workers]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None) -> None:
         """Closes the environments and ends the workers."""
         if self._listener is not None:
             self._listener.close()
         if self._pool is not None:
-            self._pool.close()
-        elif self._workers is not None:
-            self._workers.close()
-        if self._tempdir is not None:
-            shutil.rmtree(self._tempdir, ignore_errors=True)
+            self._pool.close(timeout_s)
 
     def _guard(self, function: Callable[[], Any]) -> Any:
         try:
@@ -186,8 +151,7 @@ class NodeActor:
         A frame that has arrived is started before an answer is awaited: that is what lets one group step
         while another is answered.
         """
-        pool = self._pool
-        assert pool is not None
+        pool = self._running
         frames = FrameFormat(pool.layout, pool.action_layout)
         together: deque[NDArray[np.int64]] = deque()
         num_waiting = 0
@@ -257,22 +221,3 @@ class _Log(logging.Handler):
         """Returns what was said since it was last asked."""
         lines, self._lines = self._lines, []
         return lines
-
-
-def _use_tempdir_of_session() -> str | None:
-    """Lets multiprocessing keep its sockets where they go with the session, since an actor is ended by a kill."""
-    node: Any = ray._private.worker._global_node
-    parent = os.environ.get(CLUSTER_MARK) or node.get_session_dir_path()
-    if len(parent) > _LONGEST_PATH:  # the name of a socket has room for 107 characters
-        return None
-    directory = tempfile.mkdtemp(prefix="mp-", dir=parent)
-    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
-    return directory
-
-
-def _hand_over(name: str, fds: Sequence[int]) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(LEND_S)
-        sock.connect("\0" + name)
-        for start in range(0, len(fds), FDS_PER_MESSAGE):
-            socket.send_fds(sock, [b"\0"], fds[start : start + FDS_PER_MESSAGE])

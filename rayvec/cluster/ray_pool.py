@@ -1,7 +1,7 @@
-"""The pool of a cluster: one actor for each node, each with a process pool, joined into one.
+"""The pool of a cluster: the process pool of the driver's own node and those of other nodes, joined into one.
 
-The driver reaches the node it runs on through shared memory, which that node's actor lends it, and other nodes
-through a stream each. What is rare (starting, calls) and what is large (weights, other nodes' chunks) goes through Ray.
+The driver steps its own node through shared memory, and other nodes through a stream each. What is rare (starting,
+calls) and what is large (weights, other nodes' chunks) goes through Ray.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.node_pools import LentPool, NodeHandle, NodePool, StreamPool
+from rayvec.cluster.nodes import LocalNode, Node, RemoteNode, open_node
 from rayvec.cluster.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
 from rayvec.cluster.session import RaySession
 from rayvec.data import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.data.chunk_ops import edges_of, join_chunks, join_edges
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
-from rayvec.node.worker_link import LOOK_S, readable
+from rayvec.node.pipe import LOOK_S, readable
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Part, Plan, Plans
@@ -40,24 +39,22 @@ _PLACE_S = 10.0
 _START_ATTEMPTS = 3
 _T = TypeVar("_T")
 
-Ask = Callable[[NodePool, NDArray[np.int64]], None]
+Ask = Callable[[Node, NDArray[np.int64]], None]
 """Asks a node for something, for those of its ids that are named."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Node:
+class _Member:
     """A node and what it was asked for.
 
     Attributes:
-        handle: Its actor.
-        pool: Through which it is stepped.
-        asked: What is under way: the node's ids, and how to ask once more.
+        node: The node; another one takes its place if it is lost.
+        asked: What is pending: the node's ids, and how to ask once more.
     """
 
-    handle: NodeHandle
-    pool: NodePool
+    node: LocalNode | RemoteNode
     asked: list[tuple[NDArray[np.int64], Ask]] = field(default_factory=list)
 
 
@@ -107,22 +104,22 @@ class RayPool:
         self._supervision = supervision
         self._rehost = rehost
         self._loose = loose
-        self._nodes: list[_Node] = []
-        self._handles = [NodeHandle(node_slice, supervision) for node_slice in topology.nodes]
+        self._nodes: list[_Member] = []
         self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
         self._plans = Plans(self._starts)
         self._under_way = np.zeros(self.num_envs, bool)
         self._sets: dict[bytes, NDArray[np.int64]] = {}
         self._held: dict[bytes, dict[int, StepBatch]] = {}
-        self.acting = ActingNodes(self._nodes, self._replace, self._follow)
+        self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: list[int | None] = [None] * self.num_envs
         self._losses = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
-            starting = [self._start(handle) for handle in self._handles]
-            spaces = [handle.get(ref) for handle, ref in zip(self._handles, starting, strict=True)]
+            self._nodes += [_Member(self._open(node_slice)) for node_slice in topology.nodes]
+            starting = [member.node.start(factory) for member in self._nodes]
+            spaces = [wait(None) for wait in starting]
         except BaseException:
             self.close()
             raise
@@ -186,8 +183,8 @@ class RayPool:
             session.release()
             raise
 
-    def _start(self, handle: NodeHandle) -> Any:
-        return handle.actor.start.remote(self._factory.in_parts(handle.slice.worker_bounds), self._preload)
+    def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
+        return open_node(node_slice, self._preload, self._supervision, loose=self._loose)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
@@ -196,19 +193,16 @@ class RayPool:
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
         self._answers = JoinedAnswers(obs, n)
-        allocating = [handle.actor.allocate.remote(observation, action) for handle in self._handles]
-        for handle, ref in zip(self._handles, allocating, strict=True):
-            self._nodes.append(_Node(handle, self._connect(handle, handle.get(ref))))
-
-    def _connect(self, handle: NodeHandle, shape: Any) -> NodePool:
-        if handle.slice.node_id == ray.get_runtime_context().get_node_id():
-            return LentPool(handle, shape)
-        return StreamPool(handle, shape, self._loose)
+        for number, wait in enumerate([member.node.allocate(observation, action) for member in self._nodes]):
+            try:
+                wait(None)
+            except NodeLostError as error:
+                self._replace(number, error)
 
     @property
     def transports(self) -> tuple[str, ...]:
         """How each node is reached: ``"shm"`` or ``"tcp"``."""
-        return tuple(node.pool.transport for node in self._nodes)
+        return tuple(member.node.transport for member in self._nodes)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -217,8 +211,8 @@ class RayPool:
         for part in plan.parts:
             share = actions if whole else part.take(actions)
 
-            def ask(pool: NodePool, ids: NDArray[np.int64], share: Tree = share) -> None:
-                pool.send(ids, share, autoreset)
+            def ask(node: Node, ids: NDArray[np.int64], share: Tree = share) -> None:
+                node.send(ids, share, autoreset)
 
             self._ask(part, ask)
         self._flush(plan, autoreset == Autoreset.SAME_STEP)
@@ -233,7 +227,7 @@ class RayPool:
         assert self._answers is not None
         for part in plan.parts:
             try:
-                self._nodes[part.owner].pool.flush()
+                self._nodes[part.owner].node.flush()
             except NodeLostError as error:
                 self._replace(part.owner, error)  # which asks for what is under way
         self._under_way[plan.select] = True
@@ -252,8 +246,8 @@ class RayPool:
         for part in plan.parts:
             by_id = dict(zip(part.rows.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
 
-            def ask(pool: NodePool, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
-                pool.reset(ids, [by_id[i] for i in ids.tolist()], options)
+            def ask(node: Node, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
+                node.reset(ids, [by_id[i] for i in ids.tolist()], options)
 
             self._ask(part, ask)
         self._flush(plan, True)
@@ -262,14 +256,14 @@ class RayPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plans.of(env_ids)
         for part in plan.parts:
-            self._ask(part, lambda pool, ids: pool.ready(ids, begin=begin))
+            self._ask(part, lambda node, ids: node.ready(ids, begin=begin))
         self._flush(plan, True if begin else None)
 
     def _ask(self, part: Part, ask: Ask) -> None:
-        node = self._nodes[part.owner]
-        node.asked.append((part.rows, ask))
+        member = self._nodes[part.owner]
+        member.asked.append((part.rows, ask))
         try:
-            ask(node.pool, part.rows)
+            ask(member.node, part.rows)
         except NodeLostError as error:
             self._replace(part.owner, error)  # which asks for what is under way
 
@@ -309,13 +303,13 @@ class RayPool:
         return batch
 
     def _recv_part(self, part: Part, deadline: float | None) -> StepBatch:
-        node, ids = self._nodes[part.owner], part.rows
+        member, ids = self._nodes[part.owner], part.rows
         try:
-            batch = node.pool.recv(ids, timeout_s=_left(deadline))
+            batch = member.node.recv(ids, timeout_s=_left(deadline))
         except NodeLostError as error:
             self._replace(part.owner, error)
-            batch = self._on_node(part.owner, lambda pool: pool.recv(ids, timeout_s=_left(deadline)))
-        self._answered(node, ids)
+            batch = self._on_node(part.owner, lambda node: node.recv(ids, timeout_s=_left(deadline)))
+        self._answered(member, ids)
         return batch
 
     def _recv_each(self, deadline: float | None) -> StepBatch:
@@ -331,27 +325,27 @@ class RayPool:
     def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
         """Returns the ids that are ready, once there are enough of them."""
         while True:
-            found = [self._on_node(k, lambda pool: pool.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
+            found = [self._on_node(k, lambda node: node.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
             ids = np.concatenate(found)
             if len(ids) >= min_ready:
                 return ids
             left = _left(deadline)
             if left == 0.0:
                 raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
-            events = [node.pool.event_fd for node in self._nodes]
+            events = [member.node.event_fd for member in self._nodes]
             readable(events, LOOK_S if left is None else min(LOOK_S, left))
 
     @staticmethod
-    def _answered(node: _Node, ids: NDArray[np.int64]) -> None:
+    def _answered(member: _Member, ids: NDArray[np.int64]) -> None:
         """Forgets how to ask for what has been answered."""
-        for position, (asked, _) in enumerate(node.asked):
+        for position, (asked, _) in enumerate(member.asked):
             if asked is ids or np.array_equal(asked, ids):
-                del node.asked[position]
+                del member.asked[position]
                 return
         done = set(ids.tolist())
-        node.asked = [
+        member.asked = [
             (left, ask)
-            for asked, ask in node.asked
+            for asked, ask in member.asked
             if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
         ]
 
@@ -360,7 +354,7 @@ class RayPool:
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         parts = self._plans.of(env_ids).parts
-        pending = {part.owner: self._nodes[part.owner].pool.call(name, args, kwargs, part.rows) for part in parts}
+        pending = {part.owner: self._nodes[part.owner].node.call(name, args, kwargs, part.rows) for part in parts}
         in_order: list[Any] = [None] * len(env_ids)
 
         def results(timeout_s: float | None) -> list[Any]:
@@ -378,7 +372,7 @@ class RayPool:
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         for part in self._plans.of(env_ids).parts:
-            self._nodes[part.owner].pool.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
+            self._nodes[part.owner].node.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
 
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
@@ -408,50 +402,40 @@ class RayPool:
         return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, edges: ChunkEdges) -> None:
-        """Takes note of a chunk: whatever is lost from now on goes on from its end."""
+        """Takes note of a chunk: a node that is lost from now on resumes from its end."""
         assert self._answers is not None
         self._answers.started(slice(None), True)
         self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
-        for node in self._nodes:
-            rows = slice(node.handle.slice.env_range.start, node.handle.slice.env_range.stop)
-            node.pool.stepped_by_another(tree_map(lambda leaf, rows=rows: leaf[rows], edges.last_obs))
 
-    def _follow(self) -> None:
-        """Lets the driver reach workers that nodes have started anew on their own."""
-        for number in range(len(self._nodes)):
-            self._on_node(number, lambda pool: pool.follow())
-
-    def _on_node(self, number: int, function: Callable[[NodePool], _T]) -> _T:
-        """Does something with a node's pool; if the node is lost, with the pool that takes its place."""
+    def _on_node(self, number: int, function: Callable[[Node], _T]) -> _T:
+        """Does something with a node; if it is lost, with the node that replaces it."""
         while True:
             try:
-                return function(self._nodes[number].pool)
+                return function(self._nodes[number].node)
             except NodeLostError as error:
                 self._replace(number, error)
 
     def _replace(self, number: int, error: NodeLostError) -> None:
-        """Starts the environments of a lost node elsewhere, and asks there for what was under way.
+        """Starts the environments of a lost node elsewhere, and asks there for what was pending.
 
         Raises:
             NodeLostError: Nodes are not replaced, or there is no core left.
         """
-        node = self._nodes[number]
+        member = self._nodes[number]
         if not self._rehost:
             raise error
         with contextlib.suppress(Exception):
-            node.pool.close()
-        with contextlib.suppress(Exception):
-            ray.kill(node.handle.actor)
+            member.node.close(0.0)(0.0)
         excluded: set[str] = set()
         while True:
             if not self._budget.spend(number):
                 raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
-            excluded.add(node.handle.slice.node_id)
+            excluded.add(member.node.slice.node_id)
             try:
-                self._start_elsewhere(number, place_again(node.handle.slice, excluded, error), error)
-                for ids, ask in node.asked:
-                    ask(node.pool, ids)
-                node.pool.flush()
+                self._start_elsewhere(number, place_again(member.node.slice, excluded, error), error)
+                for ids, ask in member.asked:
+                    ask(member.node, ids)
+                member.node.flush()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
@@ -459,38 +443,35 @@ class RayPool:
                 error = again
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
-        """Starts the environments of a lost node anew, in the state that they last showed."""
+        """Starts the environments of a lost node again, in the state that they last showed."""
         assert self._answers is not None
-        node, old = self._nodes[number], self._nodes[number].handle.slice
+        member, old = self._nodes[number], self._nodes[number].node.slice
         rows = slice(old.env_range.start, old.env_range.stop)
         self._losses[rows] += 1
         logger.warning(
-            "node %s is lost; environments %d to %d, seeds %s, go on on node %s: %s",
+            "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
             *(old.name, rows.start, rows.stop - 1, self._seeds[rows], node_slice.name, error),
         )
-        handle = node.handle = self._handles[number] = NodeHandle(node_slice, self._supervision)
-        handle.wait_until_placed(_PLACE_S)
-        handle.get(self._start(handle))
+        node = member.node = self._open(node_slice)
+        node.wait_until_placed(_PLACE_S)
+        node.start(self._factory)(None)
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
         state = NodeState(
             obs, self._seeds[rows], RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows)
         )
-        node.pool = self._connect(handle, handle.call("allocate", *self._spaces, state))
-        nodes = (*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :])
-        self.topology = Topology(nodes)
-        self.acting.install(handle)
+        node.allocate(*self._spaces, state)(None)
+        self.topology = Topology((*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :]))
+        self.acting.install(node)
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids of each node's actor and workers, by the node's name."""
+        """Process ids by the node's name: of what started the workers and ends with them, and of the workers.
+
+        That is the fork server on the driver's own node, and the actor on another.
+        """
         pids: dict[str, list[int]] = {}
-        for number, node in enumerate(self._nodes):
-
-            def ask(pool: NodePool, node: _Node = node) -> list[int]:
-                found: list[int] = node.handle.call("worker_pids")
-                return found
-
-            found = self._on_node(number, ask)
-            pids[node.handle.slice.name] = found
+        for number, member in enumerate(self._nodes):
+            found = self._on_node(number, lambda node: node.worker_pids())
+            pids[member.node.slice.name] = found
         return pids
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -499,21 +480,14 @@ class RayPool:
         Args:
             timeout_s: After this long, 10 s by default, they are ended by force.
         """
-        for node in self._nodes:
-            with contextlib.suppress(OSError):
-                node.pool.close()
-        closing = [handle.actor.close.remote() for handle in self._handles] if ray.is_initialized() else []
         deadline = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
-        for handle, ref in zip(self._handles, closing, strict=False):
-            try:
-                handle.get(ref, _left(deadline))
-            except (NodeLostError, NotReady):
-                pass  # gone already, or ended by force below
-            except Exception:
-                logger.exception("node %s did not close in order", handle.slice.name)
-            ray.kill(handle.actor)
+        closing = []
+        for member in self._nodes:
+            with contextlib.suppress(OSError):
+                closing.append(member.node.close(timeout_s))
+        for end in closing:
+            end(_left(deadline))
         self._nodes.clear()
-        self._handles = []
         if self._session is not None:
             self._session.release()
             self._session = None

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rayvec.node.worker_link import readable
+from rayvec.node.pipe import readable
 
 __all__ = ["LENGTH_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 

@@ -19,11 +19,12 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
+from rayvec.data import ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
 from rayvec.data.chunk_ops import edges_of
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, RemoteFailure
+from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import MOST_CHUNKS
+from rayvec.node.object_store import check_object_store, put_object
 from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.serial import EnvsFailed, SerialPool
@@ -134,8 +135,9 @@ class LocalPool:
         Raises:
             ConfigError: The chunk is to stay in Ray's object store, and no Ray is initialised.
         """
-        put = _object_store() if by_reference else None
-        self.acting.begin(key, num_steps, first_step, noise_seed, put)
+        if by_reference:
+            check_object_store()
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
     def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`; the steps are taken now."""
@@ -184,7 +186,7 @@ class _Flight:
         num_steps: T.
         first_step: How many steps the environments had taken in chunks before.
         noise_seed: Of the noise.
-        put: Puts it into the object store, if it is to stay there.
+        by_reference: Whether it goes to the object store.
     """
 
     key: int
@@ -193,7 +195,7 @@ class _Flight:
     num_steps: int
     first_step: int
     noise_seed: int
-    put: Callable[[Chunk], Any] | None
+    by_reference: bool
 
 
 class LocalActing:
@@ -226,13 +228,11 @@ class LocalActing:
         """See :class:`~rayvec.pools.base.Acting`."""
         self._policies.pop(key, None)
 
-    def begin(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, put: Callable[[Chunk], Any] | None
-    ) -> None:
+    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
         """Takes note of a chunk, and of the weights that it is to begin with."""
         assert self.has_room, "a chunk more than may be asked for"
         held = self._policies[key]
-        self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, put))
+        self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
     def finish(self, pool: SerialPool) -> Rollout:
         """Takes the steps of the oldest chunk that was asked for."""
@@ -256,22 +256,7 @@ class LocalActing:
         if pool.layout is None:  # objects, which the pool goes on with
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
         times, edges = stopwatch.read(), edges_of(chunk)
-        if flight.put is None:
+        if not flight.by_reference:
             return Rollout(edges, chunk, (), (times,), times.whole_s)
-        ref = ChunkRef(edges.env_ids, edges.num_steps, flight.put(chunk))
+        ref = ChunkRef(edges.env_ids, edges.num_steps, put_object(chunk))
         return Rollout(edges, None, (ref,), (times,), times.whole_s)
-
-
-def _object_store() -> Callable[[Chunk], Any]:
-    """Returns what puts into the object store of the Ray that is initialised, such as a learner's ranks'."""
-    import ray  # for whoever has no ranks, a third of a second for nothing
-
-    if not ray.is_initialized():
-        raise ConfigError(
-            "A chunk stays in the object store of a Ray that runs.",
-            expected="an initialised Ray, such as that of a LearnerGroup",
-            got="by_reference=True with environments in this process, and no Ray",
-            remedy="Leave by_reference out, or make the LearnerGroup first.",
-        )
-    put: Callable[[Chunk], Any] = ray.put
-    return put

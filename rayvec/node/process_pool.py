@@ -1,60 +1,68 @@
-"""The pool of one node: worker processes, each with a slice of the environments."""
+"""The pool of one machine: worker processes, each with a slice of the environments."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import logging
+import math
 import os
-import pickle
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, Tree
+from rayvec.data import Chunk, ChunkRef, NodeSlice, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import edges_of, join_chunks
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError
-from rayvec.node.chunk_memory import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
-from rayvec.node.client import PoolClient
-from rayvec.node.wire import BlockShape, NodeBlock, Setup
-from rayvec.node.worker import WorkerSpec, worker_main
+from rayvec.node.acting import WorkerActing
+from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.object_store import check_object_store, put_object
+from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.wire import NodeBlock, Op, travels
 from rayvec.node.worker_link import WorkerLink
-from rayvec.pools.base import RAISE, PoolSpaces, Supervision
-from rayvec.pools.memory import SharedBlock
-from rayvec.pools.restarts import NodeState
+from rayvec.node.workers import Workers
+from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
+from rayvec.pools.plan import Part, Plan, Plans
+from rayvec.pools.restarts import LastAnswers, NodeState, RestartBudget
 
-__all__ = ["ProcessPool", "Workers", "worker_name"]
+__all__ = ["ProcessPool"]
 
-_END_S = 5.0
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_CLOSE_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
-class Workers:
-    """The worker processes of one node: started, asked for their spaces, given their block, restarted, ended.
+class ProcessPool:
+    """Steps environments in worker processes on this machine, through shared memory.
 
-    They come from a forkserver that has imported what they need, so that each costs milliseconds and a
-    few megabytes.
+    It starts in two steps, because the shapes of the arrays are known only when the environments have been made:
+    construct, look at :attr:`spaces`, then :meth:`allocate`. Ids, also those of infos, are the machine's own, from 0.
 
     Args:
-        factories: Make the environments, one for each worker, by cloudpickle: only the workers import what is in them.
+        factories: Make the environments, one for each worker, by cloudpickle.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
-        node: Name of the node, for errors.
-        preload: Modules that the forkserver imports beside ours.
-        supervision: What becomes of environments that raise.
+        node: Name of the machine, for errors.
+        preload: Modules that workers import once.
+        supervision: What becomes of environments that raise, and of workers that end or hang.
+        server_lost: Makes the error to raise when the fork server, and with it every worker, has ended; without it,
+            workers are restarted, or not, as when they end one by one.
+
+    Attributes:
+        acting: The policies that act in the workers.
 
     Raises:
+        WorkerLostError: A worker ended, or its environments were not made in time.
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
+
+    steps_here = False
+    transports: tuple[str, ...] = ("shm",)
 
     def __init__(
         self,
@@ -63,157 +71,25 @@ class Workers:
         node: str = "local",
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
+        server_lost: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        self.first_id = worker_bounds[0]
-        self.node = node
-        self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
-        self.supervision = supervision
+        self._workers = Workers(factories, worker_bounds, node, preload, supervision)
+        self.spaces: PoolSpaces = self._workers.spaces
+        self.first_id = self._workers.first_id
+        self.num_envs = self._workers.bounds[-1]
+        self.topology = Topology((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
+        self.layout: ArrayLayout | None = None
+        self.action_layout: ArrayLayout | None = None
+        self._supervision = supervision
+        self._server_lost = server_lost
         self._block: NodeBlock | None = None
-        self.memories: list[ChunkMemory] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["rayvec.node.worker", *preload])
-        self._specs = [
-            WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
-        ]
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        try:
-            for spec in self._specs:
-                process, pipe = self._start(spec)
-                self._processes.append(process)
-                self._pipes.append(pipe)
-            sizes = [self.bounds[k + 1] - self.bounds[k] for k in range(len(self._specs))]
-            self.spaces = PoolSpaces.join([(size, self._hear(k, PoolSpaces)) for k, size in enumerate(sizes)])
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, spec: WorkerSpec) -> tuple[Any, Connection]:
-        ours, theirs = self._context.Pipe()
-        with _hidden_main(), _one_thread():
-            process = self._context.Process(
-                target=worker_main, args=(spec, theirs), name=f"rayvec-worker-{spec.index}", daemon=True
-            )
-            process.start()
-        theirs.close()
-        return process, ours
-
-    def _hear(self, index: int, kind: type[Any]) -> Any:
-        """Reads what a worker reports while it starts, which is of this kind unless it failed."""
-        try:
-            said = pickle.loads(self._pipes[index].recv_bytes())
-        except (EOFError, ConnectionResetError) as error:
-            raise WorkerLostError(
-                "A worker makes its environments and reports.",
-                expected=f"a report of {self.where(index)}",
-                got="its process ended (killed, out of memory, or a crash in native code)",
-                remedy="Make one environment by hand in a fresh interpreter to see what it prints.",
-            ) from error
-        if isinstance(said, RemoteFailure):
-            raise said.rebuild()
-        assert isinstance(said, kind)
-        return said
-
-    def where(self, index: int) -> str:
-        """Returns the name of a worker, for errors."""
-        return worker_name(self.node, index, self.first_id, self.bounds)
-
-    def allocate(
-        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
-    ) -> tuple[NodeBlock, list[WorkerLink]]:
-        """Makes the block for arrays of these spaces, in a certain state, and gives it to every worker."""
-        block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
-        if state is not None:
-            state.restore(block.results(slice(None))["obs"], block.arrays)
-        self.memories = [ChunkMemory() for _ in self._pipes]
-        for k in range(len(self._pipes)):
-            self._set_up(k, Setup(block.shape), [])
-        for k in range(len(self._pipes)):
-            self._hear(k, int)
-        return block, [WorkerLink(block, k, pipe, self.where(k), self.first_id) for k, pipe in enumerate(self._pipes)]
-
-    def respawn(
-        self, index: int, policies: Sequence[tuple[int, bytes, int | None]] = (), weights_fds: Sequence[int] = ()
-    ) -> Connection:
-        """Kills a worker and starts another in its place, which goes on with the oldest command under way.
-
-        It is not waited for: until its environments are made, the block has its process id below zero.
-
-        Args:
-            index: Of the worker.
-            policies: What it is to know, as in :class:`~rayvec.node.wire.Setup`.
-            weights_fds: Descriptors of the blocks of those that have weights.
-        """
-        assert self._block is not None
-        _end(self._processes[index])
-        self._pipes[index].close()
-        self._block.forget(index)
-        self._processes[index], self._pipes[index] = self._start(replace(self._specs[index], successor=True))
-        self._block.arrays["pid"][index] = -self._processes[index].pid
-        first_command = int(self._block.arrays["tail"][index])
-        with contextlib.suppress(OSError):  # one that has ended is found to have when its answer is waited for
-            self._set_up(index, Setup(self._block.shape, first_command, tuple(policies)), weights_fds)
-        return self._pipes[index]
-
-    def _set_up(self, index: int, setup: Setup, weights_fds: Sequence[int]) -> None:
-        assert self._block is not None
-        pipe = self._pipes[index]
-        pipe.send_bytes(dumps(setup))
-        for fd in (*self._block.fds, *self.memories[index].fds, *weights_fds):
-            reduction.send_handle(pipe, fd, None)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [process.pid for process in self._processes]
-
-    def close(self) -> None:
-        """Ends every worker: closed pipes ask it to, after some seconds it is killed."""
-        for pipe in self._pipes:
-            pipe.close()
-        deadline = time.monotonic() + _END_S
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            _end(process)
-        for memory in self.memories:
-            memory.close()
-        self._pipes, self._processes, self.memories = [], [], []
-
-
-class ProcessPool(PoolClient):
-    """Steps environments in worker processes on this machine, through shared memory.
-
-    Args:
-        workers: The started workers; the pool owns them.
-        observation: Space of one environment's observations, where it is to differ from the first one's.
-        action: Likewise of actions.
-        state: Of the node in whose place this one is, if there was one.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        observation: Space[Any] | None = None,
-        action: Space[Any] | None = None,
-        state: NodeState | None = None,
-    ) -> None:
-        self._workers = workers
-        self.spaces = workers.spaces
-        try:
-            block, links = workers.allocate(
-                observation or workers.spaces.observation, action or workers.spaces.action, state
-            )
-        except BaseException:
-            workers.close()
-            raise
-        super().__init__(block, links, workers.first_id, workers.supervision, self._start_anew)
-        self._everyone = np.arange(self.num_envs)
-        self._policies: dict[int, bytes] = {}
-        self._weights: dict[int, SharedBlock] = {}
-        self._versions: dict[int, int] = {}
-        self._num_rollouts = 0
-        if state is not None and self.layout is None:
-            self.know_objects(state.obs)
+        self._links: list[WorkerLink] = []
+        self._budget = RestartBudget()
+        self._plans = Plans(np.array(self._workers.bounds[:-1]))
+        self._turn = 0
+        self._under_way = np.zeros(self.num_envs, bool)
+        self._command_of = np.zeros(self.num_envs, np.int64)
+        self._look_at_s = 0.0
 
     @classmethod
     def start(
@@ -225,165 +101,483 @@ class ProcessPool(PoolClient):
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
     ) -> ProcessPool:
-        """Starts workers for all environments of a factory and returns the pool over them."""
+        """Starts workers for all environments of a factory; returns the pool, ready to be stepped."""
+        pool = cls.of(factory, num_workers, node=node, preload=preload, supervision=supervision)
+        pool.allocate(pool.spaces.observation, pool.spaces.action)
+        return pool
+
+    @classmethod
+    def of(
+        cls,
+        factory: EnvFactory,
+        num_workers: int,
+        *,
+        node: str = "local",
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+    ) -> ProcessPool:
+        """Starts workers for all environments of a factory; :meth:`allocate` must follow."""
         bounds = even_bounds(factory.num_envs, num_workers)
-        return cls(Workers(factory.in_parts(bounds), bounds, node, preload, supervision))
+        return cls(factory.in_parts(bounds), bounds, node, preload, supervision)
 
-    @property
-    def block_shape(self) -> BlockShape:
-        """All that another process needs to know of the block."""
-        return self._block.shape
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> None:
+        """Makes the shared memory for these spaces and gives it to the workers.
 
-    @property
-    def fds(self) -> list[int]:
-        """Descriptors for a process that is lent the pool: of the block, its event, the pipes and chunk memories."""
-        pipes = [link.pipe.fileno() for link in self._links]
-        return [*self._block.fds, *pipes, *(fd for memory in self._workers.memories for fd in memory.fds)]
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return self._workers.pids
-
-    def respawn(self, index: int) -> int:
-        """Starts a worker anew for the process that is lent the pool; returns the descriptor of its pipe."""
-        pipe = self._start_anew(index)
-        self._links[index].reconnect(pipe, repeat=False)
-        return pipe.fileno()
-
-    def _start_anew(self, index: int) -> Connection:
-        with_weights = [key for key in self._policies if key in self._weights]
-        policies = [
-            (key, policy, self._weights[key].arrays["weights"].size if key in self._weights else None)
-            for key, policy in self._policies.items()
-        ]
-        return self._workers.respawn(index, policies, [self._weights[key].fd for key in with_weights])
-
-    def load_policy(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Gives every worker a pickled policy, to be named by `key`, that brings weights of a version along."""
-        self._ask_all("load_policy", key, policy)
-        self._policies[key] = policy
-        self._versions[key] = version
-
-    def drop_policy(self, key: int) -> None:
-        """Lets every worker forget a policy and its weights."""
-        self._ask_all("drop_policy", key)
-        self._policies.pop(key, None)
-        self._versions.pop(key, None)
-        if key in self._weights:
-            self._weights.pop(key).close()
-
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """Puts weights where the workers read them when their next rollout begins.
-
-        No rollout may be under way.
+        Args:
+            observation: Of one environment.
+            action: Of one environment.
+            state: Of the node that this one replaces, if there was one.
         """
-        block = self._weights.get(key)
-        if block is None:
-            block = self._weights[key] = SharedBlock({"weights": (np.float32, (weights.size,))})
-            command = ("attach_weights", key, weights.size)  # whoever starts later is told when it starts
-            attached = self._ask(self._plans.of(self._everyone), lambda part: command, repeat=False)
-            for link in self._links:
-                with contextlib.suppress(OSError):  # one that has ended is found to have, below
-                    reduction.send_handle(link.pipe, block.fd, None)
-            attached(None)
-        block.arrays["weights"][:] = weights
-        self._versions[key] = version
+        workers = self._workers
+        try:
+            block = self._block = workers.allocate(observation, action, state)
+        except BaseException:
+            self.close()
+            raise
+        self.layout, self.action_layout = block.layout, block.action_layout
+        self._arrays = block.arrays
+        self._action_rows = block.actions(slice(None))
+        self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
+        self._last = LastAnswers(self._obs, self.num_envs) if self._supervision.restart else None
+        self._links = [
+            WorkerLink(block, k, process, workers.where(k), self.first_id)
+            for k, process in enumerate(workers.processes)
+        ]
+        self.acting = WorkerActing(workers, self._links, self._call_all, self._wait_all)
+        if state is not None and self.layout is None:
+            self._know_objects(slice(None), state.obs)
 
-    def rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int) -> tuple[PackedChunk, ...]:
-        """Lets every worker take steps with a policy over its own slice.
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        plan = self._plans.of(env_ids)
+        codes = self._write_actions(plan, actions)
+        stays = autoreset == Autoreset.SAME_STEP
+        if codes is not None:
+            self._start(plan, stays, lambda link, part: link.post_step(part, autoreset, codes))
+            return
+        objects = split_actions(actions, len(env_ids))
+        self._start(
+            plan,
+            stays,
+            lambda link, part: link.post(
+                Op.STEP_OBJECTS, part.rows, autoreset=autoreset, payload=[objects[i] for i in part.places]
+            ),
+        )
 
-        A worker that ends meanwhile, where workers are restarted, takes its steps once more, from new episodes.
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(
+            self._plans.of(env_ids),
+            True,
+            lambda link, part: link.post(
+                Op.RESET, part.rows, payload=([seeds[i] for i in part.places.tolist()], options)
+            ),
+        )
+
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        plan = self._plans.of(env_ids)
+        if begin:
+            self._start(plan, True, lambda link, part: link.post(Op.READY, part.rows))
+        else:
+            self._start(plan, None, lambda link, part: link.post(Op.LOOK, part.rows))
+
+    def _start(self, plan: Plan, stays: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
+        for part in plan.parts:
+            part.number = post(self._links[part.owner], part)
+        if self._last is not None and stays is not None:
+            self._last.started(plan.select, stays)
+        plan.turn = self._turn
+        self._under_way[plan.select] = True
+        for part in plan.parts:  # after the workers have begun
+            self._command_of[part.of_all] = part.number
+
+    def recv(
+        self,
+        env_ids: NDArray[np.int64] | None = None,
+        min_ready: int | None = None,
+        timeout_s: float | None = None,
+    ) -> StepBatch:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if env_ids is None:
+            env_ids = self._wait_for(min_ready, deadline)
+        plan = self._plans.of(env_ids)
+        if plan.turn != self._turn:  # requested as a different subset: look up each worker's last command
+            self._turn += 1
+            for part in plan.parts:
+                part.number = int(self._command_of[part.of_all].max())
+        for part in reversed(plan.parts):  # the worker that began last ends last: waiting for it wakes us only once
+            self._wait(self._links[part.owner], part.number, deadline)
+        plan.turn = -1
+        self._under_way[plan.select] = False
+        self._raise_failures(plan)
+        batch = self._batch(plan)
+        if self._last is not None:
+            self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
+        return batch
+
+    @property
+    def event_fd(self) -> int:
+        """A file descriptor that is readable when some step is done; for who calls :meth:`ready_ids`."""
+        self._arrays["wants_event"][0] = True
+        assert self._block is not None
+        return self._block.event_fd
+
+    def ready_ids(self) -> NDArray[np.int64]:
+        """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``.
+
+        Now and then it sees to workers that have ended or hang, however many others go on answering.
+        """
+        event = self.event_fd  # from here on, whatever is done is told
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(event)
+        self._look_after_all()
+        for link in self._links:
+            self._poll(link)
+        done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
+        return np.flatnonzero(self._under_way & (self._command_of < done))
+
+    def _wait_for(self, min_ready: int | None, deadline: float | None) -> NDArray[np.int64]:
+        """Returns the ids under way, or those of them that are done when at least `min_ready` are."""
+        ids = np.flatnonzero(self._under_way)
+        if min_ready is None or min_ready >= len(ids):
+            return ids
+        while True:
+            done = self.ready_ids()
+            if len(done) >= min_ready:
+                return done
+            if deadline is not None and time.monotonic() >= deadline:
+                raise NotReady(f"{len(done)} of {min_ready} environments have answered in time")
+            readable([self.event_fd], LOOK_S)
+
+    def _look_after_all(self) -> None:
+        """Restarts workers that have ended or hang; looks every 0.1 s, however often it is called."""
+        if time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + LOOK_S
+        for link in self._links:
+            if link.num_done < link.num_posted:
+                self._look_after(link)
+
+    def _wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
+        """Waits for a command; a worker that ends or hangs meanwhile is restarted, or that is raised."""
+        while True:
+            try:
+                link.wait(number, self._until(link, number, deadline))
+                return
+            except NotReady:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                self._restart_if_overdue(link)
+            except WorkerLostError as error:
+                self._restart_worker(link, error)
+
+    def _until(self, link: WorkerLink, number: int, deadline: float | None) -> float | None:
+        """Until when to wait for a command before looking whether its worker hangs."""
+        limit_s = self._supervision.step_timeout_s
+        if link.num_done > number or (limit_s is None and not link.is_starting):
+            return deadline
+        look_s = time.monotonic() + LOOK_S  # at the steps of a chunk, and at the start
+        if limit_s is not None:
+            look_s = min(look_s, link.overdue_s(limit_s))
+        return min(look_s, math.inf if deadline is None else deadline)
+
+    def _look_after(self, link: WorkerLink) -> None:
+        """Restarts a worker that has ended, or takes too long for its oldest command."""
+        ended = link.ended()
+        self._poll(link)  # what is done was in time, however late this look is
+        if link.num_done == link.num_posted:
+            return
+        if ended:
+            self._restart_worker(link, link.lost())
+        else:
+            self._restart_if_overdue(link)
+
+    def _restart_if_overdue(self, link: WorkerLink) -> None:
+        limit_s, start_s = self._supervision.step_timeout_s, self._supervision.start_timeout_s
+        if link.is_starting:
+            if link.startup_s > start_s:
+                self._restart_worker(link, link.hangs("start_timeout_s", start_s), link.startup_s)
+        elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
+            self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
+
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
+        """Restarts a worker, gives it the pending commands again, and ends the episodes that were being stepped.
+
+        Args:
+            link: To the worker.
+            error: What is raised if it may not be restarted at all.
+            hung_s: How long it was waited for, if it hangs.
+
+        Raises:
+            WorkerLostError: It may not be restarted, or not once more.
+            Exception: What a newly made environment raised.
+        """
+        if self._server_lost is not None and self._workers.server.ended():
+            raise self._server_lost(error) from error
+        if self._last is None:
+            raise error
+        link.kill()  # one that was only slow must not write over what is restored now
+        link.raise_what_it_said()
+        if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
+            raise WorkerLostError(
+                "A worker that ends again and again is not restarted for ever.",
+                expected=RestartBudget.rule(),
+                got=f"one more of {link.where}",
+                remedy="Look into the system's log for what ends it.",
+            ) from error
+        for chunk in self.acting.done_chunks(link):
+            self._note_chunk(link, chunk)
+        self._keep_last(self._finished(link))
+        link.give_up_what_is_not_repeated()
+        rows = slice(link.start, link.stop)
+        lost = np.flatnonzero(~self._mask(self._finished(link)))
+        self._last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
+        self._arrays["cut"][rows] |= self._last.mid_episode(rows) & self._arrays["started"][rows]
+        self._arrays["restarts"][rows] += 1
+        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
+        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
+        logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
+        link.reconnect(self._workers.restart(link.index, self.acting.policies))
+
+    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
+        """Ids of a worker whose answers are there but have not been asked for."""
+        ids = np.arange(link.start, link.stop)
+        return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
+
+    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        mask = np.zeros(self.num_envs, bool)
+        mask[ids] = True
+        return mask
+
+    def _note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
+        """Takes note of a worker's finished chunk: an environment that fails from now on resumes from its end."""
+        rows = slice(link.start, link.stop)
+        if self.layout is None:
+            self._know_objects(rows, chunk.last_obs)
+        if self._last is not None:
+            self._last.started(rows, True)
+            self._last.keep(rows, chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
+
+    def _know_objects(self, rows: slice, obs: NDArray[Any]) -> None:
+        """Takes note of observations that are no arrays, ``object [n]``, of consecutive environments."""
+        env_ids = range(self.num_envs)[rows]
+        for link in self._links:
+            link.objects.update((i, obs[i - env_ids.start]) for i in env_ids if link.start <= i < link.stop)
+
+    def _keep_last(self, select: Any) -> None:
+        assert self._last is not None
+        obs = None if self._obs is None else index_tree(self._obs, select)
+        self._last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        plan = self._plans.of(env_ids)
+        collect = self._ask(plan, lambda part: ("call", name, args, kwargs, part.rows.tolist()))
+
+        def results(timeout_s: float | None) -> list[Any]:
+            in_order: list[Any] = [None] * len(env_ids)
+            for part, values in zip(plan.parts, collect(timeout_s), strict=True):
+                for place, value in zip(part.places.tolist(), values, strict=True):
+                    in_order[place] = value
+            return in_order
+
+        return results
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._ask(
+            self._plans.of(env_ids),
+            lambda part: ("set_attr", name, [values[i] for i in part.places.tolist()], part.rows.tolist()),
+        )(None)
+
+    def begin_rollout(
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice."""
+        if by_reference:
+            check_object_store()
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+
+    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        by_reference, began_s = self.acting.by_reference, time.monotonic()
+        chunks, times = self.finish_chunks(timeout_s)
+        waited_s = time.monotonic() - began_s
+        chunk = join_chunks(chunks)
+        edges = edges_of(chunk)
+        if not by_reference:
+            return Rollout(edges, chunk, (), times, waited_s)
+        ref = ChunkRef(edges.env_ids, edges.num_steps, put_object(chunk))
+        return Rollout(edges, None, (ref,), times, waited_s)
+
+    def finish_chunks(self, timeout_s: float | None = None) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
+        """Waits for the oldest chunk that was asked for.
 
         Returns:
-            The chunk of each worker, in the order of environments, with global ids, for :meth:`unpack`. It is there
-            for so long as `MOST_CHUNKS` allows: the rollout after the next writes over it.
+            The chunk of each worker, with global ids, and its times. The arrays are views of shared memory, which
+            the chunk after the next one overwrites.
+
+        Raises:
+            NotReady: It takes longer; the chunk stays pending.
         """
-        self._snapshot()
-        turn = self._num_rollouts % MOST_CHUNKS
-        self._num_rollouts += 1
-        command = ("rollout", key, num_steps, first_step, noise_seed, self._versions[key], turn)
-        packed = tuple(self._ask(self._plans.of(self._everyone), lambda part: command, num_steps)(None))
-        last_obs: Tree = None
-        if self.layout is None:
-            last_obs = np.concatenate([chunk.last_obs for chunk in self.unpack(packed)])
-        self.stepped_by_another(last_obs)
-        return packed
+        packed = self.acting.finish(timeout_s)
+        chunks = tuple(part.unpack(memory) for part, memory in zip(packed, self._workers.memories, strict=True))
+        for link, chunk in zip(self._links, chunks, strict=True):
+            self._note_chunk(link, chunk)
+        return chunks, tuple(part.times for part in packed)
 
-    def unpack(self, packed: Sequence[PackedChunk]) -> tuple[Chunk, ...]:
-        """Returns the chunks of the workers; their arrays may be views of the memory that they lie in."""
-        memories = self._workers.memories
-        return tuple(part.unpack(memory) for part, memory in zip(packed, memories, strict=True))
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids of the fork server, which started the workers and ends with them, and of the workers."""
+        return {self._workers.node: [self._workers.server.pid, *(each.pid for each in self._workers.processes)]}
 
-    def _snapshot(self) -> None:
-        """Takes note of what is in the block, which whoever was lent the pool has left there."""
-        if self._last is not None:
-            self._keep_last(slice(None))
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments, ends the workers and frees the memory; may be called again.
 
-    def close(self) -> None:
-        """Closes the environments, ends the workers and frees the memory; may be called again."""
+        Args:
+            timeout_s: After this long, 10 s by default, workers are ended by force.
+        """
+        for link in self._links:
+            link.post_close()
+        self._links = []
+        self._workers.close(_CLOSE_S if timeout_s is None else timeout_s)
+        if self._block is not None:
+            self.acting.close()
+            self._block.close()
+            self._block = None
+
+    def _call_all(self, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
+        """Calls a method of every worker and waits; a worker that is restarted meanwhile knows what it was told."""
+        everyone = self._plans.of(np.arange(self.num_envs))
+        self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=False)(None)
+
+    def _wait_all(self, numbers: Sequence[int], deadline: float | None) -> None:
+        """Waits until each worker has done the command with its number; Ctrl-C leaves everything as it was.
+
+        Raises:
+            NotReady: Some had not at the deadline.
+        """
+        event = self.event_fd  # from here on, each command that is done makes it readable
+        while True:
+            with Uninterrupted():
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(event)
+                for link in self._links:
+                    self._poll(link)
+                self._look_after_all()
+                missing = [link for link, number in zip(self._links, numbers, strict=True) if link.num_done <= number]
+                if not missing:
+                    self._arrays["wants_event"][0] = False
+                    return
+            left = math.inf if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise NotReady(f"{missing[0].where} has not answered in time")
+            readable([event], min(LOOK_S, left))
+
+    def _poll(self, link: WorkerLink) -> None:
+        """Takes note of what a worker has done; restarts it if it ended in the midst of a reply."""
         try:
-            for link in self._links:
-                if link.is_starting:
-                    link.kill()  # it would read only when its environments are made that it is to end
-                link.post_call("close")
-            for block in self._weights.values():
-                block.close()
-            self._weights = {}
-            super().close()
-        finally:
-            self._workers.close()
+            link.poll()
+        except WorkerLostError as error:
+            self._restart_worker(link, error)
 
-    def _ask_all(self, name: str, *args: Any) -> list[Any]:
-        return self._ask(self._plans.of(self._everyone), lambda part: (name, *args))(None)
+    def _ask(
+        self,
+        plan: Plan,
+        command: Callable[[Part], tuple[Any, ...]],
+        *,
+        fds: Sequence[int] = (),
+        repeat: bool = True,
+    ) -> Callable[[float | None], list[Any]]:
+        """Calls a method on every worker concerned, all at once.
 
+        Args:
+            plan: Of the environments concerned.
+            command: The name and the arguments, for each part.
+            fds: Descriptors that go along.
+            repeat: Whether a replacement worker is to do it again.
 
-def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:
-    """Returns the name of a worker, for errors."""
-    return (
-        f"worker {index} on node {node} (environments {first_id + bounds[index]} to {first_id + bounds[index + 1] - 1})"
-    )
+        Returns:
+            A function that waits and returns one value for each part of the plan.
+        """
+        links = [self._links[part.owner] for part in plan.parts]
+        numbers = [
+            link.post_call(*command(part), fds=fds, repeat=repeat) for link, part in zip(links, plan.parts, strict=True)
+        ]
 
+        def collect(timeout_s: float | None) -> list[Any]:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            for link, number in zip(links, numbers, strict=True):
+                self._wait(link, number, deadline)
+            replies = [link.take_reply(number) for link, number in zip(links, numbers, strict=True)]
+            for link, reply in zip(links, replies, strict=True):
+                link.failures += reply.failures
+            self._raise_failures(plan)
+            return [reply.value for reply in replies]
 
-def _end(process: Any) -> None:
-    """Kills a worker that has not ended by itself, and what its environments have started.
+        return collect
 
-    It led a group of its own, whose number nobody else is given while somebody is left in it: a process that has it now
-    says that nobody is.
-    """
-    process.kill()
-    process.join()
-    if process.exitcode != 0 and not os.path.exists(f"/proc/{process.pid}"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.close()
+    def _write_actions(self, plan: Plan, actions: Tree) -> list[int] | None:
+        """Writes actions into the block; returns the codes of their data types, or None if they don't fit."""
+        layout = self.action_layout
+        if layout is None:
+            return None
+        if isinstance(actions, list):
+            return None
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+        shapes = [shape for _, shape in layout.leaves]
+        if any(len(leaf) != len(plan.ids) for leaf in leaves) or not all(map(travels, leaves, shapes)):
+            return None
+        for rows, leaf in zip(self._action_rows, leaves, strict=True):
+            rows.view(leaf.dtype.char)[plan.select] = leaf
+        return [ord(leaf.dtype.char) for leaf in leaves]
 
+    def _batch(self, plan: Plan) -> StepBatch:
+        arrays, select = self._arrays, plan.select
+        return StepBatch(
+            plan.ids,
+            self._take_objects(plan) if self.layout is None else index_tree(self._obs, select),
+            arrays["rew"][select],
+            arrays["terminated"][select],
+            arrays["truncated"][select],
+            self._take_infos(plan),
+        )
 
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keeps new processes from importing this process's main module again.
+    def _take_infos(self, plan: Plan) -> tuple[RawInfo, ...]:
+        links = self._links
+        if not any([links[part.owner].infos for part in plan.parts]):
+            return ()
+        first = self.first_id
+        taken: dict[int, RawInfo] = {}
+        for part in plan.parts:
+            infos = links[part.owner].infos
+            for env_id in (first + part.start + part.rows).tolist() if infos else ():
+                info = infos.pop(env_id, None)
+                if info is not None:
+                    taken[env_id - first] = info._replace(env_id=env_id - first)
+        return tuple(taken[env_id] for env_id in plan.ids.tolist() if env_id in taken)
 
-    In a Ray worker that module brings all of Ray with it: half a second and 40 MB for each process. What
-    the environments need of a user's script travels by value.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    def _take_objects(self, plan: Plan) -> NDArray[Any]:
+        objects = np.full(len(plan.ids), None, dtype=object)
+        for part in plan.parts:
+            known = self._links[part.owner].objects
+            for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
+                objects[place] = known.get(part.start + row)
+        return objects
 
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Gives new processes one thread for linear algebra: there is a worker for every core already."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    def _raise_failures(self, plan: Plan) -> None:
+        """Raises what one of these environments raised; what others did is raised when they are asked for."""
+        ours: list[RemoteFailure] = []
+        for part in plan.parts:
+            link = self._links[part.owner]
+            if link.failures:
+                rows = {-1, *part.rows.tolist()}
+                ours += [failure for row, failure in link.failures if row in rows]
+                link.failures = [(row, failure) for row, failure in link.failures if row not in rows]
+        if ours:
+            raise ours[0].rebuild()

@@ -23,7 +23,7 @@ from rayvec.data import RawInfo, Tree
 from rayvec.errors import RemoteFailure
 from rayvec.pools.memory import ArrayLayout, Field, Semaphore, SharedBlock
 
-__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "travels"]
+__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "travels"]
 
 _ITEM_BYTES = 8
 OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
@@ -93,17 +93,29 @@ class BlockShape:
 
 
 class Setup(NamedTuple):
-    """What a worker is told once the spaces of all are known; the descriptors that it names follow.
+    """What a worker is told once the spaces of all are known; descriptors of the block and the chunk memory come along.
 
     Attributes:
         shape: Of the block.
-        first_command: Number of the first command that is the worker's; others were done by one before it.
-        policies: Key, pickled policy, and the size of its published weights if there are any.
+        first_command: Number of the first command that is the worker's; an earlier worker did those before it.
+        num_policies: How many policies follow, a message each.
     """
 
     shape: BlockShape
     first_command: int = 0
-    policies: tuple[tuple[int, bytes, int | None], ...] = ()
+    num_policies: int = 0
+
+
+class WeightsRef(NamedTuple):
+    """Which weights a policy acts with.
+
+    Attributes:
+        version: Of the weights.
+        slot: Of the policy's :class:`~rayvec.node.weight_memory.WeightMemory`; None for those it brought along.
+    """
+
+    version: int
+    slot: int | None = None
 
 
 class ActionRows:
@@ -170,7 +182,6 @@ class NodeBlock:
             "restarts": (np.int64, (n,)),
             "cut": (np.bool_, (n,)),
             "started": (np.bool_, (n,)),
-            "stays": (np.bool_, (n,)),
             "pid": (np.int64, (workers,)),
             "progress": (np.int64, (workers,)),
         }

@@ -1,38 +1,38 @@
 """A worker process: one slice of environments behind a ring of commands.
 
-Imports neither Ray nor torch, so that a forkserver that has imported this module starts workers in
-milliseconds. A worker ends when it is told to, and also when the process that started it is gone.
+It imports neither Ray nor torch, so that a fork server that has imported this module starts workers in
+milliseconds. A worker ends when its owner closes it, and the kernel kills it when the fork server ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
+import faulthandler
 import os
 import pickle
 import signal
-import sys
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure
-from rayvec.node.chunk_memory import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
-from rayvec.node.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup
+from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
+from rayvec.node.pipe import MessagePipe
+from rayvec.node.weight_memory import WeightMemory
+from rayvec.node.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.pools.base import Autoreset, Supervision
-from rayvec.pools.memory import SharedBlock, split_actions
+from rayvec.pools.memory import split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
-__all__ = ["WorkerSpec", "worker_main"]
+__all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]
 
-_PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""Makes a worker write its stack to a file that its owner reads."""
 _LOOK_S = 1.0
 """How often an idle worker looks whether its client has hung up."""
 
@@ -47,7 +47,7 @@ class WorkerSpec:
         factory: By cloudpickle, of exactly its environments.
         node: Name of the node, for errors.
         supervision: What becomes of environments that raise.
-        successor: Whether it takes the place of one that has ended: nobody waits for its reports then.
+        replacement: Whether it replaces a worker that has ended: its owner waits for no reports then.
     """
 
     index: int
@@ -55,51 +55,48 @@ class WorkerSpec:
     factory: bytes
     node: str
     supervision: Supervision
-    successor: bool = False
+    replacement: bool = False
 
 
-def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
-    """Runs a worker until its pipe ends; the target of a process."""
-    _end_with_parent()
-    os.setsid()  # what environments start is in a group with us, and ends with us where we are killed
+def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
+    """Runs a worker until its owner closes the pipe; what the fork server calls in a new process.
+
+    Args:
+        spec: What to do.
+        fds: Of the pipe to the owner, and of the file for the stack of a worker that hangs.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes us
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # environments may have children
+    faulthandler.register(STACK_SIGNAL, file=fds[1])
+    np.random.seed()  # the fork server's state would be the same in every worker
     worker: Worker | None = None
-    try:
-        worker = Worker(spec, pipe)
-        worker.run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the client is gone: nobody is left to tell
-    finally:
-        if worker is not None:
-            with contextlib.suppress(Exception):
-                worker.pool.close()
-
-
-def _end_with_parent() -> None:
-    """Asks the kernel to kill this process when the forkserver that it came from ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        sys.exit(1)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner is gone
+        try:
+            worker = Worker(spec, MessagePipe(socket.socket(fileno=fds[0])))
+            worker.run()
+        finally:
+            if worker is not None:
+                with contextlib.suppress(Exception):
+                    worker.pool.close()
 
 
 class Worker:
     """Serves one slice. Its public methods are what an :attr:`Op.CALL` may name.
 
     The constructor makes the environments and reports their spaces, or what one of them raised, through
-    the pipe; the block follows when the client knows the spaces of all. A successor takes the block first, which
-    has the commands under way, and reports nothing but what its environments raise.
+    the pipe; the block follows when the owner knows the spaces of all. A replacement takes the block first, which
+    has the pending commands, and reports nothing but what its environments raise.
     """
 
-    def __init__(self, spec: WorkerSpec, pipe: Connection) -> None:
+    def __init__(self, spec: WorkerSpec, pipe: MessagePipe) -> None:
         self._spec = spec
         self._pipe = pipe
         self._where = f"node {spec.node}, worker {spec.index}"
         self._closed = False
+        self._fds: list[int] = []
         self._policies: dict[int, _HeldPolicy] = {}
         self._acted: int | None = None
         try:
-            if spec.successor:
+            if spec.replacement:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
             self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
@@ -109,23 +106,27 @@ class Worker:
         except Exception as error:
             self._say(RemoteFailure.capture(error, self._where))
             raise EOFError from error
-        if not spec.successor:
+        if not spec.replacement:
             self._say(self.pool.spaces)
             self._take_setup()
 
     def _say(self, value: Any) -> None:
-        self._pipe.send_bytes(dumps(value))
+        self._pipe.send(dumps(value))
+
+    def _hear(self) -> Any:
+        """Reads a message; the descriptors that came with it are kept until they are needed."""
+        data, fds = self._pipe.receive()
+        self._fds += fds
+        return pickle.loads(data)
 
     def _take_setup(self) -> None:
-        self._setup: Setup = pickle.loads(self._pipe.recv_bytes())
-        self._block = NodeBlock(
-            self._setup.shape, (reduction.recv_handle(self._pipe), reduction.recv_handle(self._pipe))
-        )
-        self._memory = ChunkMemory([reduction.recv_handle(self._pipe) for _ in range(MOST_CHUNKS)])
-        for key, policy, size in self._setup.policies:
+        self._setup: Setup = self._hear()
+        fds, self._fds = self._fds, []
+        self._block = NodeBlock(self._setup.shape, (fds[0], fds[1]))
+        self._memory = ChunkMemory(fds[2:])
+        for _ in range(self._setup.num_policies):
+            key, policy = self._hear()
             self.load_policy(key, policy)
-            if size is not None:
-                self.attach_weights(key, size)
 
     def run(self) -> None:
         """Serves commands until the client closes."""
@@ -140,7 +141,7 @@ class Worker:
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
         block.arrays["pid"][index] = os.getpid()
-        if not self._spec.successor:
+        if not self._spec.replacement:
             self._say(os.getpid())
         slot = self._setup.first_command % block.depth
         while not self._closed:
@@ -160,7 +161,7 @@ class Worker:
 
     def _serve(self, command: list[int]) -> Reply | None:
         if command[OP] == Op.CALL:
-            name, args = pickle.loads(self._pipe.recv_bytes())
+            name, args = self._hear()
             return self._call(name, args)
         rows = command[self._first_id_at : self._first_id_at + command[COUNT]]
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
@@ -185,7 +186,7 @@ class Worker:
             return []
         if op == Op.READY:
             return pool.ready_rows(rows)
-        payload = pickle.loads(self._pipe.recv_bytes())
+        payload = self._hear()
         if op == Op.RESET:
             return pool.reset_rows(rows, *payload)
         return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
@@ -240,13 +241,9 @@ class Worker:
         self.pool.close()
 
     def load_policy(self, key: int, policy: bytes) -> None:
-        """Keeps a policy under a key."""
-        self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)))
-
-    def attach_weights(self, key: int, size: int) -> None:
-        """Takes the block that a policy's weights are published in; its descriptor follows in the pipe."""
-        fd = reduction.recv_handle(self._pipe)
-        self._policies[key].attach(SharedBlock({"weights": (np.float32, (size,))}, fd))
+        """Keeps a policy under a key; the descriptor of the memory for its weights came with the message."""
+        memory = WeightMemory(self._fds.pop(0))
+        self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
 
     def drop_policy(self, key: int) -> None:
         """Forgets a policy."""
@@ -255,21 +252,21 @@ class Worker:
             policy.close()
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights_version: int, turn: int
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, turn: int
     ) -> PackedChunk:
-        """Takes steps with a policy over this worker's slice; the chunk lies where it is the turn."""
+        """Takes steps with a policy over this worker's slice; the chunk lies in the given piece of the memory."""
         stopwatch = Stopwatch()
         self._memory.begin(turn)
         begun = np.arange(self.pool.num_envs) if key != self._acted else None
         self._acted = key
         chunk = rollout(
             self.pool,
-            self._policies[key].at(weights_version),
+            self._policies[key].at(weights),
             num_steps,
             noise_seed=noise_seed,
             first_step=first_step,
             first_id=self._spec.first_id,
-            weights_version=weights_version,
+            weights_version=weights.version,
             begun=begun,
             stopwatch=stopwatch,
             empty=self._memory.empty,
@@ -279,25 +276,19 @@ class Worker:
 
 
 class _HeldPolicy:
-    """A policy, the block its weights are published in, and the version that it has."""
+    """A policy, the memory for its weights, and the version of the weights that it has."""
 
-    def __init__(self, policy: ActingPolicy) -> None:
+    def __init__(self, policy: ActingPolicy, memory: WeightMemory) -> None:
         self._policy = policy
-        self._block: SharedBlock | None = None
+        self._memory = memory
         self._version = 0
 
-    def attach(self, block: SharedBlock) -> None:
-        self.close()
-        self._block = block
-
     def close(self) -> None:
-        if self._block is not None:
-            self._block.close()
-            self._block = None
+        self._memory.close()
 
-    def at(self, version: int) -> ActingPolicy:
-        """Returns the policy with this version of its weights: what the block holds, or what it brought along."""
-        if self._block is not None and version != self._version:
-            self._policy.load_weights(self._block.arrays["weights"])
-            self._version = version
+    def at(self, weights: WeightsRef) -> ActingPolicy:
+        """Returns the policy with this version of its weights: from the memory, or what it brought along."""
+        if weights.slot is not None and weights.version != self._version:
+            self._policy.load_weights(self._memory.read(weights.slot))
+            self._version = weights.version
         return self._policy

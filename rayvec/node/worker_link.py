@@ -1,16 +1,12 @@
-"""One worker as its client sees it: commands are posted, and waited for in their order."""
+"""One worker as its pool sees it: commands are posted, and waited for in their order."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
-import select
-import signal
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,60 +15,18 @@ from numpy.typing import NDArray
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import dumps
+from rayvec.node.pipe import LOOK_S
 from rayvec.node.wire import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
+from rayvec.node.workers import WorkerProcess
 from rayvec.pools.base import NotReady
 from rayvec.pools.plan import Part
 
-__all__ = ["LOOK_S", "ProcessWatch", "WorkerLink", "readable"]
+__all__ = ["WorkerLink"]
 
-LOOK_S = 0.1
-"""How often a wait looks whether the worker still lives."""
-_KILL_S = 10.0
-_PIPE_BYTES = 1 << 16
-"""What surely fits into a pipe that nobody reads."""
+_REPLY_S = 60.0
+"""How long a worker may take to hand over a reply that it has begun."""
 
 logger = logging.getLogger(__name__)
-
-
-def readable(fds: Sequence[int], timeout_s: float) -> bool:
-    """Waits until one of some file descriptors is readable, for up to `timeout_s`; returns whether one is."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return bool(poll.poll(1000.0 * timeout_s))
-
-
-class ProcessWatch:
-    """Tells whether a process of this machine has ended, whoever started it.
-
-    Args:
-        pid: Of the process.
-    """
-
-    def __init__(self, pid: int) -> None:
-        try:
-            self._fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._fd = -1
-
-    def ended(self) -> bool:
-        """Whether it has."""
-        if self._fd < 0:
-            return True
-        return readable([self._fd], 0.0)
-
-    def kill(self) -> None:
-        """Kills it, and waits until it has ended."""
-        if self._fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-            readable([self._fd], _KILL_S)
-
-    def close(self) -> None:
-        """Stops watching."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class _Posted(NamedTuple):
@@ -98,7 +52,7 @@ class WorkerLink:
     Args:
         block: Of the node.
         index: Of the worker.
-        pipe: To the worker.
+        process: The worker's.
         where: Its name, for errors.
         first_id: Global index of the node's first environment.
 
@@ -108,10 +62,9 @@ class WorkerLink:
         infos: Raw infos that nobody has asked for yet, by global environment id.
         objects: Last observation of each environment whose observations are no arrays, by index on the node.
         failures: What environments raised, by the worker's own row; -1 for what concerns all.
-        wait_for_room: Waits until the oldest command is done, for who posts one that has no room in the pipe.
     """
 
-    def __init__(self, block: NodeBlock, index: int, pipe: Connection, where: str, first_id: int) -> None:
+    def __init__(self, block: NodeBlock, index: int, process: WorkerProcess, where: str, first_id: int) -> None:
         bounds = block.shape.worker_bounds
         self.index = index
         self._first_id = first_id
@@ -120,7 +73,6 @@ class WorkerLink:
         self.infos: dict[int, RawInfo] = {}
         self.objects: dict[int, Any] = {}
         self.failures: list[tuple[int, RemoteFailure]] = []
-        self.wait_for_room: Callable[[WorkerLink], None] = lambda link: link.wait(link.num_done, None)
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
         self._begun_s = 0.0  # when the worker may have begun with the oldest of them
@@ -132,19 +84,12 @@ class WorkerLink:
         self._head, self._tail = block.arrays["head"][index : index + 1], block.arrays["tail"][index : index + 1]
         self._pid = block.arrays["pid"][index : index + 1]
         self._depth, self._first_id_at = block.depth, block.first_id_at
-        self._take(pipe)
+        self._take(process)
 
-    def _take(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self._watched = abs(int(self._pid[0]))
-        self._process = ProcessWatch(self._watched)
+    def _take(self, process: WorkerProcess) -> None:
+        self._process = process
         self._taken_s = time.monotonic()
-        self._was_starting = self.is_starting  # when somebody last looked
-
-    @property
-    def replaced(self) -> bool:
-        """Whether another client of the node has started another process in the place of the one watched here."""
-        return abs(int(self._pid[0])) != self._watched
+        self._was_starting = self.is_starting  # when the pool last looked
 
     @property
     def is_starting(self) -> bool:
@@ -192,48 +137,43 @@ class WorkerLink:
         self._go.post()
         return number
 
-    def post_call(self, name: str, *args: Any, num_steps: int = 1, repeat: bool = True) -> int:
-        """Posts a call of one of the worker's methods, which takes so many steps.
+    def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
+        """Posts a call of one of the worker's methods, which takes so many steps; returns the command's number.
 
         Args:
             name: Of the method.
             *args: Its arguments.
             num_steps: How many steps it takes.
-            repeat: Whether a worker that takes the place of this one is to do it again.
+            fds: Descriptors that go along; only where it is not repeated.
+            repeat: Whether a replacement worker is to do it again.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(dumps((name, args)), num_steps, repeat)
+        return self._post(dumps((name, args)), num_steps, repeat, fds)
+
+    def post_close(self) -> None:
+        """Lets the worker do what is pending, close its environments and end; its replies are not read."""
+        if self.is_starting:
+            self._process.watch.kill()  # it would read that it is to end only when its environments are made
+        else:
+            self.post_call("close")
 
     def give_up_what_is_not_repeated(self) -> None:
-        """Takes calls that the worker's successor needs not do for done."""
+        """Takes calls that a replacement worker need not do for done."""
         while (oldest := self._posted.get(self.num_done)) is not None and not oldest.repeat:
             self._replies[self.num_done] = Reply(None)
             del self._posted[self.num_done]
             self._tail[0] += 1
 
-    def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True) -> int:
+    def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True, fds: Sequence[int] = ()) -> int:
         number = self.num_posted
-        if payload:
-            self._make_room(len(payload))
         self._head[0] = number + 1
         self._posted[number] = _Posted(num_steps, payload, repeat)
         if number == self._tail[0]:
             self._begun_s = time.monotonic()
         self._go.post()
         if payload:
-            self._send(payload)
+            self._process.pipe.send(payload, fds)
         return number
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Waits until what lies in the pipe leaves room: the worker may be writing too, and both would block."""
-        while self._posted and num_bytes + sum(len(posted.payload) for posted in self._posted.values()) > _PIPE_BYTES:
-            self.wait_for_room(self)
-
-    def _send(self, payload: bytes) -> None:
-        try:
-            self.pipe.send_bytes(payload)
-        except OSError:
-            pass  # the worker is gone, as whoever waits for it finds out
 
     def wait(self, number: int, deadline: float | None) -> None:
         """Waits until the command with this number is done.
@@ -274,7 +214,12 @@ class WorkerLink:
         return min(whole_s, max(self._begun_s, self._seen_s) + step_timeout_s)
 
     def poll(self) -> None:
-        """Takes note of the commands that are done, without waiting."""
+        """Takes note of the commands that are done, without waiting.
+
+        Raises:
+            WorkerLostError: The worker ended in the midst of a reply.
+        """
+        self._process.pipe.flush()
         while self._tail[0] < self._head[0] and self._done.try_acquire():
             self._finish()
 
@@ -282,25 +227,29 @@ class WorkerLink:
         """Returns what the call with this number, which is done, returned."""
         return self._replies.pop(number)
 
-    def reconnect(self, pipe: Connection, *, repeat: bool) -> None:
-        """Goes on with another process in the place of the one that ended.
+    def peek_reply(self, number: int) -> Reply | None:
+        """Returns what a call returned, or None if it is not done; the reply stays here."""
+        return self._replies.get(number)
 
-        Args:
-            pipe: To the new process, which begins with the oldest command that is under way.
-            repeat: Whether commands under way are ours to give to it again.
-        """
-        self.close()
-        self._take(pipe)
-        if not repeat:
-            return
+    def reconnect(self, process: WorkerProcess) -> None:
+        """Gives the pending commands to the process that replaces the worker; it begins with the oldest."""
+        self._take(process)
         for number in range(self.num_done, self.num_posted):
             self._go.post()
             if self._posted[number].payload:
-                self._send(self._posted[number].payload)
+                process.pipe.send(self._posted[number].payload)
         self._begun_s = time.monotonic()
 
     def _acquire(self, deadline: float | None) -> None:
-        while not self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
+        pipe = self._process.pipe
+        while True:
+            if pipe.flush():
+                if self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
+                    return
+            elif self._done.try_acquire():
+                return
+            else:
+                pipe.wait_to_send(LOOK_S)
             if self.ended():
                 if self._done.try_acquire():  # it had just done it
                     return
@@ -322,8 +271,8 @@ class WorkerLink:
     def _hear(self, number: int, slot: int) -> None:
         """Takes the reply that came with a command."""
         try:
-            reply: Reply = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, ConnectionResetError) as error:
+            reply: Reply = pickle.loads(self._process.pipe.receive(time.monotonic() + _REPLY_S)[0])
+        except (EOFError, NotReady) as error:
             raise self.lost() from error
         for note in reply.notes:
             logger.warning(note)
@@ -350,23 +299,20 @@ class WorkerLink:
         return info._replace(final_obs=self.objects.get(info.env_id - self._first_id))
 
     def ended(self) -> bool:
-        """Whether the worker's process has ended.
-
-        Its pipe would not tell: a child of the environment may hold it open.
-        """
-        return self._process.ended()
+        """Whether the worker's process has ended."""
+        return self._process.watch.ended()
 
     def kill(self) -> None:
         """Ends the worker's process; from then on it writes no more, and what it has done is noted."""
-        self._process.kill()
+        self._process.watch.kill()
         with contextlib.suppress(WorkerLostError):
             self.poll()
 
     def raise_what_it_said(self) -> None:
         """Raises, of a worker that ended while it made its environments, what one of them raised."""
-        if self.is_starting and not self.pipe.closed and self.pipe.poll():
-            with contextlib.suppress(EOFError, ConnectionResetError):
-                said = pickle.loads(self.pipe.recv_bytes())
+        if self.is_starting and self._process.pipe.poll():
+            with contextlib.suppress(EOFError):
+                said = pickle.loads(self._process.pipe.receive()[0])
                 assert isinstance(said, RemoteFailure)
                 raise said.rebuild()
 
@@ -379,16 +325,16 @@ class WorkerLink:
             remedy="Look into the system's log for what killed it; on_env_error='restart' makes it anew.",
         )
 
-    def hangs(self, step_timeout_s: float) -> WorkerLostError:
-        """Describes that the worker takes too long."""
-        return WorkerLostError(
-            "An environment answers within step_timeout_s.",
-            expected=f"{self.where} to answer within {step_timeout_s} s",
-            got="no answer; the worker has been killed",
-            remedy="Raise step_timeout_s if steps may take so long; on_env_error='restart' makes it anew.",
-        )
+    def hangs(self, name: str, limit_s: float) -> WorkerLostError:
+        """Describes that the worker, which still runs, takes longer than a limit; shows the stack where it hangs.
 
-    def close(self) -> None:
-        """Closes the pipe, upon which the worker ends."""
-        self.pipe.close()
-        self._process.close()
+        Args:
+            name: Of the limit.
+            limit_s: The limit.
+        """
+        return WorkerLostError(
+            f"An environment answers within {name}.",
+            expected=f"{self.where} to answer within {limit_s:g} s",
+            got=f"no answer; the worker has been killed. Its stack was:\n{self._process.stack()}",
+            remedy=f"Raise {name} if it may take so long; on_env_error='restart' replaces the worker.",
+        )

@@ -49,13 +49,15 @@ class Supervision:
             ends as truncated; else what happened is raised.
         step_timeout_s: A worker that takes longer for a command is taken to hang, and is killed; None for
             no limit.
+        start_timeout_s: Likewise a worker that takes longer to make its environments.
     """
 
     restart: bool = False
     step_timeout_s: float | None = None
+    start_timeout_s: float = 300.0
 
     @classmethod
-    def of(cls, on_env_error: str, step_timeout_s: float | None) -> Supervision:
+    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> Supervision:
         """Returns what the arguments of a vector environment ask for.
 
         Raises:
@@ -69,7 +71,14 @@ class Supervision:
                 got=repr(step_timeout_s),
                 remedy="Leave it out, or pass several times what the slowest step takes.",
             )
-        return cls(on_env_error == "restart", step_timeout_s)
+        if not start_timeout_s > 0:
+            raise ConfigError(
+                "start_timeout_s is how long a worker may take to make its environments.",
+                expected="seconds, more than 0",
+                got=repr(start_timeout_s),
+                remedy="Leave it out for 300 s, or pass several times what the slowest constructor takes.",
+            )
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
 
 
 RAISE = Supervision()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import os
 import secrets
 import sys
 import time
@@ -26,6 +27,7 @@ from rayvec.data import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, check_choice, check_count, message
 from rayvec.node.local_pool import LocalPool
+from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import ActingPool, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
@@ -68,15 +70,17 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         autoreset_mode: When an environment is reset whose episode has ended.
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
-        num_nodes: How many nodes to use; by default all that have free cores. 0 is none: this process steps the
-            environments, one after another and without Ray, for a debugger's sake or where steps take microseconds;
-            workers_per_node, step_timeout_s and address have no meaning then.
-        workers_per_node: Worker processes on each; by default one for each free core.
+        num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray.
+        workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
+            one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
+            for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` has no meaning then.
         groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
             turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
         step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
             hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
             times as long.
+        start_timeout_s: A worker that takes longer to make its environments is taken to hang and is killed; the error
+            shows the stack where it hung.
         on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
             ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
             that failed the last true observation is returned, with reward 0, truncated, and
@@ -105,6 +109,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         workers_per_node: int | None = None,
         groups: Literal[1, 2, "auto"] = 1,
         step_timeout_s: float | None = None,
+        start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
@@ -115,7 +120,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        supervision = Supervision.of(on_env_error, step_timeout_s)
+        supervision = Supervision.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
@@ -124,10 +129,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._autoreset = _MODES[self.autoreset_mode]
         self._pool: ActingPool
         if num_nodes == 0 and num_nodes is not False:
-            _check_local(workers_per_node=workers_per_node, address=address, step_timeout_s=step_timeout_s)
-            self._pool = LocalPool(factory, supervision)
+            self._pool = _open_local(factory, supervision, workers_per_node, preload, address)
         else:
-            from rayvec.cluster.ray_pool import RayPool  # who does without Ray need not import it, a third of a second
+            from rayvec.cluster.ray_pool import RayPool  # programs without Ray do not import it, a third of a second
 
             self._pool = RayPool.open(
                 factory,
@@ -605,16 +609,34 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._late = False
 
 
-def _check_local(**settings: Any) -> None:
-    """Refuses what has no meaning where the driver's process steps the environments."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given:
+def _open_local(
+    factory: EnvFactory, supervision: Supervision, workers: int | None, preload: Sequence[str], address: str | None
+) -> ActingPool:
+    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0.
+
+    Raises:
+        ConfigError: Settings that have no meaning without Ray, or without worker processes.
+    """
+    if address is not None:
         raise ConfigError(
-            "num_nodes=0 lets this process step the environments: without Ray, and nobody can stop a step.",
-            expected=f"no {', '.join(settings)} beside it",
-            got=", ".join(f"{name}={value!r}" for name, value in given.items()),
-            remedy="Leave it out, or pass num_nodes=1 for worker processes on this machine.",
+            "num_nodes=0 steps environments on this machine, without Ray.",
+            expected="no address beside num_nodes=0",
+            got=f"address={address!r}",
+            remedy="Leave address out, or pass num_nodes=1 or more.",
         )
+    if workers == 0 and workers is not False:
+        if supervision.step_timeout_s is not None:
+            raise ConfigError(
+                "workers_per_node=0 steps environments in this process, where no step can be stopped.",
+                expected="no step_timeout_s beside workers_per_node=0",
+                got=f"step_timeout_s={supervision.step_timeout_s:g}",
+                remedy="Leave step_timeout_s out, or pass workers_per_node=1 or more.",
+            )
+        return LocalPool(factory, supervision)
+    if workers is not None:
+        check_count("workers_per_node", workers)
+    num_workers = min(workers or len(os.sched_getaffinity(0)), factory.num_envs)
+    return ProcessPool.of(factory, num_workers, preload=preload, supervision=supervision)
 
 
 def make_vec(

@@ -1,0 +1,581 @@
+"""A node as the driver sees it: its own, whose process pool it owns, or another, behind an actor and a stream."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import ray
+from gymnasium import Space
+from numpy.typing import NDArray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayvec.cluster.frames import Answer, FrameFormat
+from rayvec.cluster.node_actor import NodeActor
+from rayvec.cluster.stream import FrameSocket, connect
+from rayvec.data import ChunkEdges, NodeSlice, RawInfo, RolloutTimes, StepBatch, Tree, tree_map
+from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError, RemoteFailure
+from rayvec.node.process_pool import ProcessPool
+from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.restarts import RESTARTED, NodeState
+
+__all__ = ["LocalNode", "Node", "NodePart", "RemoteNode", "Wait", "Weights", "open_node"]
+
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+)
+_CLOSE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+Wait = Callable[[float | None], Any]
+"""Waits for something that was started, for up to so many seconds, and returns its result.
+
+It raises ``NotReady`` if that takes longer, ``NodeLostError`` if the node is gone."""
+
+
+class Weights(NamedTuple):
+    """Published weights of a policy.
+
+    Attributes:
+        version: Of the weights.
+        array: ``float32 [P]``.
+        ref: To the array in the object store, from which other nodes fetch it; None where there is no other node.
+    """
+
+    version: int
+    array: NDArray[np.float32]
+    ref: Any
+
+
+class NodePart(NamedTuple):
+    """A node's part of a chunk.
+
+    Attributes:
+        times: Of each of its workers.
+        notes: What the driver logs, such as which workers and environments were restarted.
+        edges: Of its part, where that stays in the object store.
+        chunk: A reference to its part if there are edges; else a chunk from each of its workers, which may be views of
+            memory that the chunk after the next one overwrites.
+    """
+
+    times: tuple[RolloutTimes, ...]
+    notes: list[str]
+    edges: ChunkEdges | None
+    chunk: Any
+
+
+class Node(Protocol):
+    """The environments of one node, stepped as an :class:`~rayvec.pools.base.EnvPool` with ids from 0, and policies.
+
+    What a method starts and returns a :data:`Wait` for is done in the order in which it was started.
+    """
+
+    slice: NodeSlice
+    transport: str
+
+    def start(self, factory: EnvFactory) -> Wait:
+        """Starts the workers, which make their environments; the result is their spaces."""
+        ...
+
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
+        """Makes the shared memory for these spaces, and resumes from the state of a lost node if there is one."""
+        ...
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when some answer may be ready; for who calls :meth:`ready_ids`."""
+        ...
+
+    def ready_ids(self) -> NDArray[np.int64]:
+        """Returns the ids whose answers :meth:`recv` would return without waiting; to be called repeatedly."""
+        ...
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """Starts a step."""
+        ...
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts a reset."""
+        ...
+
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+        """Asks for current observations."""
+        ...
+
+    def flush(self) -> None:
+        """Sends the node what was started, if it has not been sent yet."""
+        ...
+
+    def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
+        """Waits for what was started, and has been sent."""
+        ...
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """Starts a call of the environments' methods."""
+        ...
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """Sets an attribute of environments."""
+        ...
+
+    def load(self, key: int, policy: bytes, version: int) -> Wait:
+        """Gives every worker a pickled policy that brings weights of a version along."""
+        ...
+
+    def drop(self, key: int) -> Wait:
+        """Lets every worker forget a policy and its weights."""
+        ...
+
+    def publish(self, key: int, weights: Weights) -> Wait:
+        """Gives a policy new weights, with which every chunk acts that is begun after this."""
+        ...
+
+    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
+        """Lets every worker take steps with a policy over its own slice; the result is a :class:`NodePart`."""
+        ...
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of what started the workers and ends with them, and of the workers."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> Wait:
+        """Closes the environments and ends the workers; what has not ended in time is killed."""
+        ...
+
+
+def open_node(
+    node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision, *, loose: bool = False
+) -> LocalNode | RemoteNode:
+    """Claims the cores of a node; its workers are started by :meth:`Node.start`."""
+    if node_slice.node_id == ray.get_runtime_context().get_node_id():
+        return LocalNode(node_slice, preload, supervision)
+    return RemoteNode(node_slice, preload, supervision, loose)
+
+
+class LocalNode:
+    """The driver's own node: this process owns the pool, a placement group holds the cores.
+
+    Args:
+        node_slice: Which environments it holds.
+        preload: Modules that workers import once.
+        supervision: What becomes of environments that raise, hang, or whose process ends.
+    """
+
+    transport = "shm"
+
+    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
+        self.slice = node_slice
+        self._preload = preload
+        self._supervision = supervision
+        self._pool: ProcessPool | None = None
+        self._claim: PlacementGroup | None = None
+        if node_slice.num_cpus:
+            self._claim = placement_group(
+                [{"CPU": node_slice.num_cpus}], bundle_label_selector=[{"ray.io/node-id": node_slice.node_id}]
+            )
+
+    @property
+    def _running(self) -> ProcessPool:
+        assert self._pool is not None
+        return self._pool
+
+    def wait_until_placed(self, timeout_s: float) -> None:
+        """Waits until the cores are this node's.
+
+        Raises:
+            NodeLostError: Others have claimed them meanwhile.
+        """
+        if self._claim is not None and not self._claim.wait(timeout_s):
+            raise self._lost(TimeoutError(f"no {self.slice.num_cpus} free cores within {timeout_s:g} s"))
+
+    def start(self, factory: EnvFactory) -> Wait:
+        """See :class:`Node`."""
+
+        def make(timeout_s: float | None) -> PoolSpaces:
+            self.wait_until_placed(_CLOSE_S if timeout_s is None else timeout_s)
+            bounds = self.slice.worker_bounds
+            self._pool = ProcessPool(
+                factory.in_parts(bounds), bounds, self.slice.name, self._preload, self._supervision, self._lost
+            )
+            return self._pool.spaces
+
+        return make
+
+    def _lost(self, error: Exception) -> NodeLostError:
+        return _node_lost(self.slice, error)
+
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
+        """See :class:`Node`."""
+        self._running.allocate(observation, action, state)
+        pool = self._running
+        self.send, self.reset, self.ready, self.recv = pool.send, pool.reset, pool.ready, pool.recv
+        self.call, self.set_attr, self.ready_ids = pool.call, pool.set_attr, pool.ready_ids
+        return _done
+
+    def flush(self) -> None:
+        """See :class:`Node`; the workers know."""
+
+    @property
+    def event_fd(self) -> int:
+        """See :class:`Node`."""
+        return self._running.event_fd
+
+    def load(self, key: int, policy: bytes, version: int) -> Wait:
+        """See :class:`Node`."""
+        return lambda timeout_s: self._running.acting.load(key, policy, version)
+
+    def drop(self, key: int) -> Wait:
+        """See :class:`Node`."""
+        return lambda timeout_s: self._running.acting.drop(key)
+
+    def publish(self, key: int, weights: Weights) -> Wait:
+        """See :class:`Node`."""
+        self._running.acting.publish(key, weights.version, weights.array)
+        return _done
+
+    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
+        """See :class:`Node`."""
+        self._running.begin_rollout(key, num_steps, first_step, noise_seed)
+
+        def finish(timeout_s: float | None) -> NodePart:
+            chunks, times = self._running.finish_chunks(timeout_s)
+            if not by_reference:
+                return NodePart(times, [], None, chunks)
+            chunk = join_chunks(chunks)
+            return NodePart(times, [], edges_of(chunk), ray.put(chunk))
+
+        return finish
+
+    def worker_pids(self) -> list[int]:
+        """See :class:`Node`."""
+        return next(iter(self._running.worker_pids().values()))
+
+    def close(self, timeout_s: float | None = None) -> Wait:
+        """See :class:`Node`."""
+
+        def end(timeout_s: float | None) -> None:
+            if self._pool is not None:
+                self._pool.close(timeout_s)
+                self._pool = None
+            if self._claim is not None and ray.is_initialized():
+                remove_placement_group(self._claim)
+            self._claim = None
+
+        return end
+
+
+def _done(timeout_s: float | None) -> None:
+    """The wait for what is done already."""
+
+
+def _node_lost(node_slice: NodeSlice, error: BaseException) -> NodeLostError:
+    reason = str(error).splitlines()[0] if str(error) else "no reason given"
+    return NodeLostError(
+        "A node holds its environments until the pool is closed.",
+        expected=f"node {node_slice.name} to answer",
+        got=f"{type(error).__name__}: {reason}",
+        remedy="Look into the node's log for what ended it; on_node_loss='rehost' resumes on the nodes that remain.",
+    )
+
+
+class RemoteNode:
+    """Another node: an actor that owns its process pool, and a stream through which it is stepped.
+
+    Args:
+        node_slice: Which environments it holds.
+        preload: Modules that workers import once.
+        supervision: What becomes of environments that raise, hang, or whose process ends.
+        loose: Whether each environment is answered as soon as it is done; else together, as they were sent.
+    """
+
+    transport = "tcp"
+
+    def __init__(
+        self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision, loose: bool = False
+    ) -> None:
+        self.slice = node_slice
+        self._loose = loose
+        self._connection: FrameSocket | None = None
+        self._actor: Any = (
+            ray.remote(NodeActor)
+            .options(
+                num_cpus=node_slice.num_cpus,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_slice.node_id, soft=False),
+            )
+            .remote(node_slice, preload, supervision)
+        )
+
+    # What goes through Ray.
+
+    def _start(self, method: str, *args: Any) -> Wait:
+        ref = getattr(self._actor, method).remote(*args)
+        return lambda timeout_s: self._get(ref, timeout_s)
+
+    def _get(self, ref: Any, timeout_s: float | None = None) -> Any:
+        """Waits for the result of an actor call.
+
+        Raises:
+            NotReady: It takes longer.
+            NodeLostError: The actor is gone.
+            Exception: What an environment raised.
+        """
+        try:
+            value = ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise NotReady(f"node {self.slice.name} has not answered in time") from error
+        except _LOST as error:
+            raise self._lost(error) from error
+        if isinstance(value, RemoteFailure):
+            raise value.rebuild()
+        return value
+
+    def _lost(self, error: BaseException) -> NodeLostError:
+        return _node_lost(self.slice, error)
+
+    def wait_until_placed(self, timeout_s: float) -> None:
+        """Waits until the actor runs.
+
+        Raises:
+            NodeLostError: It does not, in time or at all.
+        """
+        try:
+            self._start("worker_pids")(timeout_s)
+        except NotReady as error:
+            ray.kill(self._actor)
+            raise self._lost(error) from error
+
+    def start(self, factory: EnvFactory) -> Wait:
+        """See :class:`Node`."""
+        return self._start("start", factory.in_parts(self.slice.worker_bounds))
+
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
+        """See :class:`Node`; the stream is connected when it is waited for."""
+        key = secrets.token_bytes(32)
+        allocating = self._start("allocate", observation, action, state)
+        listening = self._start("listen", key)
+
+        def connect_stream(timeout_s: float | None) -> None:
+            allocating(timeout_s)
+            port = listening(timeout_s)
+            try:
+                self._connection = connect(self.slice.address, port, key)
+            except OSError as error:
+                raise NodeLostError(
+                    "The driver steps another node through a TCP stream.",
+                    expected=f"node {self.slice.name} to accept a connection at {self.slice.address}:{port}",
+                    got=f"{type(error).__name__}: {error}",
+                    remedy="Open the ports between the nodes: a firewall may block them.",
+                ) from error
+
+        self._frames = FrameFormat(ArrayLayout.of(observation), ArrayLayout.of(action))
+        self._frame: bytes | memoryview = b""
+        self._seeds: dict[int, int] = {}
+        self._answers: dict[int, tuple[StepBatch, int]] = {}
+        self._whole: dict[bytes, StepBatch] = {}
+        return connect_stream
+
+    def load(self, key: int, policy: bytes, version: int) -> Wait:
+        """See :class:`Node`."""
+        return self._start("load", key, policy, version)
+
+    def drop(self, key: int) -> Wait:
+        """See :class:`Node`."""
+        return self._start("drop", key)
+
+    def publish(self, key: int, weights: Weights) -> Wait:
+        """See :class:`Node`; Ray fetches the weights once for the node."""
+        return self._start("publish", key, weights.version, weights.ref)
+
+    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
+        """See :class:`Node`."""
+        rollout = self._actor.rollout.options(num_returns=2)
+        answer, chunk = rollout.remote(key, num_steps, first_step, noise_seed, by_reference)
+
+        def finish(timeout_s: float | None) -> NodePart:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            times, edges, notes = self._get(answer, timeout_s)
+            if edges is not None:
+                return NodePart(times, notes, edges, chunk)
+            return NodePart(times, notes, None, self._get(chunk, _left(deadline)))
+
+        return finish
+
+    def worker_pids(self) -> list[int]:
+        """See :class:`Node`."""
+        found: list[int] = self._start("worker_pids")(None)
+        return found
+
+    def close(self, timeout_s: float | None = None) -> Wait:
+        """See :class:`Node`."""
+        if self._connection is not None:
+            self._connection.close()
+        if not ray.is_initialized():
+            return _done
+        closing = self._start("close", timeout_s)
+
+        def end(timeout_s: float | None) -> None:
+            try:
+                closing(_CLOSE_S if timeout_s is None else timeout_s)
+            except (NodeLostError, NotReady):
+                pass  # gone already, or ended by force below
+            except Exception:
+                logger.exception("node %s did not close in order", self.slice.name)
+            ray.kill(self._actor)
+
+        return end
+
+    # What goes through the stream.
+
+    @property
+    def _stream(self) -> FrameSocket:
+        assert self._connection is not None
+        return self._connection
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """See :class:`Node`."""
+        frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
+        self._ask(frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See :class:`Node`."""
+        self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
+        frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
+        self._ask(frame, (list(seeds), options), keep)
+
+    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+        """See :class:`Node`."""
+        self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
+
+    def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
+        self.flush()
+        if keep:
+            self._start("keep", kept)(None)
+        self._frame = frame
+
+    def flush(self) -> None:
+        """See :class:`Node`.
+
+        A frame is packed first and sent when those for other nodes are packed too: to send one may
+        mean to lose the core to whoever receives it.
+        """
+        frame, self._frame = self._frame, b""
+        if frame:
+            try:
+                self._stream.send(frame)
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
+        """See :class:`Node`; the arrays are views of memory that the next frame of this node overwrites."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        key = env_ids.tobytes()
+        while (batch := self._whole.pop(key, None)) is None:
+            if self._loose and all(env_id in self._answers for env_id in env_ids.tolist()):
+                return self._gather(env_ids)
+            self._read_answer(deadline)
+        return batch
+
+    @property
+    def event_fd(self) -> int:
+        """See :class:`Node`."""
+        return self._stream.fileno()
+
+    def ready_ids(self) -> NDArray[np.int64]:
+        """See :class:`Node`."""
+        while self._stream.poll():
+            self._read_answer(None)
+        return np.array(sorted(self._answers), np.int64)
+
+    def _read_answer(self, deadline: float | None) -> None:
+        """Reads the next frame."""
+        for key, batch in self._whole.items():  # asked for later than it came: out of the frame's way
+            self._whole[key] = batch.copy()
+        try:
+            if deadline is not None and not self._stream.poll(max(0.0, deadline - time.monotonic())):
+                raise NotReady(f"node {self.slice.name} has not answered in time")
+            answer = self._frames.unpack_answer(self._stream.recv())
+        except NotReady:
+            raise
+        except (EOFError, OSError) as error:
+            raise self._lost(error) from error
+        batch = self._fetch(answer)
+        for info in batch.info:
+            self._log_restart(info)
+        if self._loose:
+            batch = batch.copy()
+            self._answers.update({env_id: (batch, row) for row, env_id in enumerate(answer.env_ids.tolist())})
+        else:
+            self._whole[answer.env_ids.tobytes()] = batch
+
+    def _fetch(self, answer: Answer) -> StepBatch:
+        if answer.batch is not None:
+            return answer.batch
+        batch: StepBatch = deepcopy(self._start("kept")(None))  # what comes by Ray can't be written
+        return batch
+
+    def _gather(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """Puts answers together that came one by one."""
+        found = [self._answers.pop(env_id) for env_id in env_ids.tolist()]
+        infos = []
+        for env_id, (batch, _) in zip(env_ids.tolist(), found, strict=True):
+            infos += [info for info in batch.info if info.env_id == env_id]
+
+        def rows(get: Callable[[StepBatch], Tree]) -> Tree:
+            return tree_map(
+                lambda *leaves: np.concatenate(
+                    [leaf[row : row + 1] for leaf, (_, row) in zip(leaves, found, strict=True)]
+                ),
+                *(get(batch) for batch, _ in found),
+            )
+
+        return StepBatch(
+            env_ids,
+            rows(lambda batch: batch.obs),
+            rows(lambda batch: batch.rew),
+            rows(lambda batch: batch.terminated),
+            rows(lambda batch: batch.truncated),
+            tuple(infos),
+        )
+
+    def _log_restart(self, info: RawInfo) -> None:
+        if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
+            env_id = self.slice.env_range.start + info.env_id
+            worker = int(np.searchsorted(self.slice.worker_bounds, env_id, side="right")) - 1
+            name, seed = self.slice.name, self._seeds.get(info.env_id)
+            logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, env_id, seed)
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    ) -> Callable[[float | None], list[Any]]:
+        """See :class:`Node`."""
+        calling = self._start("call", name, args, dict(kwargs), env_ids)
+        return lambda timeout_s: deepcopy(calling(timeout_s))  # what comes by Ray can't be written
+
+    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
+        """See :class:`Node`."""
+        self._start("set_attr", name, list(values), env_ids)(None)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,33 @@
+"""Ray's object store, for chunks that stay where a learner's ranks fetch them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayvec.errors import ConfigError
+
+__all__ = ["check_object_store", "put_object"]
+
+
+def check_object_store() -> None:
+    """Refuses chunks by reference where no Ray is initialised.
+
+    Raises:
+        ConfigError: There is no object store.
+    """
+    import ray  # programs without ranks need not import it, a third of a second
+
+    if not ray.is_initialized():
+        raise ConfigError(
+            "by_reference=True leaves a chunk in Ray's object store.",
+            expected="an initialised Ray, such as that of a LearnerGroup",
+            got="environments on this machine without Ray, and no Ray",
+            remedy="Leave by_reference out, or make the LearnerGroup first.",
+        )
+
+
+def put_object(value: Any) -> Any:
+    """Puts a value into the object store; returns the reference."""
+    import ray
+
+    return ray.put(value)

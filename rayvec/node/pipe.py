@@ -1,0 +1,230 @@
+"""Messages between a worker and its owner: bytes and file descriptors, over a socket without a name.
+
+Nothing else in rayvec reads what a worker sends. Whoever waits for a message also watches the process of the peer:
+a child that an environment has forked may hold the other end of the socket open, so that no end of file comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from rayvec.pools.base import NotReady
+
+__all__ = ["LOOK_S", "MessagePipe", "ProcessWatch", "readable"]
+
+LOOK_S = 0.1
+"""How often a wait looks whether the worker still lives."""
+_HEADER = struct.Struct("<Q")
+_MOST_FDS = 128
+_KILL_S = 10.0
+_READ_BYTES = 1 << 20
+
+
+def readable(fds: Sequence[int], timeout_s: float | None) -> bool:
+    """Waits until one of some file descriptors is readable, for up to `timeout_s`; returns whether one is."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else 1000.0 * timeout_s))
+
+
+class ProcessWatch:
+    """Tells whether a process of this machine has ended, whoever started it.
+
+    Args:
+        pid: Of the process.
+        pidfd: A descriptor of the process, instead of its id.
+    """
+
+    def __init__(self, pid: int = -1, *, pidfd: int = -1) -> None:
+        self._fd = pidfd
+        if pidfd < 0:
+            with contextlib.suppress(ProcessLookupError):
+                self._fd = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """Returns the descriptor, which is readable once the process has ended; -1 if it never was there."""
+        return self._fd
+
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self._fd < 0 or readable([self._fd], 0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the process has ended, for up to `timeout_s`; returns whether it has."""
+        return self._fd < 0 or readable([self._fd], timeout_s)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    def kill(self) -> None:
+        """Kills it, and waits until it has ended."""
+        self.signal(signal.SIGKILL)
+        self.wait(_KILL_S)
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MessagePipe:
+    """One end of a pipe of messages.
+
+    With a `peer`, sending never waits: what the socket does not take is kept and goes out with :meth:`flush`.
+    Without one, sending waits until the socket has taken all.
+
+    Args:
+        sock: Of a socket pair.
+        peer: The process at the other end, if its death is to be noticed.
+    """
+
+    def __init__(self, sock: socket.socket, peer: ProcessWatch | None = None) -> None:
+        self._socket = sock
+        self._peer = peer
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
+
+    def fileno(self) -> int:
+        """Returns the socket's descriptor."""
+        return self._socket.fileno()
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Sends a message; descriptors are duplicated.
+
+        Raises:
+            OSError: The peer has closed its end; only without a `peer`.
+        """
+        kept = [os.dup(fd) for fd in fds] if self._peer is not None else list(fds)
+        self._out.append((memoryview(_HEADER.pack(len(data))), kept))
+        self._out.append((memoryview(data), []))
+        if self._peer is None:
+            self._write(0)
+            return
+        self.flush()
+
+    def flush(self) -> bool:
+        """Sends what the socket takes of what is kept, without waiting; returns whether nothing is kept any more."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._write(socket.MSG_DONTWAIT)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    raise
+                self._drop_output()  # the peer has ended, as whoever waits for its answer finds out
+        return not self._out
+
+    def wait_to_send(self, timeout_s: float) -> None:
+        """Waits until the socket takes more, or the peer has sent something, for up to `timeout_s`."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | select.POLLOUT)
+        poll.poll(1000.0 * timeout_s)
+
+    def _write(self, flags: int) -> None:
+        while self._out:
+            data, fds = self._out[0]
+            while data:
+                if fds:
+                    sent = socket.send_fds(self._socket, [data], fds, flags)
+                    if self._peer is not None:
+                        for fd in fds:
+                            os.close(fd)
+                    fds = []
+                else:
+                    sent = self._socket.send(data, flags)
+                data = data[sent:]
+                self._out[0] = data, fds
+            self._out.popleft()
+
+    def _drop_output(self) -> None:
+        for _, fds in self._out:
+            for fd in fds:
+                os.close(fd)
+        self._out.clear()
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Waits for the beginning of a message, or the end of the peer's; returns whether there is one."""
+        return readable([self._socket.fileno()], timeout_s)
+
+    def receive(self, deadline: float | None = None) -> tuple[bytes, list[int]]:
+        """Waits for a message.
+
+        Args:
+            deadline: Of ``time.monotonic``, for the whole of it; None for no limit.
+
+        Raises:
+            EOFError: The peer has ended, or closed its end, before the message was whole.
+            NotReady: It was not there at the deadline. Only its beginning may have been read: the pipe is of no use.
+        """
+        header, fds = self._read_header(deadline)
+        (size,) = _HEADER.unpack(header)
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            self._wait(deadline)
+            with contextlib.suppress(BlockingIOError):
+                received = self._receive_into(view[:_READ_BYTES])
+                view = view[received:]
+        return bytes(data), fds
+
+    def _read_header(self, deadline: float | None) -> tuple[bytes, list[int]]:
+        header, fds = b"", []
+        while len(header) < _HEADER.size:
+            self._wait(deadline)
+            try:
+                data, received, _, _ = socket.recv_fds(
+                    self._socket, _HEADER.size - len(header), _MOST_FDS, socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            fds += received
+            if not data:
+                raise EOFError("the peer has closed its end")
+            header += data
+        return header, fds
+
+    def _receive_into(self, view: memoryview) -> int:
+        try:
+            received = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not received:
+            raise EOFError("the peer has closed its end")
+        return received
+
+    def _wait(self, deadline: float | None) -> None:
+        """Waits until there is something to read; while it waits, kept output goes out."""
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            waiting_to_send = bool(self._out) and not self.flush()
+            look_s = LOOK_S if waiting_to_send or (left is not None and left < LOOK_S) else left
+            fds = [self._socket.fileno()]
+            if self._peer is not None:
+                fds.append(self._peer.fileno())
+            readable(fds, look_s)
+            if self.poll():
+                return
+            if self._peer is not None and self._peer.ended():
+                raise EOFError("the peer's process has ended")
+            if left == 0.0:
+                raise NotReady("no message came in time")
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._drop_output()
+        self._socket.close()

@@ -1,0 +1,210 @@
+"""The worker processes of one node: started, asked for their spaces, given their block, restarted, ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gymnasium import Space
+
+from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.node.chunk_memory import ChunkMemory, dumps
+from rayvec.node.fork_server import ForkServer
+from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.wire import BlockShape, NodeBlock, Setup
+from rayvec.node.worker import STACK_SIGNAL, WorkerSpec
+from rayvec.pools.base import RAISE, NotReady, PoolSpaces, Supervision
+from rayvec.pools.restarts import NodeState
+
+__all__ = ["WorkerProcess", "Workers", "worker_name"]
+
+_END_S = 5.0
+_DUMP_S = 1.0
+_STACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """A worker process as its owner holds it.
+
+    Attributes:
+        pid: Its process id.
+        watch: Tells when it has ended.
+        pipe: To it.
+        stack_fd: Of the file into which it writes its stack when it is asked to.
+    """
+
+    pid: int
+    watch: ProcessWatch
+    pipe: MessagePipe
+    stack_fd: int
+
+    def stack(self) -> str:
+        """Returns the Python stack of the process, to be told where it hangs."""
+        os.ftruncate(self.stack_fd, 0)
+        os.lseek(self.stack_fd, 0, os.SEEK_SET)
+        self.watch.signal(STACK_SIGNAL)
+        deadline = time.monotonic() + _DUMP_S
+        text = b""
+        while time.monotonic() < deadline and not self.watch.wait(0.02):
+            before, text = text, os.pread(self.stack_fd, _STACK_BYTES, 0)
+            if text and text == before:
+                break
+        return text.decode(errors="replace")
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        """Waits until the process has ended, for up to `timeout_s`, then kills it; nothing of it is left."""
+        if not self.watch.wait(timeout_s):
+            self.watch.kill()
+        self.watch.close()
+        self.pipe.close()
+        os.close(self.stack_fd)
+
+
+class Workers:
+    """The worker processes of one node, children of this process's fork server.
+
+    Args:
+        factories: Make the environments, one for each worker, by cloudpickle: only the workers import what is in them.
+        worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
+        node: Name of the node, for errors.
+        preload: Modules that the fork server imports beside ours.
+        supervision: What becomes of environments that raise.
+
+    Raises:
+        WorkerLostError: A worker ended, or its environments were not made within ``start_timeout_s``.
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[bytes],
+        worker_bounds: Sequence[int],
+        node: str = "local",
+        preload: Sequence[str] = (),
+        supervision: Supervision = RAISE,
+    ) -> None:
+        self.first_id = worker_bounds[0]
+        self.node = node
+        self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
+        self.supervision = supervision
+        self.processes: list[WorkerProcess] = []
+        self.memories: list[ChunkMemory] = []
+        self._block: NodeBlock | None = None
+        self._preload = preload
+        self._specs = [
+            WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
+        ]
+        try:
+            for spec in self._specs:
+                self.processes.append(self._start(spec))
+            deadline = time.monotonic() + supervision.start_timeout_s
+            sizes = [self.bounds[k + 1] - self.bounds[k] for k in range(len(self._specs))]
+            reports = [(size, self._hear(k, PoolSpaces, deadline)) for k, size in enumerate(sizes)]
+            self.spaces = PoolSpaces.join(reports)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def _start(self, spec: WorkerSpec) -> WorkerProcess:
+        self.server = ForkServer.shared(self._preload)
+        ours, theirs = socket.socketpair()
+        stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
+        with theirs:
+            try:
+                pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd])
+            except BaseException as error:
+                ours.close()
+                os.close(stack_fd)
+                if isinstance(error, EOFError):
+                    raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error
+                raise
+        return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)
+
+    def _hear(self, index: int, kind: type[Any], deadline: float) -> Any:
+        """Reads what a worker reports while it starts, which is of this kind unless it failed."""
+        process = self.processes[index]
+        try:
+            said = pickle.loads(process.pipe.receive(deadline)[0])
+        except EOFError as error:
+            raise self._lost(index, "its process ended (killed, out of memory, or a crash in native code)") from error
+        except NotReady as error:
+            limit_s = self.supervision.start_timeout_s
+            raise self._lost(
+                index, f"no report within start_timeout_s={limit_s:g}; its stack:\n{process.stack()}"
+            ) from error
+        if isinstance(said, RemoteFailure):
+            raise said.rebuild()
+        assert isinstance(said, kind)
+        return said
+
+    def _lost(self, index: int, got: str) -> WorkerLostError:
+        return WorkerLostError(
+            "A worker makes its environments and reports.",
+            expected=f"a report of {self.where(index)}",
+            got=got,
+            remedy="Make one environment by hand in a fresh interpreter to see what it does.",
+        )
+
+    def where(self, index: int) -> str:
+        """Returns the name of a worker, for errors."""
+        return worker_name(self.node, index, self.first_id, self.bounds)
+
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> NodeBlock:
+        """Makes the block for arrays of these spaces, in a certain state, and gives it to every worker."""
+        block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
+        if state is not None:
+            state.restore(block.results(slice(None))["obs"], block.arrays)
+        self.memories = [ChunkMemory() for _ in self.processes]
+        for k in range(len(self.processes)):
+            self._set_up(k, Setup(block.shape))
+        deadline = time.monotonic() + self.supervision.start_timeout_s
+        for k in range(len(self.processes)):
+            self._hear(k, int, deadline)
+        return block
+
+    def restart(self, index: int, policies: Sequence[tuple[int, bytes, int]]) -> WorkerProcess:
+        """Kills a worker and starts another in its place, which resumes with the oldest pending command.
+
+        It is not waited for: until its environments are made, the block has its process id below zero.
+
+        Args:
+            index: Of the worker.
+            policies: Key, pickled policy, and the descriptor of its weights' memory.
+        """
+        assert self._block is not None
+        self.processes[index].end()
+        self._block.forget(index)
+        process = self.processes[index] = self._start(replace(self._specs[index], replacement=True))
+        self._block.arrays["pid"][index] = -process.pid
+        self._set_up(index, Setup(self._block.shape, int(self._block.arrays["tail"][index]), len(policies)))
+        for key, policy, fd in policies:
+            process.pipe.send(dumps((key, policy)), [fd])
+        return process
+
+    def _set_up(self, index: int, setup: Setup) -> None:
+        assert self._block is not None
+        self.processes[index].pipe.send(dumps(setup), [*self._block.fds, *self.memories[index].fds])
+
+    def close(self, timeout_s: float = _END_S) -> None:
+        """Ends every worker: those that have not ended within `timeout_s` are killed."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.pipe.close()  # a worker that writes to it ends
+        for process in self.processes:
+            process.end(max(0.0, deadline - time.monotonic()))
+        for memory in self.memories:
+            memory.close()
+        self.processes, self.memories = [], []
+
+
+def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:
+    """Returns the name of a worker, for errors."""
+    return (
+        f"worker {index} on node {node} (environments {first_id + bounds[index]} to {first_id + bounds[index + 1] - 1})"
+    )
