@@ -55,7 +55,7 @@ from rayvec.data.chunk_ops import join_chunks
 from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.process_pool import ProcessPool
-from rayvec.node.worker_link import ProcessWatch
+from rayvec.node.pipe import ProcessWatch
 from rayvec.pools.base import Autoreset, Supervision
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
@@ -79,7 +79,13 @@ def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
 
 def taken(pool: ProcessPool, *args: Any) -> Chunk:
     """What a rollout of all workers makes together, in memory of its own."""
-    return join_chunks(pool.unpack(pool.rollout(*args)))
+    pool.begin_rollout(*args)
+    return join_chunks(pool.finish_chunks()[0])
+
+
+def pids_of(pool: ProcessPool) -> list[int]:
+    """Process ids of the workers."""
+    return next(iter(pool.worker_pids().values()))[1:]
 
 
 @pytest.mark.parametrize(("num_envs", "parts"), [(1, 1), (7, 3), (4, 4), (10, 4)])
@@ -215,7 +221,7 @@ class TestWaiting:
                 assert sorted(seen) == [1, 2]
             with pytest.raises(TimeoutError):
                 pool.recv(min_ready=1, timeout_s=0.02)
-            for pid in pool.worker_pids:
+            for pid in pids_of(pool):
                 os.kill(pid, signal.SIGKILL)
 
     def test_a_step_that_timed_out_is_not_lost(self) -> None:
@@ -257,7 +263,7 @@ class TestWaiting:
         try:
             assert within(DEADLINE_S, step) == [60_000] * num_envs
         finally:
-            for pid in pool.worker_pids:
+            for pid in pids_of(pool):
                 os.kill(pid, signal.SIGKILL)
             with suppress(WorkerLostError):
                 pool.close()
@@ -353,7 +359,7 @@ class TestFailures:
     @pytest.mark.parametrize("idle", [True, False])
     def test_a_killed_worker_is_noticed_and_the_others_go_with_the_pool(self, idle: bool) -> None:
         pool = process_pool([partial(CountingEnv, 5, 0.0 if idle else 0.2)] * 3, 3)
-        pids = pool.worker_pids
+        pids = pids_of(pool)
         ids = np.arange(3)
         pool.reset(ids, [0, 1, 2])
         pool.recv(ids)
@@ -377,7 +383,6 @@ class TestFailures:
         pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
         with pytest.raises(WorkerLostError):
             within(DEADLINE_S / 2, pool.recv)
-        assert alive(child)
         pool.close()
         wait_until(lambda: not alive(child), "the child has ended")
 
@@ -391,8 +396,8 @@ class TestFailures:
         assert within(DEADLINE_S, pool.recv).info[0].final_info == {"env_restarted": True}
         wait_until(lambda: not alive(first), "the first child has ended")
         second = int((tmp_path / "pid").read_text())
-        assert alive(second) and os.getpgid(second) == pool.worker_pids[0]
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        assert alive(second) and os.getpgid(second) == pids_of(pool)[0]
+        os.kill(pids_of(pool)[0], signal.SIGKILL)
         pool.close()
         wait_until(lambda: not alive(second), "the second child has ended")
 
@@ -400,7 +405,7 @@ class TestFailures:
 class TestEnd:
     def test_close_ends_everything_and_may_be_repeated(self) -> None:
         pool = process_pool([CountingEnv] * 4, 3)
-        pids = pool.worker_pids
+        pids = pids_of(pool)
         assert len(pids) == 3 and all(map(alive, pids))
         pool.close()
         assert not any(map(alive, pids))
@@ -414,18 +419,18 @@ class TestEnd:
     @pytest.mark.parametrize("when", ["init", "step"])
     def test_close_while_an_environment_hangs(self, when: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The constructor is interrupted by the error of another environment."""
-        monkeypatch.setattr("rayvec.node.process_pool._END_S", 0.5)
+        monkeypatch.setattr("rayvec.node.process_pool._CLOSE_S", 0.5)
         fns = [partial(FaultyEnv, "hang", when), partial(FaultyEnv, "raise", "init" if when == "init" else "step", 5)]
         if when == "init":
             fns = [partial(FaultyEnv, "raise", "init"), partial(FaultyEnv, "hang", "init")]
-            process_pool([CountingEnv]).close()  # the forkserver and its helper stay
+            process_pool([CountingEnv]).close()  # the fork server stays
             before = set(children())
             with pytest.raises(ValueError, match="broken"):
                 within(DEADLINE_S, partial(process_pool, fns, 2))
             assert set(children()) <= before
             return
         pool = process_pool(fns, 2)
-        pids = pool.worker_pids
+        pids = pids_of(pool)
         pool.reset(np.arange(2), [0, 1])
         pool.recv(np.arange(2))
         pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
@@ -435,8 +440,8 @@ class TestEnd:
     def test_nothing_piles_up_over_many_pools(self) -> None:
         def cycle() -> None:
             with closing(process_pool(env_fns(2, ALL_SPACES["dict"]), 2)) as pool:
-                pool.load_policy(0, cloudpickle.dumps(lambda obs: np.zeros(len(obs["a"]), int)))
-                pool.publish(0, 1, np.zeros(50_000, np.float32))
+                pool.acting.load(0, cloudpickle.dumps(lambda obs: np.zeros(len(obs["a"]), int)))
+                pool.acting.publish(0, 1, np.zeros(50_000, np.float32))
                 pool.reset(np.arange(2), [0, 1])
                 pool.recv(np.arange(2))
                 pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
@@ -457,7 +462,7 @@ class TestEnd:
 
 
 def children() -> Iterator[int]:
-    """Yields this process's children and the forkserver's, zombies apart."""
+    """Yields this process's children and the fork server's, zombies apart."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         with suppress(OSError):
@@ -476,7 +481,7 @@ class TestRollout:
             closing(SerialPool(factory([DriftEnv] * 5))) as serial,
             closing(process_pool([DriftEnv] * 5, workers)) as pool,
         ):
-            pool.load_policy(7, cloudpickle.dumps(policy))
+            pool.acting.load(7, cloudpickle.dumps(policy))
             for p in (serial, pool):
                 p.reset(np.arange(5), list(range(5)))
                 p.recv(np.arange(5))
@@ -491,7 +496,7 @@ class TestRollout:
         images = partial(SpaceEnv, spaces.Dict(image=spaces.Box(0, 255, (40, 40), np.uint8), all=spaces.Discrete(9)))
         policy = TablePolicy()
         with closing(SerialPool(factory([images] * 3))) as serial, closing(process_pool([images] * 3, 2)) as pool:
-            pool.load_policy(0, cloudpickle.dumps(policy))
+            pool.acting.load(0, cloudpickle.dumps(policy))
             for p in (serial, pool):
                 p.reset(np.arange(3), [0, 1, 2])
                 p.recv(np.arange(3))
@@ -508,9 +513,9 @@ class TestRollout:
             pool.reset(np.arange(3), [0, 1, 2])
             pool.recv(np.arange(3))
             first, second = TablePolicy(seed=1), TablePolicy(seed=2)
-            pool.load_policy(0, cloudpickle.dumps(first))
-            pool.load_policy(1, cloudpickle.dumps(first))
-            pool.publish(1, 5, second.weights())
+            pool.acting.load(0, cloudpickle.dumps(first))
+            pool.acting.load(1, cloudpickle.dumps(first))
+            pool.acting.publish(1, 5, second.weights())
             by_first, by_second = taken(pool, 0, 30, 0, 3), taken(pool, 1, 30, 0, 3)
             assert (by_first.weights_version, by_second.weights_version) == (0, 5)
             for chunk, policy in ((by_first, first), (by_second, second)):
@@ -521,11 +526,11 @@ class TestRollout:
     def test_a_chunk_is_in_memory_of_its_own(self) -> None:
         """Also what stands in its infos: the next chunk must not write there."""
         with closing(process_pool([LargeInfo])) as pool:
-            pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
+            pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
             pool.reset(np.arange(1), [0])
             pool.recv(np.arange(1))
             chunk = taken(pool, 0, 4, 0, 0)
-            pool.rollout(0, 4, 4, 0)
+            taken(pool, 0, 4, 4, 0)
             for info in chunk.infos:
                 assert_identical(info.info["large"], np.full(20_000, chunk.rew[info.t, info.n]))
 
@@ -534,9 +539,9 @@ class TestRollout:
             raise KeyError("policy")
 
         with closing(process_pool([CountingEnv] * 2, 2)) as pool:
-            pool.load_policy(0, cloudpickle.dumps(bad))
+            pool.acting.load(0, cloudpickle.dumps(bad))
             with pytest.raises(KeyError, match="policy") as caught:
-                pool.rollout(0, 3, 0, 0)
+                taken(pool, 0, 3, 0, 0)
             assert isinstance(caught.value.__cause__, EnvError) and "worker" in str(caught.value.__cause__)
             pool.reset(np.arange(2), [0, 1])
             assert pool.recv(np.arange(2)).obs[:, 0].tolist() == [0, 1]
@@ -551,15 +556,16 @@ from rayvec.node.process_pool import ProcessPool
 from rayvec.testing import TablePolicy
 
 pool = ProcessPool.start(factory([Imported]), 1)
-pool.load_policy(0, cloudpickle.dumps(TablePolicy()))
-pool.rollout(0, 2, 0, 0)
+pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
+pool.begin_rollout(0, 2, 0, 0)
+pool.finish_rollout()
 print(pool.call("heavy", (), {}, np.arange(1))(None))
 pool.close()
 """
 
 
 def test_workers_import_neither_ray_nor_torch() -> None:
-    """In a process of its own: this one's forkserver may have been started by a test that wants torch in it."""
+    """In a process of its own: this one's fork server may have been started by a test that wants torch in it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     command = [sys.executable, "-c", LIGHT_WORKER]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=60)
@@ -649,7 +655,7 @@ def test_successors_that_end_while_they_start_are_a_crash_loop_however_long_that
 def test_closing_waits_for_no_successor(tmp_path: Path) -> None:
     pool = heirs(str(tmp_path))
     wait_for_successor(pool)
-    pids = pool.worker_pids
+    pids = pids_of(pool)
     pool.close()
     assert not any(map(alive, pids))
 
@@ -670,7 +676,7 @@ def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(mon
         ids = np.arange(1)
         pool.reset(ids, [3])
         first = pool.recv(ids).obs.copy()
-        worker = ProcessWatch(pool.worker_pids[0])
+        worker = ProcessWatch(pids_of(pool)[0])
         assert pool._last is not None
         restore = pool._last.restore
 
