@@ -1,9 +1,11 @@
-"""A process that forks workers: it has imported what they need, so that each takes milliseconds and a few megabytes.
+"""Processes that fork workers: they have imported what a worker needs, which then takes milliseconds to start.
 
-The fork server is single-threaded and speaks through a socket without a name. It watches the process that started it
-and ends with it, however that ends. Each worker leads a process group of its own; when a worker ends, the fork server
-kills what is left of that group, such as subprocesses of its environments. The kernel kills the workers when the fork
-server itself is killed.
+A process has one *root* fork server, which is started once and stays until the process ends. The root forks a *branch*
+for each pool; the branch forks the pool's workers. They speak through sockets without names.
+
+Nothing outlives its pool. A branch ends when its pool is closed and when the owner's process ends, however that ends;
+before, it kills its workers and whatever their environments have started. When a worker ends, what is left of its
+process group is killed. The kernel kills the workers when their branch is killed, and the root kills what remains.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Self
 
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 
@@ -31,71 +35,86 @@ __all__ = ["ForkServer", "serve"]
 _PID = struct.Struct("<q")
 _END_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Workers have one thread for linear algebra each: there is a worker for every core already."""
 _START = """
 import sys
 sys.path[:] = {path!r}
 from rayvec.node.fork_server import serve
-serve({fd}, {owner}, {preload!r})
+serve({fd}, {owner}, {preload!r}, is_root=True)
 """
 
 
 class ForkServer:
-    """The owner's side of a fork server; :meth:`shared` returns the one of this process.
+    """The owner's side of a fork server.
 
     Args:
-        preload: Modules that it imports once, beside those that every worker needs.
+        sock: To the server.
+        pid: Its process id.
+        watch: On it.
     """
 
     _lock = threading.Lock()
-    _shared: ClassVar[dict[tuple[int, tuple[str, ...]], ForkServer]] = {}
+    _roots: ClassVar[dict[tuple[int, tuple[str, ...]], ForkServer]] = {}
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._owner = os.getpid()
+    def __init__(self, sock: socket.socket, pid: int, watch: ProcessWatch) -> None:
+        self.pid = pid
+        self._socket = sock
+        self._watch = watch
         self._turn = threading.Lock()
-        self._socket, theirs = socket.socketpair()
-        command = _START.format(path=sys.path, fd=theirs.fileno(), owner=self._owner, preload=tuple(preload))
+
+    @classmethod
+    def branch(cls, preload: Sequence[str] = ()) -> ForkServer:
+        """Returns a new fork server for one pool.
+
+        Args:
+            preload: Modules that are imported once, beside those that every worker needs.
+
+        Raises:
+            EOFError: It could not be started.
+        """
+        with cls._lock:
+            key = os.getpid(), tuple(preload)
+            root = cls._roots.get(key)
+            if root is None or root.ended():
+                root = cls._roots[key] = cls._start_root(preload)
+        ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            try:
+                return cls(ours, *root.fork(b"", [theirs.fileno()]))
+            except BaseException:
+                ours.close()
+                raise
+
+    @classmethod
+    def _start_root(cls, preload: Sequence[str]) -> Self:
+        ours, theirs = socket.socketpair()
+        command = _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
+        with theirs:
+            process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", command],  # type: ignore[attr-defined]
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **_ONE_THREAD},
                 start_new_session=True,
             )
-        self._watch = ProcessWatch(self._process.pid)
-
-    @classmethod
-    def shared(cls, preload: Sequence[str] = ()) -> ForkServer:
-        """Returns this process's fork server with these modules; starts it if it is not running."""
-        with cls._lock:
-            key = os.getpid(), tuple(preload)
-            server = cls._shared.get(key)
-            if server is None or server.ended():
-                if server is not None:
-                    server.stop()
-                server = cls._shared[key] = cls(preload)
-            return server
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+        atexit.register(_end_root, os.getpid(), ours, process)
+        return cls(ours, process.pid, ProcessWatch(process.pid))
 
     def ended(self) -> bool:
         """Whether it has ended, and its workers with it."""
         return self._watch.ended()
 
     def fork(self, spec: bytes, fds: Sequence[int]) -> tuple[int, ProcessWatch]:
-        """Forks a worker.
+        """Forks a worker; the root, a branch.
 
         Args:
-            spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`.
-            fds: Descriptors for :func:`~rayvec.node.worker.worker_main`.
+            spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`; nothing for a branch.
+            fds: Descriptors for :func:`~rayvec.node.worker.worker_main`; for a branch, its socket.
 
         Returns:
-            The worker's process id and a watch on it.
+            The process id and a watch on the process.
 
         Raises:
             EOFError: The fork server has ended.
@@ -106,92 +125,129 @@ class ForkServer:
             pid, pidfds = pipe.receive()
         return _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0])
 
-    def stop(self) -> None:
-        """Ends it, and with it every worker that is left."""
-        if os.getpid() != self._owner:
-            return
+    def close(self) -> None:
+        """Lets it end, and waits: it kills every worker that is left."""
         self._socket.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if not self._watch.wait(_END_S):
+            self._watch.kill()
         self._watch.close()
 
 
-@atexit.register
-def _stop_all() -> None:
-    for server in ForkServer._shared.values():
-        server.stop()
+def _end_root(owner: int, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() != owner:  # a child that was forked later, to which it does not belong
+        return
+    sock.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
-def serve(fd: int, owner: int, preload: Sequence[str]) -> None:
-    """Forks workers on request until the owner closes its socket or ends; runs in the fork server.
+def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = False) -> None:
+    """Forks workers and forked on request until the owner closes its socket or ends.
 
     Args:
-        fd: Of the socket.
-        owner: Process id of the process that started this one.
+        fd: Of the socket to the owner.
+        owner: Process id of the owner.
         preload: Modules to import first.
+        is_root: Whether it forks forked, else workers.
     """
-    from rayvec.node.worker import worker_main
+    import rayvec.node.worker  # noqa: F401  # for all workers
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
         with contextlib.suppress(Exception):  # the worker that needs it raises
             importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    died, dies = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(dies, warn_on_full_buffer=False)
     pipe, watch = MessagePipe(socket.socket(fileno=fd)), ProcessWatch(owner)
-    children: dict[int, int] = {}  # process ids by pidfd
+    poll = select.poll()
+    for each in (pipe.fileno(), watch.fileno(), died):
+        poll.register(each, select.POLLIN)
+    forked: set[int] = set()
     while not watch.ended():
-        poll = select.poll()
-        for each in (pipe.fileno(), watch.fileno(), *children):
-            poll.register(each, select.POLLIN)
         ready = {each for each, _ in poll.poll()}
-        for pidfd in ready & children.keys():
-            _reap(children.pop(pidfd), pidfd)
+        if died in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(died, 1 << 12)
+            _reap(forked)
+            if is_root:
+                _kill_children(forked)  # inherited from a branch that was killed
         if pipe.fileno() not in ready:
             continue
         try:
             spec, fds = pipe.receive()
         except EOFError:
             break
-        server = os.getpid()
-        pid = os.fork()
+        server, pid = os.getpid(), os.fork()
         if pid == 0:
-            for each in (pipe.fileno(), watch.fileno(), *children):
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for each in (pipe.fileno(), watch.fileno(), died, dies):
                 os.close(each)
-            _run(worker_main, server, spec, fds)
+            _run(server, partial(serve, fds[0], owner) if is_root else partial(_work, spec, fds))
         for each in fds:
             os.close(each)
+        forked.add(pid)
         pidfd = os.pidfd_open(pid)
-        children[pidfd] = pid
         with contextlib.suppress(BrokenPipeError):  # the owner has just ended
             pipe.send(_PID.pack(pid), [pidfd])
-    for pidfd, pid in children.items():
-        _reap(pid, pidfd)
+        os.close(pidfd)
+    while _kill_children():
+        _reap(forked, wait=True)
 
 
-def _reap(pid: int, pidfd: int) -> None:
-    """Kills what is left of a worker's process group, and the worker itself; its id is free after this."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
-    os.waitpid(pid, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    os.close(pidfd)
+def _work(spec: bytes, fds: Sequence[int]) -> None:
+    from rayvec.node.worker import worker_main
+
+    worker_main(pickle.loads(spec), fds)
 
 
-def _run(target: object, server: int, spec: bytes, fds: Sequence[int]) -> None:
-    """Becomes a worker: runs its target and exits."""
+def _reap(forked: set[int], *, wait: bool = False) -> None:
+    """Collects children that have ended and kills what is left of the process groups that they led.
+
+    Args:
+        forked: Process ids of children; those that have ended are removed.
+        wait: Whether to wait until at least one has ended.
+    """
+    options = os.WEXITED | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (info := os.waitid(os.P_ALL, 0, options if wait else options | os.WNOHANG)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(info.si_pid, signal.SIGKILL)  # its number stays taken until it is collected
+            os.waitpid(info.si_pid, 0)
+            forked.discard(info.si_pid)
+            wait = False
+
+
+def _kill_children(apart_from: Collection[int] = ()) -> bool:
+    """Kills children, also inherited ones, with the process groups that they lead; returns whether there were any."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = {int(pid) for pid in listed}.difference(apart_from)
+    for pid in children:
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    return bool(children)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _run(server: int, target: Callable[[], None]) -> None:
+    """Runs a target in a newly forked child, which leads a process group and ends with the server; does not return."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # else it ended before the kernel was asked to end us with it
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:  # else the server ended before the kernel knew that the child ends with it
             os.setsid()
-            assert callable(target)
-            target(pickle.loads(spec), fds)
+            target()
             code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -97,6 +97,7 @@ class Workers:
         self.memories: list[ChunkMemory] = []
         self._block: NodeBlock | None = None
         self._preload = preload
+        self.server = self._open_server()
         self._specs = [
             WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
         ]
@@ -111,8 +112,16 @@ class Workers:
             self.close(0.0)
             raise
 
+    def _open_server(self) -> ForkServer:
+        try:
+            return ForkServer.branch(self._preload)
+        except EOFError as error:
+            raise self._lost(0, f"the fork server ended ({error})") from error
+
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
-        self.server = ForkServer.shared(self._preload)
+        if self.server.ended():
+            self.server.close()
+            self.server = self._open_server()
         ours, theirs = socket.socketpair()
         stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
         with theirs:
@@ -201,6 +210,7 @@ class Workers:
         for memory in self.memories:
             memory.close()
         self.processes, self.memories = [], []
+        self.server.close()
 
 
 def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:

@@ -70,13 +70,13 @@ class Weighs:
 
 
 def make(env: Any, **kwargs: Any) -> RayVecEnv:
-    return RayVecEnv(env, num_nodes=0, **kwargs)
+    return RayVecEnv(env, num_nodes=0, workers_per_node=0, **kwargs)
 
 
 def test_it_needs_no_ray_and_starts_no_process() -> None:
     code = (
         "import os, sys, rayvec\n"
-        "env = rayvec.RayVecEnv('CartPole-v1', 3, num_nodes=0)\n"
+        "env = rayvec.RayVecEnv('CartPole-v1', 3, num_nodes=0, workers_per_node=0)\n"
         "env.reset(seed=0)\n"
         "chunk = env.rollout(lambda obs: (obs[:, 2] > 0).astype(int), 50)\n"
         "assert chunk.valid.all() and env.worker_pids() == {'localhost/driver': [os.getpid()]}\n"
@@ -86,9 +86,9 @@ def test_it_needs_no_ray_and_starts_no_process() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"['', False]\n"
 
 
-@pytest.mark.parametrize("settings", [{"workers_per_node": 1}, {"step_timeout_s": 1.0}, {"address": "auto"}], ids=str)
+@pytest.mark.parametrize("settings", [{"step_timeout_s": 1.0}, {"address": "auto"}], ids=str)
 def test_what_has_no_meaning_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="num_nodes=0") as caught:
+    with pytest.raises(ConfigError, match="(num_nodes|workers_per_node)=0 steps") as caught:
         make([CountingEnv], **settings)
     assert_explained(caught.value)
 
@@ -270,7 +270,7 @@ def test_ranks_on_ray_learn_from_it(tmp_path: Path) -> None:
 def test_a_chunk_stays_nowhere_without_ray() -> None:
     code = (
         "import numpy as np, rayvec\n"
-        "env = rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0)\n"
+        "env = rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0, workers_per_node=0)\n"
         "collector = rayvec.Collector(env, lambda obs: np.zeros(len(obs), int), by_reference=True)\n"
         "try:\n"
         "    collector.collect(n_step=4)\n"
@@ -314,7 +314,7 @@ def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
 def test_objects_are_nobody_elses(make_vec: MakeVec, nodes: int) -> None:
     """Who changes what was returned changes neither what is returned later nor the next chunk."""
     make_env = partial(SpaceEnv, gymnasium.spaces.Graph(gymnasium.spaces.Box(0, 1, (2,)), None))
-    env = make_vec([make_env] * 2, nodes, nodes or None)
+    env = make_vec([make_env] * 2, nodes, nodes)
     obs, _ = env.reset(seed=0)
     before = deepcopy(obs)
     obs[0].nodes[:] = 9

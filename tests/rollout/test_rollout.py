@@ -33,7 +33,8 @@ TOPOLOGIES: dict[str, dict[str, int | None]] = {
     "1x3 uneven": {"nodes": 1, "workers": 3},
     "1x2 groups": {"nodes": 1, "workers": 2, "groups": 2},
     "2x1 groups": {"nodes": 2, "workers": 1, "groups": 2},
-    "none groups": {"nodes": 0, "workers": None, "groups": 2},
+    "no Ray": {"nodes": 0, "workers": 2},
+    "none groups": {"nodes": 0, "workers": 0, "groups": 2},
 }
 NUM_ENVS = 5
 
