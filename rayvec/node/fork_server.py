@@ -1,7 +1,8 @@
 """Processes that fork workers: they have imported what a worker needs, which then takes milliseconds to start.
 
-A process has one *root* fork server, which is started once and stays until the process ends. The root forks a *branch*
-for each pool; the branch forks the pool's workers. They speak through sockets without names.
+A process has one *root* fork server, which is started when it is needed and stays for some seconds after the last pool
+has been closed. The root forks a *branch* for each pool, and the branch forks the pool's workers. All speak through
+sockets without names.
 
 Nothing outlives its pool. A branch ends when its pool is closed and when the owner's process ends, however that ends;
 before, it kills its workers and whatever their environments have started. When a worker ends, what is left of its
@@ -34,12 +35,16 @@ __all__ = ["ForkServer", "serve"]
 
 _PID = struct.Struct("<q")
 _END_S = 5.0
+_IDLE_S = 3.0
+"""How long a root without a pool waits for the next one."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Workers have one thread for linear algebra each: there is a worker for every core already."""
 _START = """
-import sys
+import os, sys
+if os.fork():
+    os._exit(0)
 sys.path[:] = {path!r}
 from rayvec.node.fork_server import serve
 serve({fd}, {owner}, {preload!r}, is_root=True)
@@ -74,15 +79,21 @@ class ForkServer:
         Raises:
             EOFError: It could not be started.
         """
+        key = os.getpid(), tuple(preload)
         with cls._lock:
-            key = os.getpid(), tuple(preload)
             root = cls._roots.get(key)
-            if root is None or root.ended():
-                root = cls._roots[key] = cls._start_root(preload)
+            if root is not None:
+                with contextlib.suppress(EOFError):
+                    return root._branch()
+                root.close()
+            root = cls._roots[key] = cls._start_root(preload)
+            return root._branch()
+
+    def _branch(self) -> ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                return cls(ours, *root.fork(b"", [theirs.fileno()]))
+                return ForkServer(ours, *self.fork(b"", [theirs.fileno()]))
             except BaseException:
                 ours.close()
                 raise
@@ -91,16 +102,17 @@ class ForkServer:
     def _start_root(cls, preload: Sequence[str]) -> Self:
         ours, theirs = socket.socketpair()
         command = _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
-        with theirs:
-            process = subprocess.Popen(
+        with theirs:  # the root is no child of this process, which would have to wait for it
+            subprocess.run(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", command],  # type: ignore[attr-defined]
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **_ONE_THREAD},
                 start_new_session=True,
+                check=True,
             )
-        atexit.register(_end_root, os.getpid(), ours, process)
-        return cls(ours, process.pid, ProcessWatch(process.pid))
+        pid, pidfds = MessagePipe(ours).receive()
+        return cls(ours, _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0]))
 
     def ended(self) -> bool:
         """Whether it has ended, and its workers with it."""
@@ -133,15 +145,11 @@ class ForkServer:
         self._watch.close()
 
 
-def _end_root(owner: int, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    if os.getpid() != owner:  # a child that was forked later, to which it does not belong
-        return
-    sock.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+@atexit.register
+def _end_roots() -> None:
+    for (owner, _), root in ForkServer._roots.items():
+        if owner == os.getpid():  # else this is a child that was forked later, to which it does not belong
+            root.close()
 
 
 def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = False) -> None:
@@ -168,8 +176,12 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     for each in (pipe.fileno(), watch.fileno(), died):
         poll.register(each, select.POLLIN)
     forked: set[int] = set()
+    if is_root:
+        _tell(pipe, os.getpid())
     while not watch.ended():
-        ready = {each for each, _ in poll.poll()}
+        ready = {each for each, _ in poll.poll(1000 * _IDLE_S if is_root and not forked else None)}
+        if not ready:
+            break
         if died in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(died, 1 << 12)
@@ -192,12 +204,17 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         for each in fds:
             os.close(each)
         forked.add(pid)
-        pidfd = os.pidfd_open(pid)
-        with contextlib.suppress(BrokenPipeError):  # the owner has just ended
-            pipe.send(_PID.pack(pid), [pidfd])
-        os.close(pidfd)
+        _tell(pipe, pid)
     while _kill_children():
         _reap(forked, wait=True)
+
+
+def _tell(pipe: MessagePipe, pid: int) -> None:
+    """Sends the owner the id and a descriptor of a process."""
+    pidfd = os.pidfd_open(pid)
+    with contextlib.suppress(BrokenPipeError):  # the owner has just ended
+        pipe.send(_PID.pack(pid), [pidfd])
+    os.close(pidfd)
 
 
 def _work(spec: bytes, fds: Sequence[int]) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import ray
 from conftest import MakeVec
 from gymnasium import spaces
-from helpers.chunks import GatedEnv, assert_same_chunk, wait_for_parts
+from helpers.chunks import GatedEnv, assert_same_chunk, parts_are_done, wait_for_parts
 from helpers.kinds import factory
 from helpers.vector_kit import pids_of
 from helpers.waiting import wait_until
@@ -83,16 +82,14 @@ def test_who_takes_the_place_of_a_worker_leaves_the_chunk_before_alone(make_vec:
     wait_for_parts(env)
     env.rollout_async(policy, 3, 3, 0)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: len(list(tmp_path.glob("made-*"))) == 3, "a worker takes the place of the one that was killed")
+    wait_until(
+        lambda: not parts_are_done(env, 1) and len(list(tmp_path.glob("made-*"))) == 3,
+        "a worker takes the place of the one that was killed",
+    )
     gate.touch()
-    wait_until(lambda: _all_done(env), "both chunks are done")
+    wait_until(lambda: parts_are_done(env, 1), "both chunks are done")
     first, second = env.rollout_wait().chunk, env.rollout_wait().chunk
     assert first is not None and second is not None
     (expected,) = serial_chunks([partial(LargeGatedEnv, gate)] * 2, [3], 0)
     assert_same_chunk(first, expected)
     assert second.restarts.tolist() == [[-1, 0]] and second.valid.all()
-
-
-def _all_done(env: Any) -> bool:
-    refs = [answer for flight in env._pool.acting._flights for _, (answer, _) in flight.asked]
-    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)

@@ -9,11 +9,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import ray
 from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from helpers.chunks import assert_same_chunk
+from helpers.chunks import assert_same_chunk, parts_are_done
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
@@ -242,19 +241,12 @@ class TestTimes:
         collector = Collector(env, TablePolicy(), prefetch=True)
         collector.collect(n_step=2 * 10)
         until = time.monotonic() + 60
-        while not ray_is_done(env):
+        while not parts_are_done(env):
             assert time.monotonic() < until
         batch = collector.collect(n_step=2 * 10)
         assert_consistent(batch)
         assert batch.stats.time_split_s["environment"] < batch.stats.collect_time_s
         collector.close()
-
-
-def ray_is_done(env: RayVecEnv) -> bool:
-    """Whether the chunk in flight has been taken; it stays in flight."""
-    flight = env._pool.acting._flights[0]
-    assert flight is not None
-    return bool(ray.wait([refs[0] for _, refs in flight.asked], num_returns=len(flight.asked), timeout=0.1)[0])
 
 
 class TestState:

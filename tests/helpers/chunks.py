@@ -7,10 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from helpers.waiting import DEADLINE_S
 from rayvec.data import Chunk
+from rayvec.pools.base import NotReady
 from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -20,10 +19,26 @@ def assert_same_chunk(got: Chunk, expected: Chunk, where: str = "") -> None:
         assert_identical(getattr(got, field.name), getattr(expected, field.name), f"{where} {field.name}")
 
 
-def wait_for_parts(env: RayVecEnv) -> None:
-    """Waits until every node has done its part of the chunk under way, and leaves that where it is."""
-    refs = [ref for _, of_node in env._pool.acting._flights[0].asked for ref in of_node]
-    ray.wait(refs, num_returns=len(refs), timeout=DEADLINE_S, fetch_local=False)
+def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0) -> None:
+    """Waits until every node has done its part of a pending chunk, and leaves the part where it is.
+
+    Workers of the driver's own node that have ended meanwhile are restarted.
+    """
+    for node, wait in env._pool.acting._pending[chunk].asked:
+        if node.transport == "tcp":
+            wait(timeout_s)
+        else:
+            pool = node._pool
+            pool._wait_all(pool.acting._pending[chunk].numbers, time.monotonic() + timeout_s)
+
+
+def parts_are_done(env: RayVecEnv, chunk: int = 0) -> bool:
+    """Whether :func:`wait_for_parts` would not wait."""
+    try:
+        wait_for_parts(env, 0.0, chunk)
+    except NotReady:
+        return False
+    return True
 
 
 class GatedEnv(CountingEnv):

@@ -88,7 +88,7 @@ def test_it_needs_no_ray_and_starts_no_process() -> None:
 
 @pytest.mark.parametrize("settings", [{"step_timeout_s": 1.0}, {"address": "auto"}], ids=str)
 def test_what_has_no_meaning_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="(num_nodes|workers_per_node)=0 steps") as caught:
+    with pytest.raises(ConfigError, match=r"(num_nodes|workers_per_node)=0 steps") as caught:
         make([CountingEnv], **settings)
     assert_explained(caught.value)
 
@@ -232,7 +232,7 @@ def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path, config_class: A
     if config_class is rayvec.PPOConfig:
         small["minibatch_size"] = 32
     weights, returns = [], []
-    for num_nodes, workers in ((0, None), (1, 1)):
+    for num_nodes, workers in ((0, 0), (1, 1)):
         run_dir = tmp_path / f"{num_nodes}"
         config = config_class(
             env_id=env_id, num_envs=4, total_steps=256, eval_episodes=4, run_dir=run_dir,

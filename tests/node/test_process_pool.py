@@ -54,8 +54,8 @@ from rayvec.data import Chunk
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
-from rayvec.node.process_pool import ProcessPool
 from rayvec.node.pipe import ProcessWatch
+from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset, Supervision
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
