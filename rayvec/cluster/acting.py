@@ -17,7 +17,7 @@ import ray
 from numpy.typing import NDArray
 
 from rayvec.cluster.node_pools import NodeHandle
-from rayvec.data import ChunkEdges, RolloutTimes
+from rayvec.data import ChunkSummary, RolloutTimes
 from rayvec.errors import NodeLostError
 from rayvec.node.chunk_memory import MOST_CHUNKS
 
@@ -34,14 +34,14 @@ class NodePart(NamedTuple):
     Attributes:
         times: Of each of its workers.
         notes: What a log should tell, such as which workers and environments were restarted.
-        edges: Of its part, where that stays in the object store.
-        chunk: A reference to its part if there are edges; else its part, a chunk from each of its workers, maybe in
+        summary: Of its part, where that stays in the object store.
+        chunk: A reference to its part if there is a summary; else its part, a chunk from each of its workers, maybe in
             memory that the next but one writes to.
     """
 
     times: tuple[RolloutTimes, ...]
     notes: list[str]
-    edges: ChunkEdges | None
+    summary: ChunkSummary | None
     chunk: Any
 
 
@@ -72,11 +72,11 @@ class _Flight:
         """Waits for the answer of a node, and fetches its part unless that stays where it is."""
         (handle, refs), began_s = self.asked[number], time.monotonic()
         try:
-            times, edges, notes = handle.get(refs[0], _left(deadline))
+            times, summary, notes = handle.get(refs[0], _left(deadline))
         finally:
             self.waited_s += time.monotonic() - began_s
-        chunk = refs[1] if edges is not None else handle.unpack(handle.get(refs[1], _left(deadline)))
-        return NodePart(times, notes, edges, chunk)
+        chunk = refs[1] if summary is not None else handle.unpack(handle.get(refs[1], _left(deadline)))
+        return NodePart(times, notes, summary, chunk)
 
 
 class ActingNodes:
@@ -147,13 +147,13 @@ class ActingNodes:
         """Whether another may be asked for."""
         return len(self._flights) < MOST_CHUNKS
 
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool) -> None:
+    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool) -> None:
         """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns what comes of it.
 
         While one chunk is under way another may be asked for if there is room; the workers go on with it by themselves.
         """
         assert self.has_room, "a chunk more than there is memory for"
-        args = (key, num_steps, first_step, noise_seed, with_edges)
+        args = (key, num_steps, first_step, noise_seed, with_summary)
         asked = [(node.handle, _ask_rollout(node.handle, args)) for node in self._nodes]
         self._flights.append(_Flight(key, args, self._weights.get(key), asked))
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.session import CLUSTER_MARK
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
-from rayvec.data import ChunkEdges, NodeSlice, RolloutTimes, StepBatch
-from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.errors import RemoteFailure
 from rayvec.node.process_pool import ProcessPool, Workers
 from rayvec.node.wire import BlockShape
@@ -116,13 +116,13 @@ class NodeActor:
         return self.ask("publish", key, version, weights)
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None, list[str]] | RemoteFailure, Any]:
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
         """Lets the workers take steps with a policy.
 
         Returns:
             Two values, of which the driver need not fetch the second: the workers' times, if asked for the chunk's
-            edges, and what the driver is to log; and with edges the chunk, else one of each worker: which Ray copies
+            summary, and what the driver is to log; with a summary the chunk, else one of each worker: which Ray copies
             before the next call begins, or, for a driver that is lent the pool, packed where it lies.
         """
 
@@ -130,10 +130,10 @@ class NodeActor:
             assert self._pool is not None
             packed = self._pool.rollout(key, num_steps, first_step, noise_seed)
             times = tuple(part.times for part in packed)
-            if not with_edges:
+            if not with_summary:
                 return (times, None, self._log.take()), packed if self._is_lent else self._pool.unpack(packed)
             chunk = join_chunks(self._pool.unpack(packed))
-            return (times, edges_of(chunk), self._log.take()), chunk
+            return (times, summarize(chunk), self._log.take()), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

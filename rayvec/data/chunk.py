@@ -80,7 +80,7 @@ class Chunk:
 
     @property
     def done(self) -> NDArray[np.bool_]:
-        """Where an episode ended for either reason, ``bool [T, N]``; for edges only, never to bootstrap."""
+        """Where an episode ended for either reason, ``bool [T, N]``; for boundaries only, never to bootstrap."""
         return self.terminated | self.truncated
 
     def next_obs(self) -> Tree:

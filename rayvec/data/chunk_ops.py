@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkEdges, Tree, tree_map
+from rayvec.data import Chunk, ChunkSummary, Tree, tree_map
 from rayvec.data.finite import find_bad_obs, join_bad_obs
 from rayvec.data.infos import ChunkInfos
 
-__all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
+__all__ = ["counted_ends", "join_chunks", "join_summaries", "summarize"]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
@@ -58,9 +58,9 @@ def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
     return ended
 
 
-def edges_of(chunk: Chunk) -> ChunkEdges:
-    """Returns the edges of a chunk; arrays are shared with it."""
-    return ChunkEdges(
+def summarize(chunk: Chunk) -> ChunkSummary:
+    """Returns the summary of a chunk; arrays are shared with it."""
+    return ChunkSummary(
         env_ids=chunk.env_ids,
         rew=chunk.rew,
         terminated=chunk.terminated,
@@ -76,8 +76,8 @@ def edges_of(chunk: Chunk) -> ChunkEdges:
     )
 
 
-def join_edges(parts: Sequence[ChunkEdges]) -> ChunkEdges:
-    """Joins the edges of chunks that :func:`join_chunks` would join."""
+def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:
+    """Joins the summaries of chunks that :func:`join_chunks` would join."""
     offsets = np.cumsum([0, *(part.rew.shape[1] for part in parts)]).tolist()
 
     def join(name: str, axis: int = 1) -> Tree:
@@ -85,7 +85,7 @@ def join_edges(parts: Sequence[ChunkEdges]) -> ChunkEdges:
         return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
 
     final_index, order = _place(offsets, [part.final_index for part in parts])
-    return ChunkEdges(
+    return ChunkSummary(
         env_ids=join("env_ids", 0),
         **{name: join(name) for name in ("rew", "terminated", "truncated", "valid", "ended")},
         final_index=final_index,

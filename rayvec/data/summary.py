@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rayvec.data.chunk import Chunk, ChunkRef
 from rayvec.data.trees import Tree
 
-__all__ = ["BadObs", "ChunkEdges", "Rollout", "RolloutTimes"]
+__all__ = ["BadObs", "ChunkSummary", "Rollout", "RolloutTimes"]
 
 
 class BadObs(NamedTuple):
@@ -29,7 +29,7 @@ class BadObs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkEdges:
+class ChunkSummary:
     """What must be known of a chunk to tell its episodes apart, without what the policy saw and did.
 
     Attributes:
@@ -85,14 +85,14 @@ class Rollout:
     """A chunk as those who acted hand it over.
 
     Attributes:
-        edges: Of the chunk.
+        summary: Of the chunk.
         chunk: The chunk, or None where it was left in Ray's object store.
         refs: Where it lies there, a part for each node; else none.
         times: Of each worker, or of the driver if it acted.
         waited_s: How long the caller waited for them, in seconds.
     """
 
-    edges: ChunkEdges
+    summary: ChunkSummary
     chunk: Chunk | None
     refs: tuple[ChunkRef, ...]
     times: tuple[RolloutTimes, ...]

@@ -20,7 +20,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import edges_of
+from rayvec.data.chunk_ops import summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, RemoteFailure
 from rayvec.node.chunk_memory import MOST_CHUNKS
@@ -255,11 +255,11 @@ class LocalActing:
         )
         if pool.layout is None:  # objects, which the pool goes on with
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        times, edges = stopwatch.read(), edges_of(chunk)
+        times, summary = stopwatch.read(), summarize(chunk)
         if flight.put is None:
-            return Rollout(edges, chunk, (), (times,), times.whole_s)
-        ref = ChunkRef(edges.env_ids, edges.num_steps, flight.put(chunk))
-        return Rollout(edges, None, (ref,), (times,), times.whole_s)
+            return Rollout(summary, chunk, (), (times,), times.whole_s)
+        ref = ChunkRef(summary.env_ids, summary.num_steps, flight.put(chunk))
+        return Rollout(summary, None, (ref,), (times,), times.whole_s)
 
 
 def _object_store() -> Callable[[Chunk], Any]:

@@ -285,7 +285,7 @@ class ActingPool(EnvPool, Protocol):
             num_steps: T.
             first_step: How many steps the environments had taken in chunks before.
             noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in Ray's object store, and only its edges come.
+            by_reference: Whether the chunk stays in Ray's object store, and only its summary comes.
         """
         ...
 

@@ -284,9 +284,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _land(self) -> Chunk:
         rollout = self._pool_env.rollout_wait()
         self._in_flight = False  # not before: a wait that was interrupted leaves the chunk to the next call
-        if rollout.edges.bad_obs is not None and not self._bad_obs_told:
+        if rollout.summary.bad_obs is not None and not self._bad_obs_told:
             self._bad_obs_told = True
-            logger.warning("an observation is not finite: %s", rollout.edges.bad_obs.first)
+            logger.warning("an observation is not finite: %s", rollout.summary.bad_obs.first)
         assert rollout.chunk is not None
         return assembled_chunk(rollout.chunk)
 
