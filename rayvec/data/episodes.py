@@ -30,7 +30,7 @@ class EpisodeTracker:
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
-        ends = chunk.ended if isinstance(chunk, ChunkSummary) else counted_ends(chunk)
+        ends = counted_ends(chunk)
         cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
         self._forget([n for t, n in cut_before if t < 0])
         returns, lens, places = [], [], []

@@ -38,9 +38,9 @@ class ChunkSummary:
         terminated: ``bool [T, N]``.
         truncated: ``bool [T, N]``.
         valid: ``bool [T, N]``.
-        ended: Where an episode ended by itself, not cut by a fault, ``bool [T, N]``.
         final_index: ``int64 [F, 2]``.
         restarts: ``int64 [R, 2]``.
+        cuts: ``int64 [C, 2]``.
         last_obs: Tree of ``[N, *obs_shape]``, for whoever must go on where a node is lost.
         weights_version: Version of the policy's weights.
         first_step: How many steps the environments had taken in chunks before this one.
@@ -52,9 +52,9 @@ class ChunkSummary:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     valid: NDArray[np.bool_]
-    ended: NDArray[np.bool_]
     final_index: NDArray[np.int64]
     restarts: NDArray[np.int64]
+    cuts: NDArray[np.int64]
     last_obs: Tree
     weights_version: int
     first_step: int

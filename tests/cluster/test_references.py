@@ -17,7 +17,7 @@ from ray.experimental import get_object_locations
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.data.chunk_ops import join_chunks, summarize
+from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv, TablePolicy, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -126,7 +126,7 @@ def test_restarts_are_known_from_the_summary(make_vec: MakeVec) -> None:
         assert_identical((batch.stats.returns, batch.stats.lens), (plain.stats.returns, plain.stats.lens))
         (chunk,) = fetched(batch)
         assert_same_chunk(chunk, plain.chunks[0])
-        assert summarize(chunk).ended.sum() == batch.stats.n_collected_episodes
+        assert counted_ends(chunk).sum() == batch.stats.n_collected_episodes
 
 
 def test_a_fault_is_raised_as_by_value(make_vec: MakeVec) -> None:
