@@ -355,6 +355,10 @@ class RayPool:
             if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
         ]
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:

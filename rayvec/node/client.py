@@ -297,6 +297,10 @@ class PoolClient:
         obs = None if self._obs is None else index_tree(self._obs, select)
         self._last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:

@@ -110,6 +110,10 @@ class LocalPool:
             batch = self._pool.recv(env_ids)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:

@@ -200,6 +200,10 @@ class EnvPool(Protocol):
         """
         ...
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """Returns ids of environments that began an episode since the last call, the newest answers being `batch`."""
+        ...
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
