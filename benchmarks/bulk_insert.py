@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
-from rayvec.data import Chunk, ChunkInfo
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos
 from rayvec.tianshou.collect.buffers import add_chunk
 
 Infos = Callable[[int, bool], dict[str, Any]]
@@ -43,7 +43,7 @@ def make_chunk(steps: int, envs: int, shape: tuple[int, ...], dtype: Any, infos:
         last_obs=make_obs(envs),
         final_index=index,
         final_obs=make_obs(len(index)),
-        infos=tuple(ChunkInfo(*item) for item in said if item[2]),
+        infos=ChunkInfos.of(ChunkInfo(*item) for item in said if item[2]),
     )
 
 

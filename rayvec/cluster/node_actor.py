@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
-from rayvec.data import ChunkEdges, NodeSlice, RolloutTimes, StepBatch
-from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
@@ -86,23 +86,23 @@ class NodeActor:
         return self._guard(lambda: self._running.acting.publish(key, version, weights))  # type: ignore[no-any-return]
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_edges: bool
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkEdges | None, list[str]] | RemoteFailure, Any]:
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
         """Lets the workers take steps with a policy.
 
         Returns:
             Two values, of which the driver need not fetch the second: the workers' times, if asked for the chunk's
-            edges, and what the driver is to log; and with edges the chunk, else one of each worker.
+            summary, and what the driver is to log; and with a summary the chunk, else one of each worker.
         """
 
         def take() -> tuple[Any, Any]:
             pool = self._running
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             chunks, times = pool.finish_chunks()
-            if not with_edges:
+            if not with_summary:
                 return (times, None, self._log.take()), chunks  # Ray copies them before the next call begins
             chunk = join_chunks(chunks)
-            return (times, edges_of(chunk), self._log.take()), chunk
+            return (times, summarize(chunk), self._log.take()), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayvec.cluster.frames import Answer, FrameFormat
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.stream import FrameSocket, connect
-from rayvec.data import ChunkEdges, NodeSlice, RawInfo, RolloutTimes, StepBatch, Tree, tree_map
-from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.data import ChunkSummary, NodeSlice, RawInfo, RolloutTimes, StepBatch, Tree, tree_map
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.node.process_pool import ProcessPool
@@ -66,14 +66,14 @@ class NodePart(NamedTuple):
     Attributes:
         times: Of each of its workers.
         notes: What the driver logs, such as which workers and environments were restarted.
-        edges: Of its part, where that stays in the object store.
-        chunk: A reference to its part if there are edges; else a chunk from each of its workers, which may be views of
-            memory that the chunk after the next one overwrites.
+        summary: Of its part, where that stays in the object store.
+        chunk: A reference to its part if there is a summary; else a chunk from each of its workers, maybe views of memory
+            that the chunk after the next one overwrites.
     """
 
     times: tuple[RolloutTimes, ...]
     notes: list[str]
-    edges: ChunkEdges | None
+    summary: ChunkSummary | None
     chunk: Any
 
 
@@ -259,7 +259,7 @@ class LocalNode:
             if not by_reference:
                 return NodePart(times, [], None, chunks)
             chunk = join_chunks(chunks)
-            return NodePart(times, [], edges_of(chunk), ray.put(chunk))
+            return NodePart(times, [], summarize(chunk), ray.put(chunk))
 
         return finish
 
@@ -412,9 +412,9 @@ class RemoteNode:
 
         def finish(timeout_s: float | None) -> NodePart:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            times, edges, notes = self._get(answer, timeout_s)
-            if edges is not None:
-                return NodePart(times, notes, edges, chunk)
+            times, summary, notes = self._get(answer, timeout_s)
+            if summary is not None:
+                return NodePart(times, notes, summary, chunk)
             return NodePart(times, notes, None, self._get(chunk, _left(deadline)))
 
         return finish

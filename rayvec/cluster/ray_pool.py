@@ -22,8 +22,8 @@ from rayvec.cluster.merging import JoinedAnswers
 from rayvec.cluster.nodes import LocalNode, Node, RemoteNode, open_node
 from rayvec.cluster.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
 from rayvec.cluster.session import RaySession
-from rayvec.data import Chunk, ChunkEdges, ChunkRef, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
-from rayvec.data.chunk_ops import edges_of, join_chunks, join_edges
+from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
+from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.node.pipe import LOOK_S, readable
@@ -349,6 +349,10 @@ class RayPool:
             if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
         ]
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
@@ -390,22 +394,22 @@ class RayPool:
             logger.warning(note)
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
-        if parts[0].edges is None:
+        if parts[0].summary is None:
             chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
-            edges = edges_of(chunk)
+            summary = summarize(chunk)
         else:
-            every = [part.edges for part in parts if part.edges is not None]
-            edges = join_edges(every)
+            every = [part.summary for part in parts if part.summary is not None]
+            summary = join_summaries(every)
             refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
-        self._note_rollout(edges)
+        self._note_rollout(summary)
         self.acting.settle()
-        return Rollout(edges, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+        return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
-    def _note_rollout(self, edges: ChunkEdges) -> None:
+    def _note_rollout(self, summary: ChunkSummary) -> None:
         """Takes note of a chunk: a node that is lost from now on resumes from its end."""
         assert self._answers is not None
         self._answers.started(slice(None), True)
-        self._answers.keep(slice(None), edges.last_obs, edges.terminated[-1], edges.truncated[-1])
+        self._answers.keep(slice(None), summary.last_obs, summary.terminated[-1], summary.truncated[-1])
 
     def _on_node(self, number: int, function: Callable[[Node], _T]) -> _T:
         """Does something with a node; if it is lost, with the node that replaces it."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
-from rayvec.data.chunk_ops import edges_of
+from rayvec.data.chunk_ops import summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_choice, check_count
@@ -121,7 +121,7 @@ class Collector:
         """
         self._drop_flight()
         for rollout, _ in self._kept:
-            self._counts["dropped steps"] += rollout.edges.valid.size
+            self._counts["dropped steps"] += rollout.summary.valid.size
         self._kept.clear()
         self._env.reset(seed=seed)
         self._tracker.clear()
@@ -174,7 +174,7 @@ class Collector:
         num_steps = -(-n_step // self._env.num_envs)
         begin_next = self._prefetch and ahead
         num_begun = len(self._in_flight)  # more than one where the wait in the call before was interrupted
-        left = num_steps - sum(self._in_flight) - sum(rollout.edges.num_steps for rollout, _ in self._kept)
+        left = num_steps - sum(self._in_flight) - sum(rollout.summary.num_steps for rollout, _ in self._kept)
         if begin_next and num_begun == 1 and left <= 0 and self._on_bad_obs != "drop":  # which resets in between
             self._take_off(num_steps)  # the workers need not wait until this chunk has been handed over
             begin_next = False
@@ -198,7 +198,7 @@ class Collector:
 
     def _keep(self, rollout: Rollout) -> None:
         """Keeps what was taken until it is handed over, by a later call if this one is interrupted."""
-        self._kept.append((rollout, self._tracker.add(rollout.edges)[0]))
+        self._kept.append((rollout, self._tracker.add(rollout.summary)[0]))
 
     def _kept_batch(self, begin: float) -> Batch:
         kept, self._kept = self._kept, []
@@ -244,9 +244,9 @@ class Collector:
 
     def _landed(self, rollout: Rollout) -> Rollout:
         """Looks at what has been taken; returns what of it is to be used."""
-        self._first_step += rollout.edges.num_steps
-        self._counts["restarts"] += len(rollout.edges.restarts)
-        bad = rollout.edges.bad_obs
+        self._first_step += rollout.summary.num_steps
+        self._counts["restarts"] += len(rollout.summary.restarts)
+        bad = rollout.summary.bad_obs
         if bad is None or self._on_bad_obs == "keep":
             return rollout
         if self._on_bad_obs == "raise":
@@ -261,15 +261,15 @@ class Collector:
             obs, _ = self._env.reset(options={"reset_mask": goes_on})
             for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
                 kept[goes_on] = new[goes_on]
-        return replace(rollout, chunk=chunk, edges=replace(edges_of(chunk), bad_obs=bad))
+        return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
 
     def _drop_flight(self) -> None:
         while self._in_flight:
             rollout = self._env.rollout_wait()
             self._in_flight.popleft()
-            self._first_step += rollout.edges.num_steps
-            self._counts["dropped steps"] += rollout.edges.valid.size
-            self._counts["restarts"] += len(rollout.edges.restarts)
+            self._first_step += rollout.summary.num_steps
+            self._counts["dropped steps"] += rollout.summary.valid.size
+            self._counts["restarts"] += len(rollout.summary.restarts)
 
     def _episodes(self, n_episode: int, begin: float) -> Batch:
         """Collects chunks until every environment has ended its quota of episodes."""
@@ -278,11 +278,11 @@ class Collector:
         rollouts, episodes = [], []
         while left.any():
             rollout = self._rollout(_CHUNK_STEPS)
-            if self._counts["dropped episodes"] > _MOST_DROPPED * n_episode and rollout.edges.bad_obs is not None:
-                raise bad_obs_error(rollout.edges.bad_obs)
-            stats, places = self._tracker.add(rollout.edges)
+            if self._counts["dropped episodes"] > _MOST_DROPPED * n_episode and rollout.summary.bad_obs is not None:
+                raise bad_obs_error(rollout.summary.bad_obs)
+            stats, places = self._tracker.add(rollout.summary)
             counts = np.zeros(len(places), bool)
-            valid = rollout.edges.valid & (left > 0)
+            valid = rollout.summary.valid & (left > 0)
             for i, (t, column) in enumerate(places.tolist()):
                 if left[column] > 0:
                     counts[i] = True
@@ -294,10 +294,10 @@ class Collector:
         return self._batch(rollouts, episodes, begin)
 
     def _batch(self, rollouts: Sequence[Rollout], episodes: Sequence[EpisodeStats], begin: float) -> Batch:
-        edges = [rollout.edges for rollout in rollouts]
-        taken = sum(edge.valid.size for edge in edges)
-        collected = sum(int(edge.valid.sum()) for edge in edges)
-        versions = [edge.weights_version for edge in edges]
+        summaries = [rollout.summary for rollout in rollouts]
+        taken = sum(summary.valid.size for summary in summaries)
+        collected = sum(int(summary.valid.sum()) for summary in summaries)
+        versions = [summary.weights_version for summary in summaries]
         returns = np.concatenate([stats.returns for stats in episodes])
         counts, self._counts = self._counts, Counter()
         elapsed_s = time.monotonic() - begin
@@ -357,7 +357,7 @@ class Collector:
 
 def _with_valid(rollout: Rollout, valid: NDArray[np.bool_]) -> Rollout:
     assert rollout.chunk is not None
-    return replace(rollout, edges=replace(rollout.edges, valid=valid), chunk=replace(rollout.chunk, valid=valid))
+    return replace(rollout, summary=replace(rollout.summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
 
 
 def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
-from rayvec.data.summary import BadObs, ChunkEdges, Rollout, RolloutTimes
+from rayvec.data.summary import BadObs, ChunkSummary, Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, tree_leaves, tree_map
 
@@ -20,10 +20,10 @@ __all__ = [
     "BadObs",
     "Batch",
     "Chunk",
-    "ChunkEdges",
     "ChunkInfo",
     "ChunkInfos",
     "ChunkRef",
+    "ChunkSummary",
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",

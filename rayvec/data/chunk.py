@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,14 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["Chunk", "ChunkRef"]
+__all__ = ["AXES", "Chunk", "ChunkRef"]
+
+_STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
+_ENVS = {"axes": "N"}  # tree of arrays [N, ...]
+_PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
+_ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
+_INFOS = {"axes": "infos"}
+_COMMON = {"axes": ""}  # one number for the whole chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +54,23 @@ class Chunk:
         first_step: How many steps the environments had taken in chunks before this one.
     """
 
-    env_ids: NDArray[np.int64]
-    obs: Tree
-    act: Tree
-    rew: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    valid: NDArray[np.bool_]
-    last_obs: Tree
-    final_index: NDArray[np.int64]
-    final_obs: Tree
-    extras: dict[str, NDArray[Any]] = field(default_factory=dict)
-    infos: ChunkInfos = field(default_factory=ChunkInfos)
-    reset_infos: ChunkInfos = field(default_factory=ChunkInfos)
-    restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    weights_version: int = 0
-    first_step: int = 0
-
-    def __post_init__(self) -> None:
-        """Puts infos into columns."""
-        object.__setattr__(self, "infos", ChunkInfos.of(self.infos))
-        object.__setattr__(self, "reset_infos", ChunkInfos.of(self.reset_infos))
+    env_ids: NDArray[np.int64] = field(metadata=_ENVS)
+    obs: Tree = field(metadata=_STEPS)
+    act: Tree = field(metadata=_STEPS)
+    rew: NDArray[np.float64] = field(metadata=_STEPS)
+    terminated: NDArray[np.bool_] = field(metadata=_STEPS)
+    truncated: NDArray[np.bool_] = field(metadata=_STEPS)
+    valid: NDArray[np.bool_] = field(metadata=_STEPS)
+    last_obs: Tree = field(metadata=_ENVS)
+    final_index: NDArray[np.int64] = field(metadata=_PLACES)
+    final_obs: Tree = field(metadata=_ENDS)
+    extras: dict[str, NDArray[Any]] = field(default_factory=dict, metadata=_STEPS)
+    infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
+    reset_infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
+    restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
+    cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
+    weights_version: int = field(default=0, metadata=_COMMON)
+    first_step: int = field(default=0, metadata=_COMMON)
 
     @property
     def num_steps(self) -> int:
@@ -80,7 +84,7 @@ class Chunk:
 
     @property
     def done(self) -> NDArray[np.bool_]:
-        """Where an episode ended for either reason, ``bool [T, N]``; for edges only, never to bootstrap."""
+        """Where an episode ended for either reason, ``bool [T, N]``; for boundaries only, never to bootstrap."""
         return self.terminated | self.truncated
 
     def next_obs(self) -> Tree:
@@ -100,34 +104,23 @@ class Chunk:
     def columns(self, start: int, stop: int) -> Chunk:
         """Returns the chunk of the columns `start` to ``stop - 1``, maybe of none; its arrays are views."""
 
-        def of_step(leaf: NDArray[Any]) -> NDArray[Any]:
-            return leaf[:, start:stop]
-
-        def of_env(leaf: NDArray[Any]) -> NDArray[Any]:
-            return leaf[start:stop]
-
         def inside(places: NDArray[np.int64]) -> NDArray[np.bool_]:
             return (places[:, 1] >= start) & (places[:, 1] < stop)
 
         ended, origin = inside(self.final_index), np.array([0, start])
-        return replace(
-            self,
-            env_ids=self.env_ids[start:stop],
-            obs=tree_map(of_step, self.obs),
-            act=tree_map(of_step, self.act),
-            rew=of_step(self.rew),
-            terminated=of_step(self.terminated),
-            truncated=of_step(self.truncated),
-            valid=of_step(self.valid),
-            last_obs=tree_map(of_env, self.last_obs),
-            final_index=self.final_index[ended] - origin,
-            final_obs=tree_map(lambda leaf: leaf[ended], self.final_obs),
-            extras={name: of_step(extra) for name, extra in self.extras.items()},
-            infos=self.infos.between(start, stop),
-            reset_infos=self.reset_infos.between(start, stop),
-            restarts=self.restarts[inside(self.restarts)] - origin,
-            cuts=self.cuts[inside(self.cuts)] - origin,
-        )
+        cut: dict[str, Callable[[Any], Any]] = {
+            "T, N": partial(tree_map, lambda leaf: leaf[:, start:stop]),
+            "N": partial(tree_map, lambda leaf: leaf[start:stop]),
+            "(t, n)": lambda places: places[inside(places)] - origin,
+            "F": partial(tree_map, lambda leaf: leaf[ended]),
+            "infos": lambda infos: infos.between(start, stop),
+            "": lambda value: value,
+        }
+        return Chunk(**{name: cut[axes](getattr(self, name)) for name, axes in AXES.items()})
+
+
+AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(Chunk)}
+"""How each field of a chunk lies: what joins or cuts chunks follows from it."""
 
 
 @dataclass(frozen=True, slots=True)

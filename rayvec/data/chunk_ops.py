@@ -1,97 +1,70 @@
-"""What chunks have in common with chunks: joined side by side, and where episodes end in them."""
+"""Chunks of different environments joined side by side, and what is known of a chunk without its contents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkEdges, Tree, tree_map
+from rayvec.data import Chunk, ChunkSummary, tree_map
+from rayvec.data.chunk import AXES
 from rayvec.data.finite import find_bad_obs, join_bad_obs
 from rayvec.data.infos import ChunkInfos
 
-__all__ = ["counted_ends", "edges_of", "join_chunks", "join_edges"]
+__all__ = ["counted_ends", "join_chunks", "join_summaries", "summarize"]
+
+_SUMMARY = [field.name for field in fields(ChunkSummary) if field.name in AXES]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of the same steps of different environments, side by side, in newly allocated memory."""
-    offsets = np.cumsum([0, *(chunk.num_envs for chunk in chunks)]).tolist()
-    final_index, order = _place(offsets, [chunk.final_index for chunk in chunks])
-
-    def join(axis: int, trees: Sequence[Tree]) -> Tree:
-        return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
-
-    first = chunks[0]
-    return Chunk(
-        env_ids=join(0, [chunk.env_ids for chunk in chunks]),
-        obs=join(1, [chunk.obs for chunk in chunks]),
-        act=join(1, [chunk.act for chunk in chunks]),
-        rew=join(1, [chunk.rew for chunk in chunks]),
-        terminated=join(1, [chunk.terminated for chunk in chunks]),
-        truncated=join(1, [chunk.truncated for chunk in chunks]),
-        valid=join(1, [chunk.valid for chunk in chunks]),
-        last_obs=join(0, [chunk.last_obs for chunk in chunks]),
-        final_index=final_index,
-        final_obs=tree_map(lambda leaf: leaf[order], join(0, [chunk.final_obs for chunk in chunks])),
-        extras={name: join(1, [chunk.extras[name] for chunk in chunks]) for name in first.extras},
-        infos=ChunkInfos.join([chunk.infos for chunk in chunks], offsets[:-1]),
-        reset_infos=ChunkInfos.join([chunk.reset_infos for chunk in chunks], offsets[:-1]),
-        restarts=_place(offsets, [chunk.restarts for chunk in chunks])[0],
-        cuts=_place(offsets, [chunk.cuts for chunk in chunks])[0],
-        weights_version=min(chunk.weights_version for chunk in chunks),
-        first_step=first.first_step,
-    )
+    return Chunk(**_joined(chunks, AXES)[0])
 
 
-def _place(offsets: Sequence[int], places: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:
+    """Joins the summaries of chunks that :func:`join_chunks` would join."""
+    joined, order = _joined(parts, _SUMMARY)
+    return ChunkSummary(**joined, bad_obs=join_bad_obs(parts, order))
+
+
+def _joined(
+    parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str]
+) -> tuple[dict[str, Any], NDArray[np.intp]]:
+    """Joins fields of chunks, each along its axes; returns also where each place in ``final_index`` came from."""
+    offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
+    order = _in_order([part.final_index for part in parts], offsets)[1]
+    join: dict[str, Callable[[list[Any]], Any]] = {
+        "T, N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves, axis=1), *trees),
+        "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
+        "(t, n)": lambda places: _in_order(places, offsets)[0],
+        "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
+        "infos": lambda infos: ChunkInfos.join(infos, offsets[:-1]),
+        "": min,
+    }
+    return {name: join[AXES[name]]([getattr(part, name) for part in parts]) for name in names}, order
+
+
+def _in_order(
+    places: Sequence[NDArray[np.int64]], offsets: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
     """Joins places ``(t, n)`` of chunks side by side, in order; returns also where each came from."""
-    joined = np.concatenate([at + np.array([0, offset]) for at, offset in zip(places, offsets, strict=False)])
-    order = np.lexsort((joined[:, 1], joined[:, 0]))
+    joined = np.concatenate(places)
+    joined[:, 1] += np.repeat(offsets[:-1], [len(at) for at in places])
+    order = np.lexsort(joined.T[::-1]) if len(joined) > 1 else np.arange(len(joined))
     return joined[order], order
 
 
-def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
+def summarize(chunk: Chunk) -> ChunkSummary:
+    """Returns the summary of a chunk; arrays are shared with it."""
+    return ChunkSummary(**{name: getattr(chunk, name) for name in _SUMMARY}, bad_obs=find_bad_obs(chunk))
+
+
+def counted_ends(chunk: Chunk | ChunkSummary) -> NDArray[np.bool_]:
     """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut."""
-    ended: NDArray[np.bool_] = chunk.done & chunk.valid
+    ended: NDArray[np.bool_] = (chunk.terminated | chunk.truncated) & chunk.valid
     ended[tuple(chunk.cuts.T)] = False
     return ended
-
-
-def edges_of(chunk: Chunk) -> ChunkEdges:
-    """Returns the edges of a chunk; arrays are shared with it."""
-    return ChunkEdges(
-        env_ids=chunk.env_ids,
-        rew=chunk.rew,
-        terminated=chunk.terminated,
-        truncated=chunk.truncated,
-        valid=chunk.valid,
-        ended=counted_ends(chunk),
-        final_index=chunk.final_index,
-        restarts=chunk.restarts,
-        last_obs=chunk.last_obs,
-        weights_version=chunk.weights_version,
-        first_step=chunk.first_step,
-        bad_obs=find_bad_obs(chunk),
-    )
-
-
-def join_edges(parts: Sequence[ChunkEdges]) -> ChunkEdges:
-    """Joins the edges of chunks that :func:`join_chunks` would join."""
-    offsets = np.cumsum([0, *(part.rew.shape[1] for part in parts)]).tolist()
-
-    def join(name: str, axis: int = 1) -> Tree:
-        trees = [getattr(part, name) for part in parts]
-        return tree_map(lambda *leaves: np.concatenate(leaves, axis=axis), *trees)
-
-    final_index, order = _place(offsets, [part.final_index for part in parts])
-    return ChunkEdges(
-        env_ids=join("env_ids", 0),
-        **{name: join(name) for name in ("rew", "terminated", "truncated", "valid", "ended")},
-        final_index=final_index,
-        restarts=_place(offsets, [part.restarts for part in parts])[0],
-        last_obs=join("last_obs", 0),
-        weights_version=min(part.weights_version for part in parts),
-        first_step=parts[0].first_step,
-        bad_obs=join_bad_obs(parts, order),
-    )

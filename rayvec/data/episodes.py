@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkEdges, EpisodeStats
+from rayvec.data import Chunk, ChunkSummary, EpisodeStats
 from rayvec.data.chunk_ops import counted_ends
 
 __all__ = ["EpisodeTracker"]
@@ -24,13 +24,13 @@ class EpisodeTracker:
         self._returns = np.zeros(num_envs)
         self._lens = np.zeros(num_envs, np.int64)
 
-    def add(self, chunk: Chunk | ChunkEdges) -> tuple[EpisodeStats, NDArray[np.int64]]:
+    def add(self, chunk: Chunk | ChunkSummary) -> tuple[EpisodeStats, NDArray[np.int64]]:
         """Takes note of a chunk. An episode that a fault has cut is forgotten: it did not end.
 
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
-        ends = chunk.ended if isinstance(chunk, ChunkEdges) else counted_ends(chunk)
+        ends = counted_ends(chunk)
         cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
         self._forget([n for t, n in cut_before if t < 0])
         returns, lens, places = [], [], []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import BadObs, Chunk, ChunkEdges, Tree, tree_leaves
+from rayvec.data import BadObs, Chunk, ChunkSummary, Tree, tree_leaves
 from rayvec.errors import EnvError
 
 __all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs"]
@@ -61,11 +61,11 @@ def _values(value: NDArray[Any]) -> str:
     return str(flat[~np.isfinite(flat)][0])
 
 
-def join_bad_obs(parts: Sequence[ChunkEdges], order: NDArray[np.intp]) -> BadObs | None:
+def join_bad_obs(parts: Sequence[ChunkSummary], order: NDArray[np.intp]) -> BadObs | None:
     """Joins what was found in chunks side by side.
 
     Args:
-        parts: Their edges.
+        parts: Their summary.
         order: Which of the ends of all parts, one part after another, comes where.
     """
     found = [part.bad_obs for part in parts if part.bad_obs is not None]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rayvec.data.chunk import Chunk, ChunkRef
 from rayvec.data.trees import Tree
 
-__all__ = ["BadObs", "ChunkEdges", "Rollout", "RolloutTimes"]
+__all__ = ["BadObs", "ChunkSummary", "Rollout", "RolloutTimes"]
 
 
 class BadObs(NamedTuple):
@@ -29,7 +29,7 @@ class BadObs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkEdges:
+class ChunkSummary:
     """What must be known of a chunk to tell its episodes apart, without what the policy saw and did.
 
     Attributes:
@@ -38,9 +38,9 @@ class ChunkEdges:
         terminated: ``bool [T, N]``.
         truncated: ``bool [T, N]``.
         valid: ``bool [T, N]``.
-        ended: Where an episode ended by itself, not cut by a fault, ``bool [T, N]``.
         final_index: ``int64 [F, 2]``.
         restarts: ``int64 [R, 2]``.
+        cuts: ``int64 [C, 2]``.
         last_obs: Tree of ``[N, *obs_shape]``, for whoever must go on where a node is lost.
         weights_version: Version of the policy's weights.
         first_step: How many steps the environments had taken in chunks before this one.
@@ -52,9 +52,9 @@ class ChunkEdges:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     valid: NDArray[np.bool_]
-    ended: NDArray[np.bool_]
     final_index: NDArray[np.int64]
     restarts: NDArray[np.int64]
+    cuts: NDArray[np.int64]
     last_obs: Tree
     weights_version: int
     first_step: int
@@ -85,14 +85,14 @@ class Rollout:
     """A chunk as those who acted hand it over.
 
     Attributes:
-        edges: Of the chunk.
+        summary: Of the chunk.
         chunk: The chunk, or None where it was left in Ray's object store.
         refs: Where it lies there, a part for each node; else none.
         times: Of each worker, or of the driver if it acted.
         waited_s: How long the caller waited for them, in seconds.
     """
 
-    edges: ChunkEdges
+    summary: ChunkSummary
     chunk: Chunk | None
     refs: tuple[ChunkRef, ...]
     times: tuple[RolloutTimes, ...]

@@ -1,10 +1,13 @@
-"""How environments are made: in the process that steps them, each with a seed of its own."""
+"""How environments are made: in the process that steps them, each with its own seed."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -55,15 +58,14 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: 
 
 
 @dataclass(frozen=True, slots=True)
-class _MakeFromSpec:
-    """Makes one environment of a registered kind, as ``gymnasium.make`` would."""
+class _Wrapped:
+    """Makes an environment and applies wrappers to it, in order."""
 
-    spec: EnvSpec
-    kwargs: Mapping[str, Any]
+    env_fn: EnvFn
     wrappers: tuple[Wrapper, ...]
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        env = gymnasium.make(self.spec, **self.kwargs)
+        env = self.env_fn()
         for wrapper in self.wrappers:
             env = wrapper(env)
         return env
@@ -71,14 +73,14 @@ class _MakeFromSpec:
 
 @dataclass(frozen=True, slots=True)
 class EnvFactory:
-    """Makes environment i of N, in whatever process it is told to.
+    """Makes environment i of N, in the process that will step it.
 
-    It crosses processes by cloudpickle, and takes along the environments that were registered in the
-    process where it was built, so that ids known to the driver's script alone are known to the workers.
+    The factory crosses processes by cloudpickle. It carries the environments that were registered in the process where
+    it was built, and that process's ``sys.path``, so workers know the ids and find the modules that the driver knows.
 
     Attributes:
         env_fns: One callable for each environment, in the order of their global indices.
-        spec: The spec that all of them were made from, if one was.
+        spec: The spec that all environments were made from, or None.
         registered: Specs to register in the worker where they are unknown.
     """
 
@@ -105,17 +107,17 @@ class EnvFactory:
 
         Raises:
             EnvIdError: No environment of that id is registered.
-            ConfigError: Counts that are not positive or do not agree.
+            ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
         if isinstance(env, (str, EnvSpec)):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             spec = _spec_of(env) if isinstance(env, str) else env
-            make = _MakeFromSpec(spec, dict(env_kwargs or {}), tuple(wrappers))
-            return cls((make,) * count, spec, _registered_specs())
-        env_fns = _checked_env_fns(env, num_envs, env_kwargs)
+            env_fns: tuple[EnvFn, ...] = (partial(gymnasium.make, spec, **(env_kwargs or {})),) * count
+        else:
+            spec, env_fns = None, _checked_env_fns(env, num_envs, env_kwargs)
         if wrappers:
             env_fns = tuple(_Wrapped(env_fn, tuple(wrappers)) for env_fn in env_fns)
-        return cls(env_fns, None, _registered_specs())
+        return cls(env_fns, spec, _registered_specs())
 
     @property
     def num_envs(self) -> int:
@@ -123,11 +125,11 @@ class EnvFactory:
         return len(self.env_fns)
 
     def part(self, env_ids: range) -> EnvFactory:
-        """Returns a factory of only these environments, which is what a node or a worker is sent."""
+        """Returns a factory of only these environments, for one node or worker."""
         return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered)
 
     def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
-        """Returns a factory, by cloudpickle, of the environments between each two of some bounds."""
+        """Returns a pickled factory for the environments between each two consecutive bounds."""
         return [self.part(range(start, stop)).to_bytes() for start, stop in pairwise(bounds)]
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
@@ -135,26 +137,34 @@ class EnvFactory:
         return self.env_fns[index]()
 
     def register(self) -> None:
-        """Registers in this process what the factory brought along."""
+        """Registers in this process the environments that the factory carries."""
         for spec in self.registered:
             gymnasium.registry.setdefault(spec.id, spec)
 
     def to_bytes(self) -> bytes:
-        """Returns the factory by cloudpickle, functions of the main module by value."""
-        data: bytes = cloudpickle.dumps(self)
+        """Returns the factory by cloudpickle, functions of the main module by value.
+
+        Unpickling it puts this process's ``sys.path`` in front of the other's first, as multiprocessing's spawn does.
+        """
+        path = [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
+        data: bytes = cloudpickle.dumps(_AfterPath(path, cloudpickle.dumps(self)))
         return data
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrapped:
-    env_fn: EnvFn
-    wrappers: tuple[Wrapper, ...]
+class _AfterPath:
+    """A pickled object that is unpickled when ``sys.path`` has been extended."""
 
-    def __call__(self) -> gymnasium.Env[Any, Any]:
-        env = self.env_fn()
-        for wrapper in self.wrappers:
-            env = wrapper(env)
-        return env
+    path: list[str]
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_after_path, (self.path, self.data)
+
+
+def _load_after_path(path: list[str], data: bytes) -> Any:
+    sys.path[:] = dict.fromkeys([*path, *sys.path])
+    return cloudpickle.loads(data)
 
 
 def _checked_env_fns(
@@ -193,10 +203,18 @@ def _spec_of(env_id: str) -> EnvSpec:
         return _find_spec(env_id)  # what gymnasium.make does: imports the module, completes the version
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
-            "An environment is named by the id it is registered with.",
+            "An environment id must be registered with Gymnasium.",
             expected="a registered id, or 'module:Id-v0' with the module that registers it",
             got=f"{env_id!r} ({error})",
             remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
+        ) from error
+    except Exception as error:
+        module = env_id.partition(":")[0]
+        raise ConfigError(
+            f"The environment id {env_id!r} imports the module {module!r}, which registers the environment.",
+            expected="a module that can be imported",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"Fix the module; `python -c 'import {module}'` shows where it raises.",
         ) from error
 
 

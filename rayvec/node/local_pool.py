@@ -20,7 +20,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import edges_of
+from rayvec.data.chunk_ops import summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import MOST_CHUNKS
@@ -110,6 +110,10 @@ class LocalPool:
         with self._logging():
             batch = self._pool.recv(env_ids)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
+
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -255,8 +259,8 @@ class LocalActing:
         )
         if pool.layout is None:  # objects, which the pool goes on with
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        times, edges = stopwatch.read(), edges_of(chunk)
+        times, summary = stopwatch.read(), summarize(chunk)
         if not flight.by_reference:
-            return Rollout(edges, chunk, (), (times,), times.whole_s)
-        ref = ChunkRef(edges.env_ids, edges.num_steps, put_object(chunk))
-        return Rollout(edges, None, (ref,), (times,), times.whole_s)
+            return Rollout(summary, chunk, (), (times,), times.whole_s)
+        ref = ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk))
+        return Rollout(summary, None, (ref,), (times,), times.whole_s)

@@ -15,7 +15,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRef, NodeSlice, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure, WorkerLostError
@@ -373,6 +373,10 @@ class ProcessPool:
         obs = None if self._obs is None else index_tree(self._obs, select)
         self._last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        return batch.env_ids[batch.terminated | batch.truncated]
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
@@ -410,11 +414,11 @@ class ProcessPool:
         chunks, times = self.finish_chunks(timeout_s)
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)
-        edges = edges_of(chunk)
+        summary = summarize(chunk)
         if not by_reference:
-            return Rollout(edges, chunk, (), times, waited_s)
-        ref = ChunkRef(edges.env_ids, edges.num_steps, put_object(chunk))
-        return Rollout(edges, None, (ref,), times, waited_s)
+            return Rollout(summary, chunk, (), times, waited_s)
+        ref = ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk))
+        return Rollout(summary, None, (ref,), times, waited_s)
 
     def finish_chunks(self, timeout_s: float | None = None) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
         """Waits for the oldest chunk that was asked for.

@@ -209,6 +209,10 @@ class EnvPool(Protocol):
         """
         ...
 
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """Returns ids of environments that began an episode since the last call, the newest answers being `batch`."""
+        ...
+
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
@@ -294,7 +298,7 @@ class ActingPool(EnvPool, Protocol):
             num_steps: T.
             first_step: How many steps the environments had taken in chunks before.
             noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in Ray's object store, and only its edges come.
+            by_reference: Whether the chunk stays in Ray's object store, and only its summary comes.
         """
         ...
 

@@ -321,8 +321,8 @@ class SerialPool:
         )
         return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
-    def take_begun(self) -> NDArray[np.int64]:
-        """Returns the rows that have been reset since it was last asked, ``int64 [k]``."""
+    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`; every reset counts, whoever asked for it."""
         rows = np.array(sorted(self._begun), np.int64)
         self._begun.clear()
         return rows

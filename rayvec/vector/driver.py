@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
-from rayvec.data.chunk_ops import edges_of
+from rayvec.data.chunk_ops import summarize
 from rayvec.pools.base import ActingPool
 from rayvec.rollout.loop import Stopwatch, as_policy, rollout
 from rayvec.vector.batching import split_groups
@@ -61,7 +61,7 @@ class DriverActing:
         times = stopwatch.read()
         if self._undecided:
             self._try_next(times.whole_s / num_steps)
-        return Rollout(edges_of(chunk), chunk, (), (times,), times.whole_s)
+        return Rollout(summarize(chunk), chunk, (), (times,), times.whole_s)
 
     def _try_next(self, step_s: float) -> None:
         """Takes note of how long a step took, and chooses the groups of the next chunk."""

@@ -1,4 +1,4 @@
-"""Chunks that stay in the object store: the driver learns their edges, and whoever needs the rest fetches it."""
+"""Chunks that stay in the object store: the driver learns their summaries, and whoever needs the rest fetches it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray.experimental import get_object_locations
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.data.chunk_ops import edges_of, join_chunks
+from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv, TablePolicy, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -114,7 +114,7 @@ def test_chunks_and_statistics_are_those_by_value(wide: RayVecEnv, prefetch: boo
     by_reference.close()
 
 
-def test_restarts_are_known_from_the_edges(make_vec: MakeVec) -> None:
+def test_restarts_are_known_from_the_summary(make_vec: MakeVec) -> None:
     """Also where an episode was cut by a fault: the driver counts as it would with the chunk before it."""
     collectors = [
         Collector(make_vec([FailingEnv] * 4, nodes=2, on_env_error="restart"), by_total, seed=1, by_reference=reference)
@@ -126,7 +126,7 @@ def test_restarts_are_known_from_the_edges(make_vec: MakeVec) -> None:
         assert_identical((batch.stats.returns, batch.stats.lens), (plain.stats.returns, plain.stats.lens))
         (chunk,) = fetched(batch)
         assert_same_chunk(chunk, plain.chunks[0])
-        assert edges_of(chunk).ended.sum() == batch.stats.n_collected_episodes
+        assert counted_ends(chunk).sum() == batch.stats.n_collected_episodes
 
 
 def test_a_fault_is_raised_as_by_value(make_vec: MakeVec) -> None:

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, tree_leaves
-from rayvec.data.chunk_ops import edges_of, join_chunks, join_edges
+from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.data.finite import drop_bad_episodes, find_bad_obs
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CountingEnv, assert_identical
@@ -224,18 +224,18 @@ def test_what_follows_a_failed_step_is_another_episode() -> None:
     assert not chunk.done[1, 0], "the chunk's own arrays are as they were"
 
 
-def test_edges_join_as_chunks_do() -> None:
+def test_summaries_join_as_chunks_do() -> None:
     parts = [
         chunk_of([[1.0], [2.0], [3.0]], [[True], [True]]),
         chunk_of([[1.0, NAN], [2.0, 3.0], [NAN, 3.0]], [[True, False], [False, True]]),
     ]
     parts[1].final_obs[1] = np.inf
-    joined, whole = join_edges([edges_of(part) for part in parts]), edges_of(join_chunks(parts))
+    joined, whole = join_summaries([summarize(part) for part in parts]), summarize(join_chunks(parts))
     assert joined.bad_obs is not None and whole.bad_obs is not None
     assert_identical((joined.bad_obs.where, joined.bad_obs.finals), (whole.bad_obs.where, whole.bad_obs.finals))
     assert whole.bad_obs.finals.tolist() == [False, False, False, True]
     assert re.match("nan in the observation before step 0", joined.bad_obs.first)
-    assert join_edges([edges_of(parts[0])] * 2).bad_obs is None
+    assert join_summaries([summarize(parts[0])] * 2).bad_obs is None
 
 
 def test_only_numbers_that_can_be_are_looked_at() -> None:

@@ -80,10 +80,9 @@ def test_the_reader_owns_what_he_reads() -> None:
     """Also where the columns came by Ray, whose arrays can't be written."""
     said = [ChunkInfo(0, n, {"same": np.zeros(2), "any": [np.zeros(n)], "at": np.array(1.0)}) for n in range(3)]
     kept = ChunkInfos.of(said)
-    for column in kept.blocks[0].columns.values():
-        for array in [column.values] if column.kind else [*column.values]:
-            for leaf in array if isinstance(array, list) else [array]:
-                leaf.flags.writeable = False
+    columns = kept.blocks[0].columns
+    for array in (columns["same"].values, *columns["at"].values, *(arrays[0] for arrays in columns["any"].values)):
+        array.flags.writeable = False
     for info in kept:
         info.info["same"][:] = info.info["any"][0][:] = 1.0
         info.info["at"][...] = 2.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import pickle
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -19,6 +22,25 @@ from hypothesis import strategies as st
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv, SpaceEnv
+
+MODULE = """
+from rayvec.testing import CountingEnv
+
+class Beside(CountingEnv):
+    name = "beside"
+"""
+SCRIPT = """
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "folder"))
+import rv_beside
+import rayvec
+
+if __name__ == "__main__":
+    with rayvec.RayVecEnv([rv_beside.Beside] * 2, num_nodes=1, workers_per_node=2) as env:
+        env.reset(seed=0)
+        env.step([0, 0])
+        print(*env.get_attr("name"))
+"""
 
 
 class TestSeeds:
@@ -96,6 +118,40 @@ class TestFactory:
         done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
         assert (done.stdout, done.returncode) == (b"Discrete(4) Discrete(2)\n", 0), done.stderr.decode()
 
+    def test_modules_are_found_where_the_driver_finds_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By their folder in ``sys.path``, also a relative one; the other process keeps its own folders behind them."""
+        (tmp_path / "rv_beside.py").write_text(MODULE)
+        monkeypatch.chdir(tmp_path.parent)
+        monkeypatch.syspath_prepend(tmp_path.name)
+        module = importlib.import_module("rv_beside")
+        data = EnvFactory.build([module.Beside]).to_bytes()
+        code = (
+            "import pickle, sys; sys.path.append('mine'); factory = pickle.loads(sys.stdin.buffer.read());"
+            "print(type(factory.make(0)).__name__, sys.path[0], sys.path[-1], len(sys.path) == len(set(sys.path)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=data, capture_output=True, cwd=Path(__file__).parents[2], check=False
+        )
+        assert (done.stdout.decode(), done.returncode) == (f"Beside {tmp_path} mine True\n", 0), done.stderr.decode()
+
+    @pytest.mark.slow
+    def test_workers_on_ray_find_what_a_script_finds(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        (folder / "rv_beside.py").write_text(MODULE)
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        done = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""},
+            check=False,
+        )
+        assert (done.stdout.decode(), done.returncode) == ("beside beside\n", 0), done.stderr.decode()
+
     def test_what_is_known_there_already_stays(self) -> None:
         factory = EnvFactory.build([CountingEnv])
         before = dict(gymnasium.registry)
@@ -113,6 +169,15 @@ class TestFactory:
         assert EnvFactory.build("helpers.registers_one:rayvec-tests/ByModule-v0").make(
             0
         ).observation_space == spaces.Discrete(11)
+
+    def test_a_module_that_raises_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "rv_raises.py").write_text("raise RuntimeError('no licence')")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError, match="RuntimeError: no licence") as caught:
+            EnvFactory.build("rv_raises:Some-v0")
+        for word in ("'rv_raises:Some-v0'", "'rv_raises'", "Expected:", "Got:", "Remedy:"):
+            assert word in str(caught.value)
+        assert type(caught.value.__cause__) is RuntimeError
 
     @pytest.mark.filterwarnings("ignore:.*latest:UserWarning")
     def test_an_id_without_a_version_is_what_gymnasium_makes_of_it(self) -> None:

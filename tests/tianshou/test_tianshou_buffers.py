@@ -24,7 +24,7 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
-from rayvec.data import Chunk, ChunkInfo, tree_map
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, tree_map
 from rayvec.errors import ConfigError
 from rayvec.tianshou.collect.buffers import ChunkInsertion, add_chunk
 
@@ -75,7 +75,7 @@ def make_chunk(
         last_obs=make(rng, (envs,)),
         final_index=final_index,
         final_obs=make(rng, (len(final_index),)),
-        infos=tuple(said),
+        infos=ChunkInfos.of(said),
     )
 
 

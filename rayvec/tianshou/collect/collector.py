@@ -284,9 +284,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _land(self) -> Chunk:
         rollout = self._pool_env.rollout_wait()
         self._in_flight = False  # not before: a wait that was interrupted leaves the chunk to the next call
-        if rollout.edges.bad_obs is not None and not self._bad_obs_told:
+        if rollout.summary.bad_obs is not None and not self._bad_obs_told:
             self._bad_obs_told = True
-            logger.warning("an observation is not finite: %s", rollout.edges.bad_obs.first)
+            logger.warning("an observation is not finite: %s", rollout.summary.bad_obs.first)
         assert rollout.chunk is not None
         return assembled_chunk(rollout.chunk)
 
@@ -357,7 +357,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             obs = objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
         infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
         for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
-            for item in said.where(lambda block: block.t == last):
+            for item in said.where(lambda t, n: t == last):
                 if chunk.done[last, item.n] == of_reset:
                     infos[item.n] = {**item.info, **infos[item.n]}
         self._pre_collect_obs_RO, self._pre_collect_info_R = obs, objects(infos)

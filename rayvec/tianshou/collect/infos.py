@@ -39,13 +39,11 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
         Columns, with 0 or None where a step has no such key; None if they depend on the step that they are of.
     """
     lead = chunk.valid.shape
-    infos = chunk.infos
-    if not chunk.valid.all():
-        infos = infos.where(lambda block: chunk.valid[block.t, block.n])
+    infos = chunk.infos if chunk.valid.all() else chunk.infos.where(lambda t, n: chunk.valid[t, n])
     parts = []
-    for block in infos.blocks:
-        ours = {key: column for key, column in block.columns.items() if key != "env_id"}
-        parts.append((block.t * lead[1] + block.n, ours))
+    for t, n, columns_of in infos.blocks:
+        ours = {key: column for key, column in columns_of.items() if key != "env_id"}
+        parts.append((t * lead[1] + n, ours))
     try:
         columns = _columns(parts, lead[0] * lead[1])
         columns["env_id"] = np.tile(env_ids, lead[0])
@@ -80,23 +78,25 @@ def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], s
     for key, found in gathered.items():
         if not isinstance(key, str):
             raise _IrregularError
-        at, column = np.concatenate([places for places, _ in found]), _joined([column for _, column in found])
-        if column.kind is None and set(map(type, column.values)) == {dict}:
-            if not all(column.values):
+        at, array = np.concatenate([places for places, _ in found]), _joined([column for _, column in found])
+        if array.dtype == object and set(map(type, array)) == {dict}:
+            if not all(array):
                 raise _IrregularError
-            inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), column.values, strict=True))
+            inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), array, strict=True))
             columns[key] = _columns([(block.n, block.columns) for block in inner.blocks], size)
             continue
-        array = _array(column.values) if column.kind is None else column.values
+        if array.dtype == object:
+            array = _array(array.tolist())
         columns[key] = np.full((size, *array.shape[1:]), None if array.dtype == object else 0, array.dtype)
         columns[key][at] = array
     return columns
 
 
-def _joined(columns: list[InfoColumn]) -> InfoColumn:
-    if all(column.form == columns[0].form for column in columns):
-        return InfoColumn.join(columns)
-    return InfoColumn(None, [value for column in columns for value in column.read()])
+def _joined(columns: list[InfoColumn]) -> NDArray[Any]:
+    """Returns the values of columns one after another, as objects where they are not of one type and shape."""
+    if len({(kind, values.dtype, values.shape[1:]) for kind, values in columns}) == 1:
+        return np.concatenate([values for _, values in columns])
+    return np.fromiter((value for column in columns for value in column.read()), object)
 
 
 def _array(values: list[Any]) -> NDArray[Any]:

@@ -1,0 +1,201 @@
+"""Writes what happens in a rollout into the arrays of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.errors import ConfigError
+from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
+from rayvec.pools.restarts import RESTARTED
+
+__all__ = ["Empty", "Recorder"]
+
+Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
+"""Allocates an array of a shape and data type, as ``np.empty`` does."""
+
+
+class Recorder:
+    """Writes what happens in a rollout into the arrays of a chunk.
+
+    Args:
+        num_steps: T.
+        env_ids: Global index of the environment in each column, ``int64 [N]``.
+        groups: The columns of each group.
+        batches: What the pool returned for each group before the first step.
+        action_layout: How actions lie in arrays; None where they are objects.
+        empty: Allocates the large arrays.
+
+    Attributes:
+        columns: Index of each group's columns.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        env_ids: NDArray[np.int64],
+        groups: Sequence[NDArray[np.int64]],
+        batches: Sequence[StepBatch],
+        action_layout: ArrayLayout | None,
+        empty: Empty,
+    ) -> None:
+        self.columns = [as_slice(ids) for ids in groups]
+        self._sizes = [len(ids) for ids in groups]
+        self._action_layout = action_layout
+        self._empty = empty
+        self._lead = lead = (num_steps, len(env_ids))
+        obs = batches[0].obs
+        self._chunk = Chunk(
+            env_ids=env_ids,
+            obs=_empty_like(obs, lead, empty),
+            act=None,
+            rew=np.zeros(lead),
+            terminated=np.zeros(lead, bool),
+            truncated=np.zeros(lead, bool),
+            valid=np.ones(lead, bool),
+            last_obs=_empty_like(obs, lead[1:], empty),
+            final_index=_places(()),
+            final_obs=None,
+        )
+        self._act: Tree = None
+        self._extras: dict[str, NDArray[Any]] = {}
+        self._finals: list[tuple[int, int, Any]] = []
+        self._infos: list[ChunkInfo] = []
+        self._reset_infos: list[ChunkInfo] = []
+        self._restarts: list[tuple[int, int]] = []
+        self._cuts: list[tuple[int, int]] = []
+        self._checked: dict[int, list[tuple[int, ...]] | None] = {}
+        for batch in batches:
+            self._add_infos(-1, batch)
+
+    def add_obs(self, t: int, group: int, obs: Tree) -> None:
+        """Records what the policy sees before step t; after the last step, what it would see next."""
+        if t < self._lead[0]:
+            _assign(self._chunk.obs, (t, self.columns[group]), obs)
+        else:
+            _assign(self._chunk.last_obs, self.columns[group], obs)
+
+    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        """Records what the policy returned at step t.
+
+        Raises:
+            ConfigError: It has not one action of the right shape, and one row of each extra, for each environment.
+        """
+        shapes = [np.shape(actions), *map(np.shape, extras.values())] if type(actions) is np.ndarray else None
+        if shapes is None or shapes != self._checked.get(group):
+            _check_rows(actions, extras, self._sizes[group], self._action_layout)
+            self._checked[group] = shapes
+        if self._act is None:
+            self._act = _empty_like(actions, self._lead, self._empty)
+            self._extras = _empty_like(extras, self._lead, self._empty)
+        _assign(self._act, (t, self.columns[group]), actions)
+        for name, extra in extras.items():
+            self._extras[name][t, self.columns[group]] = extra
+
+    def add_results(self, t: int, group: int, batch: StepBatch) -> None:
+        """Records rewards, ends of episodes and infos of step t."""
+        columns, chunk = self.columns[group], self._chunk
+        chunk.rew[t, columns] = batch.rew
+        chunk.terminated[t, columns] = batch.terminated
+        chunk.truncated[t, columns] = batch.truncated
+        if batch.info:
+            self._add_infos(t, batch)
+
+    def _add_infos(self, t: int, batch: StepBatch) -> None:
+        first_id = int(self._chunk.env_ids[0])
+        for env_id, info, final_obs, final_info in batch.info:
+            n = env_id - first_id
+            if final_info is None:
+                if t < 0 and RESTARTED in info:
+                    self._restarts.append((-1, n))
+                (self._reset_infos if t < 0 else self._infos).append(ChunkInfo(t, n, info))
+                continue
+            if RESTARTED in final_info:
+                self._take_back(t, n)
+            else:
+                self._finals.append((t, n, final_obs))
+                if final_info:
+                    self._infos.append(ChunkInfo(t, n, final_info))
+            if info:
+                self._reset_infos.append(ChunkInfo(t, n, info))
+
+    def _take_back(self, t: int, n: int) -> None:
+        """Marks a step that failed: the episode was cut after the step before, at the observation recorded for step t.
+
+        The policy may have written into the arrays that it was given, so the chunk's own copy is used.
+        """
+        chunk = self._chunk
+        self._restarts.append((t, n))
+        chunk.valid[t, n] = chunk.truncated[t, n] = False
+        if t > 0 and chunk.valid[t - 1, n] and not (chunk.terminated[t - 1, n] or chunk.truncated[t - 1, n]):
+            chunk.truncated[t - 1, n] = True
+            self._cuts.append((t - 1, n))
+            obs = index_tree(tree_map(lambda leaf: leaf[t], chunk.obs), n)
+            self._finals.append((t - 1, n, deepcopy(obs)))
+
+    def chunk(self, first_step: int, weights_version: int) -> Chunk:
+        """Returns the chunk."""
+        finals = sorted(self._finals, key=itemgetter(0, 1))
+        final_obs = _empty_like(self._chunk.last_obs, (len(finals),), self._empty)
+        write = tree_writer(final_obs)
+        for row, (_, _, obs) in enumerate(finals):
+            write(row, obs)
+        return replace(
+            self._chunk,
+            act=self._act,
+            final_index=_places([final[:2] for final in finals]),
+            final_obs=final_obs,
+            extras=self._extras,
+            infos=ChunkInfos.of(self._infos),
+            reset_infos=ChunkInfos.of(self._reset_infos),
+            restarts=_places(sorted(self._restarts)),
+            cuts=_places(sorted(self._cuts)),
+            weights_version=weights_version,
+            first_step=first_step,
+        )
+
+
+def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    return np.array(places, np.int64).reshape(-1, 2)
+
+
+def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
+    """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
+    if action_layout is None:
+        fits, got = len(actions) == count, f"{len(actions)} actions"
+    else:
+        try:
+            shapes = [np.shape(leaf) for leaf in action_layout.flatten(actions)]
+            fits, got = shapes == [(count, *shape) for _, shape in action_layout.leaves], f"shapes {shapes}"
+        except ValueError as error:
+            fits, got = False, str(error)
+    for name, extra in extras.items():
+        if np.shape(extra)[:1] != (count,):
+            fits, got = False, f"{name} of shape {np.shape(extra)}"
+    if not fits:
+        raise ConfigError(
+            "A policy must return one action, and one row of each extra, for each observation.",
+            expected=f"{count} rows; actions of the action space, stacked",
+            got=got,
+            remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape].",
+        )
+
+
+def _empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty) -> Tree:
+    """Allocates arrays shaped like a batch, its one leading axis replaced by others."""
+    return tree_map(lambda leaf: empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
+
+
+def _assign(target: Tree, index: Any, source: Tree) -> None:
+    if isinstance(target, np.ndarray):
+        target[index] = source
+        return
+    for array, value in zip(tree_leaves(target), tree_leaves(source), strict=True):
+        array[index] = value
