@@ -408,14 +408,14 @@ class RemoteNode:
     def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
         """See :class:`Node`."""
         rollout = self._actor.rollout.options(num_returns=2)
-        answer, chunk = rollout.remote(key, num_steps, first_step, noise_seed, by_reference)
+        refs = rollout.remote(key, num_steps, first_step, noise_seed, by_reference)
 
         def finish(timeout_s: float | None) -> NodePart:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            times, summary, notes = self._get(answer, timeout_s)
+            times, summary, notes = self._get(refs[0], timeout_s)
             if summary is not None:
-                return NodePart(times, notes, summary, chunk)
-            return NodePart(times, notes, None, self._get(chunk, _left(deadline)))
+                return NodePart(times, notes, summary, refs[1])
+            return NodePart(times, notes, None, self._get(refs[1], _left(deadline)))
 
         return finish
 

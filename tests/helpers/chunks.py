@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from helpers.waiting import DEADLINE_S
 from rayvec.data import Chunk
@@ -26,7 +29,9 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
     """
     for node, wait in env._pool.acting._pending[chunk].asked:
         if node.transport == "tcp":
-            wait(timeout_s)
+            refs = list(inspect.getclosurevars(wait).nonlocals["refs"])
+            if len(ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)[0]) < len(refs):
+                raise NotReady("a node has not done its part")
         else:
             pool = node._pool
             pool._wait_all(pool.acting._pending[chunk].numbers, time.monotonic() + timeout_s)

@@ -127,7 +127,7 @@ def test_a_chunk_with_a_failed_step_is_that_of_a_worker(make_vec: MakeVec) -> No
     fns = [CountingEnv, partial(FaultyEnv, "raise", "step", 4)]
     chunks = []
     for nodes in (0, 1):
-        env = make_vec(fns, nodes, nodes or None, on_env_error="restart")
+        env = make_vec(fns, nodes, nodes, on_env_error="restart")
         chunks.append(env.rollout(lambda obs: np.zeros(2, int), 9, seed=3))
     assert chunks[0].restarts.tolist() == [[4, 1]]
     for field in fields(chunks[0]):
