@@ -84,14 +84,14 @@ class TrainConfig:
     """Directory of the run, which must not exist yet; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
     num_nodes: Annotated[int, Bounds(0)] | None = None
-    """Ray nodes to spread the environments over; unset: decided by the cluster's resources. 0: the driver steps them
-    itself, without Ray, for a debugger's sake or where steps take microseconds."""
+    """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
+    is initialised, an address is given or the learner has ranks; else 0."""
 
-    workers_per_node: Count | None = None
-    """Worker processes on each node; unset: decided by the node's cores."""
+    workers_per_node: Annotated[int, Bounds(0)] | None = None
+    """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
 
     address: str | None = None
-    """Address of a running Ray cluster; unset: RAY_ADDRESS, or else a private cluster on this machine."""
+    """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""
 
     inference: Literal["worker", "driver"] = "worker"
     """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back, and

@@ -33,7 +33,7 @@ from rayvec.pools.restarts import restart_seed
 from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
-from rayvec.training.runs import load_run
+from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, _, _, TOTAL = range(4)
