@@ -24,7 +24,6 @@ assert "ray" not in sys.modules
 """
 
 COMMANDS = """
-import sys
 from rayvec.cli import main
 small = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-steps 64 --eval-episodes 4 --run-dir a".split()
 assert main(["train", "ppo", *small]) == 0
@@ -33,16 +32,10 @@ assert "ray" not in sys.modules
 """
 
 
-def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=directory, check=True, capture_output=True, text=True)
-
-
-def test_ray_is_used_if_anything_asks_for_it(tmp_path: Path) -> None:
-    run(DECISIONS, tmp_path)
-
-
-def test_train_and_eval_do_without_ray_and_say_so(tmp_path: Path) -> None:
-    done = run(COMMANDS, tmp_path)
+def test_train_and_eval_use_ray_only_if_something_asks_for_it(tmp_path: Path) -> None:
+    """In a process of its own, where Ray is not initialised."""
+    command = [sys.executable, "-c", DECISIONS + COMMANDS]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stderr.count("rayvec: 4 environments on this machine, without Ray\n") == 2
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert f"mean return {result['eval_return_mean']:.2f}" in done.stdout
