@@ -17,6 +17,7 @@ import ray
 from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import GatedEnv, assert_same_chunk, wait_for_parts
+from helpers.exact import SpaceEnv, TablePolicy
 from helpers.kinds import factory
 from helpers.vector_kit import pids_of
 from helpers.waiting import wait_until
@@ -25,7 +26,6 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import SpaceEnv, TablePolicy
 
 REPEATS = 3_000
 
