@@ -62,7 +62,8 @@ class Interrupts:
     def _pressed(self, signum: int, frame: types.FrameType | None) -> None:
         if self._deferred and not self.requested:
             self.requested = True
-            print("\nfinishing the current iteration; Ctrl-C again stops at once", file=sys.stderr)
+            with contextlib.suppress(RuntimeError):  # it came within a print to standard error
+                print("\nfinishing the current iteration; Ctrl-C again stops at once", file=sys.stderr)
         else:
             self._raised = True
             raise KeyboardInterrupt

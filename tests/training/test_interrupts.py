@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.processes import assert_nothing_left, running
@@ -39,6 +42,28 @@ def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt() 
         press()
         assert interrupts.requested
         press()
+
+
+def test_a_press_in_the_middle_of_a_print_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffered stream refuses a second write within the first."""
+
+    class PressesItself(io.RawIOBase):
+        presses = 1
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            if self.presses:
+                self.presses = 0
+                press()
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(PressesItself()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Interrupts() as interrupts, interrupts.deferred():
+        print("64/128 steps", file=sys.stderr)
+    assert interrupts.requested
 
 
 def test_a_request_alone_interrupts_nothing() -> None:
