@@ -44,11 +44,11 @@ coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers
 soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10)
 	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10)
 
-check: $(STAMP) ## Lint, formatting, types, and the examples in docstrings
+check: $(STAMP) ## Lint, formatting, types, layout, and the examples in docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict rayvec
-	$(BIN)/python -m pytest --doctest-modules rayvec
+	$(BIN)/python -m pytest --doctest-modules rayvec tests/test_layout.py
 
 format: $(STAMP) ## Put the code into the form that check asks for
 	$(BIN)/ruff check --fix .

@@ -83,7 +83,7 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
     """
     before_s = 0.0
     if (run_dir / "checkpoint.pt").exists():
-        from rayvec.training.runs import load_run
+        from rayvec.training.run_dir import load_run
 
         before_s = load_run(run_dir)[1]["progress"]["wall_s"]
         command = ["train", args.algorithm, "--resume", str(run_dir)]
@@ -113,7 +113,7 @@ def judged(run_dir: Path, episodes: int) -> tuple[int, NDArray[np.float64]]:
         result = json.loads((run_dir / "result.json").read_text())
         return result["total_steps"], np.array(result["eval_returns"], np.float64)
     from rayvec.training.evaluation import evaluate_run
-    from rayvec.training.runs import load_run
+    from rayvec.training.run_dir import load_run
 
     steps = load_run(run_dir)[1]["progress"]["steps"]
     return steps, evaluate_run(run_dir, num_episodes=episodes).returns
@@ -180,7 +180,8 @@ def plot(outcomes: list[Outcome], path: Path, title: str) -> None:
 def random_return(run_dir: Path, episodes: int) -> float:
     """Returns the mean return of actions drawn uniformly, in the environments of a run."""
     from rayvec.collect.collector import Collector
-    from rayvec.training.runs import load_run, make_env
+    from rayvec.training.run_dir import load_run
+    from rayvec.training.runs import make_env
 
     config, _ = load_run(run_dir)
     with make_env(config) as env:

@@ -1,9 +1,9 @@
-"""An algorithm of one's own in one file: REINFORCE with a learned baseline, trained by rayvec.training.loop.
+"""Your own algorithm in one file: REINFORCE with a learned baseline, trained by `rayvec.train`.
 
 python examples/own_algorithm.py
 
-A learner turns batches into weights: it is plain torch, and neither Ray nor the environments are any of its business.
-This one has a state that is saved and resumed, and a policy that acts in the worker processes without torch.
+A learner turns batches into weights. It is plain torch and needs neither Ray nor the environments. This one has a state
+that checkpoints keep, and a policy that acts in the worker processes without torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReinforceConfig(rayvec.TrainConfig):
 
 
 class ReinforceLearner:
-    """Makes actions likelier whose return was above the baseline."""
+    """Makes actions more likely whose return was above the baseline."""
 
     def __init__(
         self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], config: ReinforceConfig
@@ -74,7 +74,7 @@ class ReinforceLearner:
         return {name: metric.item() for name, metric in metrics.items()}
 
     def _returns(self, chunk: rayvec.Chunk) -> NDArray[np.float32]:
-        """Returns the discounted rewards that followed, ``[T, N]``; what lies beyond a cut is the baseline's guess."""
+        """Returns discounted returns, ``[T, N]``; the baseline estimates the rest of truncated episodes."""
         with torch.no_grad():
             beyond = self.module.value(self.module.encode(chunk.next_obs())).numpy()
         returns = np.zeros(chunk.rew.shape, np.float32)
@@ -86,25 +86,25 @@ class ReinforceLearner:
         return returns
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns what the policy in the workers is to act with."""
+        """Returns the weights for the policy in the workers."""
         return flat_weights(self.module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that the next update depends on."""
+        """Returns everything that the next update depends on."""
         return copy.deepcopy({"module": dict(self.module.state_dict()), "optimizer": self._optimizer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Continues from a `state_dict`."""
         self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
 
 
 def main(total_steps: int = 200_000) -> None:
-    """Registers the algorithm and trains with it; a run directory, checkpoints and evaluation come with that."""
+    """Registers the algorithm and trains with it, with a run directory, checkpoints and an evaluation."""
     register(ReinforceConfig, ReinforceLearner)
     result = rayvec.train(ReinforceConfig(env_id="CartPole-v1", total_steps=total_steps, seed=1))
     print(f"mean greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps in {result.run_dir}")
-    rayvec.resume(result.run_dir)  # goes on where it was, were there anything left to do
+    rayvec.resume(result.run_dir)  # the run is complete, so this only evaluates it again
 
 
 if __name__ == "__main__":

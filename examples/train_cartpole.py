@@ -1,4 +1,4 @@
-"""Train PPO on CartPole-v1, then look at what the run left behind.
+"""Train PPO on CartPole-v1, then list the files of the run.
 
 python examples/train_cartpole.py
 """
@@ -11,7 +11,7 @@ import rayvec
 
 
 def main(total_steps: int = 50_000) -> None:
-    """Trains with few settings changed; the rest are the defaults of the command line."""
+    """Trains with the default settings, and prints the result."""
     config = rayvec.PPOConfig(env_id="CartPole-v1", total_steps=total_steps, seed=1)
     result = rayvec.train(config)
     print(f"mean greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps")

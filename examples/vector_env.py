@@ -1,4 +1,4 @@
-"""Step environments in worker processes through Gymnasium's own vector interface.
+"""Step environments in worker processes through Gymnasium's vector API.
 
 python examples/vector_env.py
 """
@@ -11,7 +11,7 @@ import rayvec
 
 
 def push_towards_the_fall(obs: np.ndarray) -> np.ndarray:
-    """Pushes each cart to the side that its pole falls to."""
+    """Pushes each cart to the side to which its pole falls."""
     return (obs[:, 2] + obs[:, 3] > 0).astype(np.int64)
 
 

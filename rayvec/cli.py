@@ -1,8 +1,11 @@
 """The command line: ``rayvec train | eval | bench | doctor``.
 
-Options are the fields of the config classes, read by tyro. What can't work ends with one message on
-standard error and exit code 2; a run that fails after it has begun with code 1 and a line that says how to go on;
-Ctrl-C with code 130.
+Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
+error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
+
+Ctrl-C ends a command with code 130. Before `main` runs (Python starts, this module is imported), it is Python that
+ends the process, by SIGINT itself: a shell shows 130 then too. After the last output the command is complete, and a
+Ctrl-C changes nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ from rayvec.bench.scaling import Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
+from rayvec.training.interrupts import Interrupts
 
 __all__ = ["main"]
 
 _RESUME_HELP = (
-    "Go on with the run in this directory, from its last checkpoint and with its own settings; only "
+    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only "
     + ", ".join(name.replace("_", "-") for name in ADJUSTABLE)
-    + " may be others."
+    + "."
 )
 
 
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
-    """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat what they say."""
+    """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat their messages."""
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
@@ -66,7 +70,7 @@ class Train:
     settings: _Settings
 
     def run(self, mentioned: frozenset[str]) -> None:
-        """Trains, or goes on with a run; `mentioned` are the names of the options on the command line."""
+        """Trains, or resumes a run; `mentioned` are the names of the options on the command line."""
         cls = CONFIGS[self.settings.algorithm]
         values = {name: getattr(self.settings, name) for name in field_names(cls)}
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
@@ -96,13 +100,13 @@ class Eval:
     """Episodes to play."""
 
     seed: Annotated[int, Bounds(0, 2**32 - 1)] | None = None
-    """Play other episodes than those that the run was judged on at its end."""
+    """Seed of the episodes; not given: the run's own, which plays the episodes of the evaluation at its end."""
 
     address: str | None = None
     """Address of a running Ray cluster; not given: as in training."""
 
     num_nodes: int | None = None
-    """Ray nodes to spread the environments over, 0 for this process, without Ray; not given: as in training."""
+    """Ray nodes to spread the environments over, 0 for this machine without Ray; not given: as in training."""
 
     workers_per_node: int | None = None
     """Worker processes on each node; not given: as in training."""
@@ -139,10 +143,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what there is to run on: versions, cores, limits, and whether Ray answers."""
+    """Print what rayvec would run on: versions, cores, limits, and the nodes of Ray."""
 
     address: str | None = None
-    """Cluster to look at; unset: RAY_ADDRESS, or else a private one that is started for it."""
+    """Address of a Ray cluster; unset: RAY_ADDRESS, or else a private cluster that is started to test Ray."""
 
     def run(self, mentioned: frozenset[str]) -> None:
         """Prints a line for each finding."""
@@ -195,16 +199,17 @@ Command = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, 1 for a failure, 2 where the input can't work, 130 after Ctrl-C.
+    """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
     Args:
-        args: Of the command line, without the program's name; those of this process if left out.
+        args: The arguments, without the program's name; unset: those of this process.
     """
     args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
-        command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
-        command.run(_mentioned(args))
+        with Interrupts():
+            command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
+            command.run(_mentioned(args))
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
@@ -228,7 +233,7 @@ def _mentioned(args: Sequence[str]) -> frozenset[str]:
 
 
 def _explanation(error: Exception) -> str | None:
-    """Returns what to tell of an error that has an explanation, or None where it is a defect of ours."""
+    """Returns the message of an error that the user can act on, or None for a defect of rayvec."""
     if isinstance(error, RayvecError):
         return str(error)
     if isinstance(error.__cause__, RayvecError):  # an environment raised: its own error, and where
@@ -244,7 +249,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def _what_and_where(text: str) -> str:
-    """Returns on one line what an ``EnvError`` says, with the line of code that raised instead of the traceback."""
+    """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback."""
     what, _, traceback = text.partition("\n\n")
     of_worker = traceback.split("\n\n\n", 1)[0]  # what follows is how it came from there to here
     lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
@@ -252,6 +257,6 @@ def _what_and_where(text: str) -> str:
 
 
 def _is_failure(error: Exception) -> bool:
-    """Says whether the input could have worked: something was lost, or a run had begun, which notes how to go on."""
+    """Whether the input could have worked: a process was lost, or a run had begun, which notes how to resume it."""
     lost = isinstance(error, WorkerLostError | NodeLostError | LearnerError)
     return lost or bool(getattr(error, "__notes__", ()))

@@ -1,20 +1,20 @@
 """The exceptions that rayvec raises.
 
     RayvecError
-    ├── ConfigError          a setting, or a combination of settings, that can't work
-    ├── EnvError             an environment raised, hung, or returned what its spaces forbid
-    ├── WorkerLostError      a worker process ended without being asked to
-    ├── NodeLostError        a node, or the actor on it, is gone
+    ├── ConfigError          a setting, or a combination of settings, can't work
+    ├── EnvError             an environment raised, hung, or returned a value outside its spaces
+    ├── WorkerLostError      a worker process died
+    ├── NodeLostError        a node was lost, or the actor on it died
     ├── LearnerError         an update failed, or a rank was lost
-    │   └── RankLostError    a rank of a learner is gone, or silent for too long
+    │   └── RankLostError    a rank of a learner died, or did not respond in time
     └── CheckpointError      a checkpoint is missing, truncated or of another kind
 
 Wrong use of a vector environment raises Gymnasium's own errors (`ClosedEnvironmentError`,
-`AlreadyPendingCallError`, `NoAsyncCallError`, and `TimeoutError`), because that is what its users
-catch. An exception raised inside an environment is raised again with its own type and message; its
-``__cause__`` is the :class:`EnvError` that says where it happened.
+`AlreadyPendingCallError`, `NoAsyncCallError`, and `TimeoutError`), which its users catch. An exception that
+an environment raises is raised again with its own type and message; its ``__cause__`` is an
+:class:`EnvError` that says where it happened.
 
-Every message states the rule, what was expected, what was got, and the remedy.
+Every message states a rule, what it expects, what rayvec got, and a remedy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class RayvecError(Exception):
-    """The root of everything that rayvec raises on its own account.
+    """The base class of the exceptions of rayvec.
 
     Args:
         rule: The rule that was broken, or the whole text of the message.
@@ -53,7 +53,7 @@ class RayvecError(Exception):
         remedy: What to do about it.
 
     Attributes:
-        raised_in: Where it was raised, if that was another process: node, worker, environment index, seed.
+        raised_in: The origin of an error of another process: node, worker, environment index, seed.
 
     >>> print(ConfigError("num_envs is a count.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
     num_envs is a count. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
@@ -66,19 +66,19 @@ class RayvecError(Exception):
 
 
 class ConfigError(RayvecError, ValueError):
-    """A setting, or a combination of settings, that can't work."""
+    """A setting, or a combination of settings, can't work."""
 
 
 class EnvError(RayvecError, RuntimeError):
-    """An environment raised, hung, or returned what its spaces forbid."""
+    """An environment raised, hung, or returned a value outside its spaces."""
 
 
 class WorkerLostError(RayvecError, RuntimeError):
-    """A worker process ended without being asked to."""
+    """A worker process died."""
 
 
 class NodeLostError(RayvecError, RuntimeError):
-    """A node, or the actor that held its environments, is gone."""
+    """A node was lost, or the actor that held its environments died."""
 
 
 class LearnerError(RayvecError, RuntimeError):
@@ -86,7 +86,7 @@ class LearnerError(RayvecError, RuntimeError):
 
 
 class RankLostError(LearnerError):
-    """A rank of a learner is gone, or did not come to a sum in time."""
+    """A rank of a learner died, or did not respond in time."""
 
 
 class CheckpointError(RayvecError, RuntimeError):
@@ -94,7 +94,7 @@ class CheckpointError(RayvecError, RuntimeError):
 
 
 def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
-    """Returns the text of an error in the form that all of ours have.
+    """Returns the text of an error in the form of all errors of rayvec.
 
     >>> print(message("num_envs counts environments.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
     num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
@@ -103,10 +103,10 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
 
 
 def check_count(name: str, value: Any) -> int:
-    """Returns `value`, which must count something: a whole number of at least 1.
+    """Returns `value`, which must be a whole number of at least 1.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
 
     >>> check_count("num_envs", 8)
     8
@@ -122,30 +122,30 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is not one of `choices`.
+    """Checks that a value is one of `choices`.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: It is not.
     """
     if value not in choices or isinstance(value, bool):
         raise ConfigError(
-            f"{name} is one of a few.",
+            f"{name} has a fixed set of values.",
             expected=" or ".join(map(repr, choices)),
             got=repr(value),
-            remedy=f"Pass {name}={choices[0]!r}, or leave it out.",
+            remedy=f"Pass {name}={choices[0]!r}, or omit it.",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """An exception on its way from the process that raised it to the one that must hear of it.
+    """An exception that one process sends to another.
 
     Attributes:
         type_name: Qualified name of the exception's type.
         text: ``str()`` of the exception.
-        pickled: The exception by cloudpickle, or None where it can't be pickled and rebuilt.
+        pickled: The exception by cloudpickle, or None if it can't be pickled and rebuilt.
         remote_traceback: The formatted traceback of the process that raised it.
-        where: Who raised it, for a person: node, worker, environment index, seed.
+        where: Its origin, for a person: node, worker, environment index, seed.
     """
 
     type_name: str
@@ -156,9 +156,9 @@ class RemoteFailure:
 
     @classmethod
     def capture(cls, error: BaseException, where: str) -> RemoteFailure:
-        """Describes `error`, which is being handled, so that it survives the way to another process.
+        """Describes `error`, which is being handled, for another process.
 
-        Where it has come from another process itself, it still says where it was raised first.
+        If it came from another process itself, the description keeps its first origin.
         """
         first = getattr(error if error.__cause__ is None else error.__cause__, "raised_in", None)
         try:
@@ -177,15 +177,15 @@ class RemoteFailure:
         )
 
     def rebuild(self, cause_type: type[RayvecError] = EnvError) -> BaseException:
-        """Returns the original exception, its ``__cause__`` of `cause_type`, saying where it was raised.
+        """Returns the original exception, with a ``__cause__`` of `cause_type` that says where it was raised.
 
-        Where the original can't be rebuilt, that cause itself is returned.
+        If the original can't be rebuilt, it returns that cause.
         """
         if self.pickled is None:
             return self.cause(cause_type)
         try:
             error: BaseException = pickle.loads(self.pickled)
-        except Exception:  # its class is known to the other process alone
+        except Exception:  # only the other process knows its class
             return self.cause(cause_type)
         error.__cause__ = self.cause(cause_type)
         return error

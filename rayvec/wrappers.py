@@ -1,4 +1,4 @@
-"""Wrappers to name on the command line: ``--wrappers rayvec.wrappers:atari``."""
+"""Wrappers for the command line: ``--wrappers rayvec.wrappers:atari``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Env = gymnasium.Env[Any, Any]
 
 
 class FireToServe(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Presses FIRE where a game waits for it: after a reset, and after each life that was lost.
+    """Presses FIRE when a game waits for it: after a reset, and after each lost life.
 
-    A greedy agent that never presses it would otherwise wait for ever. What FIRE earns counts.
+    Without it, a greedy agent that never presses FIRE would wait for ever. The rewards of these steps count.
 
     Args:
         env: An Atari game that has a FIRE button.
@@ -30,7 +30,7 @@ class FireToServe(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._lives = 0
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode and serves; begins another where the game ended in that."""
+        """Begins an episode and presses FIRE; if that ends the game, begins another episode."""
         obs, info = self.env.reset(**kwargs)
         obs, _, terminated, truncated, info = self.env.step(self._FIRE)
         if terminated or truncated:
@@ -39,7 +39,7 @@ class FireToServe(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs, info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Takes a step; where that cost a life but not the game, also the one that serves."""
+        """Takes a step; if it cost a life but did not end the game, presses FIRE in a second step."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         lost_life = info.get("lives", 0) < self._lives
         if lost_life and not (terminated or truncated):
@@ -50,11 +50,11 @@ class FireToServe(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def atari(env: Env) -> Env:
-    """Prepares an Atari game as usual: ``uint8 (4, 84, 84)``, four grey frames that are each the maximum of two.
+    """Applies the usual Atari preprocessing: ``uint8 (4, 84, 84)``, four grey frames, each the maximum of two.
 
-    Each action is repeated for four frames; an episode begins with up to 30 frames of doing nothing and ends with the
-    game, not with a life (Machado et al., "Revisiting the Arcade Learning Environment", 2018). Where the game has a
-    FIRE button, it is pressed to serve. Rewards stay what they are: let the learner clip them.
+    Each action is repeated for four frames. An episode begins with up to 30 no-op frames and ends with the game, not
+    with a life (Machado et al., "Revisiting the Arcade Learning Environment", 2018). In games with a FIRE button,
+    `FireToServe` presses it. Rewards are not clipped; the learner can do that.
 
     Args:
         env: A game of ``ale_py`` made with ``frameskip=1``.
@@ -64,7 +64,7 @@ def atari(env: Env) -> Env:
     """
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         raise ConfigError(
-            "Frames are skipped once.",
+            "Only this wrapper skips frames.",
             expected="a game made with frameskip=1",
             got=f"frameskip={env.unwrapped._frameskip}",  # type: ignore[attr-defined]
             remedy="Pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line).",
@@ -73,7 +73,7 @@ def atari(env: Env) -> Env:
         env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(
-            "Atari's frames are resized by OpenCV.",
+            "OpenCV resizes the frames of Atari.",
             expected="opencv-python-headless",
             got=str(error),
             remedy="Install rayvec[atari].",

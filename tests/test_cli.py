@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
+from helpers.training_kit import HERE, SMALL, lengthen, options
 
 from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.config.schema import field_names
-from rayvec.training.runs import load_run
+from rayvec.training.run_dir import load_run
 
-TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --workers-per-node 1 --total-steps 64".split()
+TINY = [*options({**SMALL, **HERE}), "--total-steps=64"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["train", "ppo"], ["eval"], ["doctor"]])
@@ -55,7 +56,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("--env-id no_such_module:Env-v0", ["no_such_module"]),
         ("--resume nowhere", ["config.yaml"]),
-        ("--num-nodes 0 --workers-per-node 2", ["num_nodes=0", "Got: workers_per_node=2"]),
+        ("--num-nodes 1 --workers-per-node 0", ["workers_per_node", "Got: 0"]),
         ("--wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
         ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),
         ("--wrappers gymnasium", ["module:function"]),
@@ -81,7 +82,6 @@ def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> No
     assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "Got: 0")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "ppo", *TINY, "--env-kwargs", "wings", "2", "--run-dir", str(tmp_path / "a")]
     assert main(arguments) == 2
@@ -91,7 +91,6 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
     assert "Traceback" not in error and not (tmp_path / "a").exists()
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -100,40 +99,54 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
             [
                 "RuntimeError: the",
                 "wears out",
-                "worker 0",
+                "the driver's process",
                 ", environment ",
-                'helpers.wrap.py", line ',
+                'helpers/wrap.py", line ',
                 ", in reward. Remedy",
             ],
         ),
         ("goes_blind", ["finite numbers", "nan"]),
     ],
 )
-def test_a_run_that_fails_on_its_way_says_how_to_go_on(
+def test_a_run_that_fails_says_how_to_resume(
     name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "a"
     arguments = [*TINY, "--total-steps", "100_000", "--checkpoint-interval-s", "0"]
     assert main(["train", "ppo", *arguments, "--wrappers", f"helpers.wrap:{name}", "--run-dir", str(run_dir)]) == 1
     error = capsys.readouterr().err
-    for word in (*words, f"go on with: rayvec train ppo --resume {run_dir}"):
+    for word in (*words, f"resume with: rayvec train ppo --resume {run_dir}"):
         assert word in error
     assert "Traceback" not in error
     _, state = load_run(run_dir)
     assert 0 < state["progress"]["steps"] < 100_000 and bool(state["weights"].isfinite().all())
 
 
-def test_ctrl_c_before_a_run_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "pressed",
+    [
+        "signal.raise_signal(signal.SIGINT)",
+        "with contextlib.suppress(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)",
+        "try: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: raise ImportError from None",
+    ],
+    ids=["raised", "dropped by a library", "turned into an error by a library"],
+)
+def test_ctrl_c_while_a_run_starts(
+    pressed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "pressed_here.py").write_text("import signal\n\nsignal.raise_signal(signal.SIGINT)\n")
+    """Whatever a library makes of the interrupt, the command ends before it begins a run."""
+    name = f"pressed_{abs(hash(pressed))}"
+    (tmp_path / f"{name}.py").write_text(f"import contextlib, signal\n{pressed}\ndef f(env): return env\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["train", "ppo", "--wrappers", "pressed_here:f"]) == 130
-    assert capsys.readouterr().err == "rayvec: interrupted\n"
+    run_dir = tmp_path / "a"
+    assert main(["train", "ppo", *TINY, "--wrappers", f"{name}:f", "--run-dir", str(run_dir)]) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "rayvec: interrupted" and len(said) <= 2 and not list(run_dir.glob("metrics.jsonl"))
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused) -> None:
+def test_train_resume_and_eval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused
+) -> None:
     run_dir = tmp_path / "a"
     assert main(["train", "ppo", *TINY, "--eval-episodes", "6", "--run-dir", str(run_dir)]) == 0
     assert str(run_dir) in capsys.readouterr().out
@@ -143,12 +156,21 @@ def test_train_and_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str], asse
     expected = json.loads((run_dir / "result.json").read_text())["eval_return_mean"]
     assert first and float(first[0]) == pytest.approx(expected, abs=0.005)
     assert first.start() == re.search(r"\d", printed).start()
-    assert main(["train", "ppo", "--resume", str(run_dir)]) == 0
-    elsewhere = ["--resume", str(run_dir), "--num-nodes", "1", "--inference", "driver", "--num-steps=16"]
-    assert main(["train", "ppo", *elsewhere]) == 0
-    assert main(["eval", str(run_dir), "--episodes", "2", "--workers-per-node", "2"]) == 0
+    lengthen(run_dir, 64, 128)
+    assert main(["train", "ppo", "--resume", str(run_dir), "--inference", "driver", "--num-steps=16"]) == 0
+    assert load_run(run_dir)[1]["progress"]["steps"] == 128
     another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
     assert_refused(another, "Got: seed=3 after 1, anneal_lr=False after True.")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_resume_and_eval_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    assert main(["train", "ppo", *TINY, "--eval-episodes", "2", "--run-dir", str(run_dir)]) == 0
+    on_ray = ["--num-nodes", "1", "--workers-per-node", "2"]
+    assert main(["train", "ppo", "--resume", str(run_dir), *on_ray]) == 0
+    assert main(["eval", str(run_dir), "--episodes", "2", *on_ray]) == 0
+    assert capsys.readouterr().err.count("rayvec: 4 environments on Ray (nodes: 1, workers: 2)\n") == 2
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -159,10 +181,12 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in printed
 
 
-def test_success_leaves_no_process(tmp_path: Path) -> None:
-    with running(["train", "ppo", *TINY, "--eval-episodes", "4"], tmp_path) as command:
-        assert command.process.wait(90) == 0, command.stderr.read_text()
+def test_a_private_ray_leaves_no_process(tmp_path: Path) -> None:
+    settings = options({**SMALL, "num_nodes": 1, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4})
+    with running(["train", "ppo", *settings], tmp_path) as command:
+        assert command.process.wait(150) == 0, command.stderr.read_text()
         assert_nothing_left(command)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("CartPole-v1-ppo-seed1-")
     assert "greedy return" in command.stdout.read_text()
+    assert "rayvec: 4 environments on Ray (nodes: 1, workers: 1)\n" in command.stderr.read_text()

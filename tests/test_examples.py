@@ -31,12 +31,13 @@ def test_none_is_left_out() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "tianshou" in name else name for name in SMALL]
+)
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(CONFIGS, "reinforce", raising=False)  # and again after the example that registers it
     spec = importlib.util.spec_from_file_location(f"example_{name[:-3]}", EXAMPLES / name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,6 +50,7 @@ def test_example(
         module.main(*SMALL[name])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+        CONFIGS.pop("reinforce", None)  # which one of them registers
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
 
 

@@ -11,24 +11,13 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from helpers.exact import DriftEnv, SpaceEnv, TablePolicy, WordSpace, describe
 from helpers.kinds import ALL_SPACES, factory
 
 from rayvec.data import Chunk
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import (
-    CoinEnv,
-    CountingEnv,
-    DriftEnv,
-    FaultyEnv,
-    SpaceEnv,
-    TablePolicy,
-    TimedEnv,
-    WordSpace,
-    assert_identical,
-    counting_errors,
-    describe,
-)
+from rayvec.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 VALUES: list[Any] = [
     None,

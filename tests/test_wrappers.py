@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.training_kit import HERE
 
 import rayvec
 from rayvec.errors import ConfigError
@@ -89,7 +90,6 @@ def test_a_game_without_fire_is_left_alone() -> None:
         env = env.env
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_training_sees_them(tmp_path: Path) -> None:
     config = rayvec.PPOConfig(
         env_id="ale_py:ALE/Breakout-v5",
@@ -101,9 +101,8 @@ def test_training_sees_them(tmp_path: Path) -> None:
         minibatch_size=16,
         num_epochs=1,
         clip_reward=1.0,
-        workers_per_node=1,
-        num_nodes=1,
         eval_episodes=0,
+        **HERE,
         run_dir=tmp_path / "a",
     )
     assert rayvec.train(config).total_steps == 32

@@ -67,8 +67,8 @@ class NodePart(NamedTuple):
         times: Of each of its workers.
         notes: What the driver logs, such as which workers and environments were restarted.
         summary: Of its part, where that stays in the object store.
-        chunk: A reference to its part if there is a summary; else a chunk from each of its workers, maybe views of memory
-            that the chunk after the next one overwrites.
+        chunk: A reference to its part if there is a summary; else a chunk from each of its workers. Those may be views
+            of memory that the chunk after the next one overwrites.
     """
 
     times: tuple[RolloutTimes, ...]

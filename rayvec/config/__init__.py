@@ -1,8 +1,8 @@
-"""Settings of a run: frozen dataclasses that the command line, the YAML file and the docs derive from.
+"""Settings of a run: frozen dataclasses, from which the command line, the YAML file and the docs derive.
 
-A field's docstring is the literal below it, its bounds stand in its type (see `rayvec.config.schema`), and
-nothing repeats either: ``rayvec train`` reads them by tyro, `TrainConfig.to_yaml` writes them as
-comments, and the table in the documentation is made of them.
+The docstring of a field is the literal below it, and its bounds are in its type (see `rayvec.config.schema`). Both
+are written once: ``rayvec train`` reads them through tyro, `TrainConfig.to_yaml` writes them as comments, and the
+table in the documentation is generated from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings that every run has, and their way to YAML and back."""
+"""The settings that every run has, and their conversion to and from YAML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Fraction = Annotated[float, Bounds(0, 1)]
 Scalar = bool | int | float | str
 
 CONFIGS: dict[str, type[TrainConfig]] = {}
-"""Config classes by the name that their algorithm has on the command line; the package fills it."""
+"""Config classes by the name of their algorithm on the command line."""
 
 ADJUSTABLE = (
     "num_nodes",
@@ -45,19 +45,19 @@ ADJUSTABLE = (
     "learner_threads",
     "checkpoint_interval_s",
 )
-"""Settings that say where and how fast a run goes, not what it learns: resuming and evaluating may change them.
+"""Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
-`inference` does one thing more in a run with `prefetch`: where the driver acts nothing is collected ahead, so that from
-there on the weights that act are not one update old.
+`inference` has a second effect in a run with `prefetch`: with ``inference="driver"`` no steps are collected ahead, so
+the weights that act are the newest ones instead of being one update old.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What every run has, whatever it learns by.
+    """The settings that every run has, whatever its algorithm.
 
     Raises:
-        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+        ConfigError: A value has the wrong type, is outside its bounds, or contradicts another setting.
     """
 
     algorithm: ClassVar[str] = ""
@@ -69,48 +69,48 @@ class TrainConfig:
     """Keyword arguments for the environment's constructor."""
 
     wrappers: tuple[str, ...] = ()
-    """Functions that wrap each environment on its worker, in order, each as "module:function"."""
+    """Functions that wrap each environment on its worker, in this order, each as "module:function"."""
 
     total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""
 
     num_envs: Count = 16
-    """Environments that are stepped side by side."""
+    """Environments that are stepped in parallel."""
 
     seed: Annotated[int, Bounds(0, 2**32 - 1)] = 1
-    """Decides initial weights, exploration, minibatches and the seeds of the environments."""
+    """Seed of the initial weights, exploration, minibatches and environments."""
 
     run_dir: Path | None = None
-    """Directory of the run, which must not exist yet; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
+    """Directory of the run, which must not exist; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
     num_nodes: Annotated[int, Bounds(0)] | None = None
-    """Ray nodes to spread the environments over; unset: decided by the cluster's resources. 0: the driver steps them
-    itself, without Ray, for a debugger's sake or where steps take microseconds."""
+    """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
+    is initialised, an address is given or the learner has ranks; else 0."""
 
-    workers_per_node: Count | None = None
-    """Worker processes on each node; unset: decided by the node's cores."""
+    workers_per_node: Annotated[int, Bounds(0)] | None = None
+    """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
 
     address: str | None = None
-    """Address of a running Ray cluster; unset: RAY_ADDRESS, or else a private cluster on this machine."""
+    """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""
 
     inference: Literal["worker", "driver"] = "worker"
-    """Where the policy acts: in the worker processes (chunks come back) or in the driver (every step comes back, and
-    nothing is collected ahead)."""
+    """Where the policy acts: in the worker processes, which return chunks, or in the driver, which receives every step
+    and collects nothing ahead."""
 
     num_learners: Count = 1
-    """Ranks that compute each update together, at most one for each environment; 1: the driver itself computes it."""
+    """Ranks that compute each update together, at most one for each environment; 1: the driver computes it."""
 
     learners_apart: bool = False
-    """Put the learner's ranks, also a single one, on nodes where no environments step."""
+    """Place the learner's ranks, even a single one, on nodes without environments."""
 
     learner_device: Literal["cpu", "cuda"] = "cpu"
-    """Where updates are computed; with several ranks each has a GPU of its own."""
+    """Device that computes updates; with "cuda" and several ranks, each rank has a GPU of its own."""
 
     learner_threads: Count = 1
-    """Threads that a rank's update computes with; small nets gain nothing from a second, which waits for a core."""
+    """Threads for the update of each rank; small networks gain nothing from a second thread."""
 
     eval_episodes: Annotated[int, Bounds(0)] = 100
-    """Episodes of the greedy evaluation after training; 0 leaves it out."""
+    """Episodes of the greedy evaluation after training; 0: no evaluation."""
 
     checkpoint_interval_s: NonNegative = 5.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
@@ -119,14 +119,14 @@ class TrainConfig:
         check(self)
         if not self.env_id:
             raise ConfigError(
-                "env_id names the environment.",
+                "env_id names an environment.",
                 expected="an id that Gymnasium knows",
                 got="an empty string",
                 remedy='Pass one, for example env_id="CartPole-v1".',
             )
         if self.num_learners > self.num_envs:
             raise ConfigError(
-                "Every rank learns from environments of its own.",
+                "Each rank learns from its own environments.",
                 expected=f"num_learners at most num_envs = {self.num_envs}",
                 got=self.num_learners,
                 remedy="Lower num_learners, or raise num_envs.",
@@ -139,61 +139,61 @@ class TrainConfig:
 
     @property
     def prefetch(self) -> bool:
-        """Whether the next chunk is collected while the learner learns from this one: with weights one update old.
+        """Whether the next chunk is collected while the learner learns from this one, with weights one update old.
 
-        With ``inference="driver"`` it is not, whatever this says.
+        It has no effect with ``inference="driver"``.
         """
         return False
 
     @property
     def learns_in_driver(self) -> bool:
-        """Whether the driver itself computes updates, and not ranks on Ray."""
+        """Whether the driver computes updates, and not ranks on Ray."""
         return self.num_learners == 1 and not self.learners_apart
 
     @property
     def random_steps(self) -> int:
-        """Environment steps at the beginning that are taken at random, before any weights are published."""
+        """Environment steps at the beginning that are random, before any weights are published."""
         return 0
 
     @property
     def num_iterations(self) -> int:
-        """How many iterations the run has."""
+        """The number of iterations of the run."""
         return math.ceil(self.total_steps / self.steps_per_iteration)
 
     def train_seed(self, steps: int) -> int:
-        """Returns the seed of the episodes begun after `steps` steps; environment i adds i to it.
+        """Returns the seed of the episodes that begin after `steps` steps; environment i adds i to it.
 
-        A run that is resumed does not see its first episodes again. The result lies in [0, 2^30 - 2^20).
+        A run that is resumed does not play its first episodes again. The result lies in [0, 2^30 - 2^20).
         """
         return _derived_seed(self.seed, steps)
 
     def eval_seed(self) -> int:
-        """Returns the first seed of evaluation: 2^30 above where training's can lie, so that they never meet."""
+        """Returns the first seed of evaluation. It is at least 2^30, above all seeds of training."""
         return 2**30 + _derived_seed(self.seed, 0)
 
     def adjusted(self, **changes: Any) -> TrainConfig:
-        """Returns the same run in another place or at another pace.
+        """Returns the settings of the same run with changes of where and how fast it executes.
 
         Args:
             changes: Some of the settings in `ADJUSTABLE`.
 
         Raises:
-            ConfigError: A setting that decides what is learned.
+            ConfigError: A change is of a setting that decides what is learned.
         """
         fixed = [name for name, value in changes.items() if name not in ADJUSTABLE and value != getattr(self, name)]
         if fixed:
             raise ConfigError(
-                "A run keeps the settings that it began with, but for where and how fast it goes.",
+                "On resume you may change where and how fast a run executes, not what it learns.",
                 expected=f"only changes of {', '.join(ADJUSTABLE)}",
                 got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
                 remedy="Leave these out, or start a new run.",
             )
         if changes.get("num_nodes") == 0:
-            changes = {"workers_per_node": None, **changes}  # there are none any more
+            changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
         return replace(self, **changes)
 
     def to_yaml(self) -> str:
-        """Returns the settings as commented YAML that `from_yaml` reads back to an equal object."""
+        """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""
         parts = [f"algorithm: {self.algorithm}\n"]
         values = plain(self)
         for row in describe(type(self)):
@@ -206,7 +206,7 @@ class TrainConfig:
         """Returns the settings that `to_yaml` wrote, as the class that their ``algorithm`` names.
 
         Raises:
-            ConfigError: Not a mapping, an unknown algorithm or setting, or a value that can't work.
+            ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
         try:
             settings = yaml.safe_load(text)
@@ -215,7 +215,7 @@ class TrainConfig:
         return TrainConfig.from_plain(settings)
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns the settings as strings, numbers, lists and dicts, ``algorithm`` among them."""
+        """Returns the settings, with ``algorithm``, as strings, numbers, lists and dicts."""
         return {"algorithm": self.algorithm, **plain(self)}
 
     @staticmethod
@@ -223,11 +223,11 @@ class TrainConfig:
         """Returns the settings that `to_plain` described.
 
         Raises:
-            ConfigError: Not a mapping, an unknown algorithm or setting, or a value that can't work.
+            ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
         if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
             raise ConfigError(
-                "Settings are a mapping that names its algorithm.",
+                "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",
                 got=settings.get("algorithm") if isinstance(settings, dict) else settings,
                 remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
@@ -237,26 +237,26 @@ class TrainConfig:
         unknown = sorted(map(str, values.keys() - set(field_names(cls))))
         if unknown:
             raise ConfigError(
-                f"{cls.__name__} has a closed list of settings.",
+                f"{cls.__name__} has a fixed list of settings.",
                 expected=", ".join(field_names(cls)),
                 got=", ".join(unknown),
-                remedy="Correct the name or leave it out.",
+                remedy="Correct the name, or remove it.",
             )
         return cls(**values)
 
 
 def check_ranks(config: TrainConfig, name: str) -> None:
-    """Refuses more ranks than a minibatch has rows; `name` is the setting that says how many it has."""
-    num_rows = getattr(config, name)
-    if config.num_learners > num_rows:
+    """Refuses more ranks than a minibatch has samples; `name` is the setting with the number of samples."""
+    num_samples = getattr(config, name)
+    if config.num_learners > num_samples:
         raise ConfigError(
-            "Every rank computes on rows of each minibatch.",
-            expected=f"num_learners at most {name} = {num_rows}",
+            "Each rank computes on some samples of every minibatch.",
+            expected=f"num_learners at most {name} = {num_samples}",
             got=config.num_learners,
             remedy=f"Lower num_learners, or raise {name}.",
         )
 
 
 def _derived_seed(seed: int, steps: int) -> int:
-    """Returns a number in [0, 2^30 - 2^20): some environments take no seed beyond 2^31."""
+    """Returns a number in [0, 2^30 - 2^20), since some environments refuse seeds above 2^31."""
     return int(np.random.SeedSequence([seed, steps]).generate_state(1)[0]) % (2**30 - 2**20)

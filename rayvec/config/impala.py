@@ -16,7 +16,7 @@ class IMPALAConfig(TrainConfig):
     """Importance-weighted actor-learner (Espeholt et al., 2018, arXiv:1802.01561): V-trace on steps of older weights.
 
     Raises:
-        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+        ConfigError: A value has the wrong type, is outside its bounds, or contradicts another setting.
     """
 
     algorithm: ClassVar[str] = "impala"
@@ -28,17 +28,17 @@ class IMPALAConfig(TrainConfig):
     """Steps that each environment takes in an iteration."""
 
     prefetch: bool = True
-    """Collect the next iteration's steps while the learner learns from these: with weights one update old. Only where
-    the policy acts in the workers; with inference "driver" the newest weights act."""
+    """Collect the next iteration's steps while the learner learns from these, with weights one update old. It has no
+    effect with inference "driver"."""
 
     num_minibatches: Count = 4
-    """Updates from an iteration's steps, each from all steps of as many environments as the others, about."""
+    """Updates in an iteration, each from all steps of an approximately equal share of the environments."""
 
     optimizer: Literal["adam", "rmsprop"] = "adam"
-    """What turns gradients into steps."""
+    """Optimizer of the policy and value networks."""
 
     optimizer_eps: Positive = 1e-5
-    """Added to the denominator of the optimizer's step; the paper's RMSProp has 0.1."""
+    """Number added to the denominator of the optimizer's step; the paper's RMSProp uses 0.1."""
 
     learning_rate: Positive = 1e-3
     """Step size of the optimizer at the start."""
@@ -53,10 +53,10 @@ class IMPALAConfig(TrainConfig):
     """Lambda of the traces: 0 trusts the value function, 1 the returns."""
 
     rho_bar: Positive = 1.0
-    """Where importance weights of TD errors and advantages are cut off."""
+    """Upper limit of the importance weights of TD errors and advantages."""
 
     c_bar: Positive = 1.0
-    """Where importance weights of the traces are cut off."""
+    """Upper limit of the importance weights of the traces."""
 
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
@@ -65,19 +65,19 @@ class IMPALAConfig(TrainConfig):
     """Weight of the entropy bonus."""
 
     max_grad_norm: Positive = 0.5
-    """Global norm that gradients are clipped to."""
+    """Largest global norm of the gradients."""
 
     normalize_reward: bool = True
-    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
 
     clip_reward: Positive | None = None
-    """Learn from rewards cut off at this size, after normalisation; unset: never."""
+    """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
 
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+    """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
 
     shared_trunk: bool = False
-    """Let policy and value share the hidden layers; those that see images are always shared."""
+    """Share the hidden layers between policy and value; convolutional layers are always shared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ class PPOConfig(TrainConfig):
     """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
 
     Raises:
-        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+        ConfigError: A value has the wrong type, is outside its bounds, or contradicts another setting.
     """
 
     algorithm: ClassVar[str] = "ppo"
@@ -40,13 +40,13 @@ class PPOConfig(TrainConfig):
     """Passes over an iteration's steps."""
 
     minibatch_size: Count = 256
-    """Steps in a minibatch, about: those of an epoch differ by at most one step."""
+    """Steps in a minibatch, approximately: the minibatches of an epoch differ by at most one step."""
 
     clip_coef: Positive = 0.2
-    """How far the ratio of action probabilities may move from 1 before its gradient is cut."""
+    """How far the ratio of action probabilities may move from 1 before its gradient is clipped."""
 
     clip_value_loss: bool = False
-    """Clip the value's change by clip_coef too."""
+    """Clip the change of the value by clip_coef too."""
 
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
@@ -55,31 +55,31 @@ class PPOConfig(TrainConfig):
     """Weight of the entropy bonus."""
 
     max_grad_norm: Positive = 0.5
-    """Global norm that gradients are clipped to."""
+    """Largest global norm of the gradients."""
 
     normalize_advantage: bool = True
-    """Give the advantages of each minibatch mean 0 and standard deviation 1."""
+    """Normalise the advantages of each minibatch to mean 0 and standard deviation 1."""
 
     target_kl: Positive | None = None
-    """End an iteration's epochs once the approximate KL divergence passes this; unset: never."""
+    """End the epochs of an iteration once the approximate KL divergence exceeds this; unset: never."""
 
     normalize_obs: bool = False
-    """Shift and scale observed numbers by their running mean and standard deviation, and clip them to ±10."""
+    """Normalise observed numbers by their running mean and standard deviation, and clip them to ±10."""
 
     normalize_reward: bool = False
-    """Learn from rewards over the running standard deviation of discounted returns; logs keep the raw ones."""
+    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
 
     clip_reward: Positive | None = None
-    """Learn from rewards cut off at this size, after normalisation; unset: never."""
+    """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
 
     hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy's and of the value's net; images alone have none after their own."""
+    """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
 
     shared_trunk: bool = False
-    """Let policy and value share the hidden layers; those that see images are always shared."""
+    """Share the hidden layers between policy and value; convolutional layers are always shared."""
 
     compile: bool = False
-    """Compile loss and gradient into one graph, kept on disk between runs, on CUDA captured; pays for small nets."""
+    """Compile loss and gradient into one graph, cached on disk and captured on CUDA; faster for small networks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ class SACConfig(TrainConfig):
     """Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), for Discrete actions arXiv:1910.07207.
 
     Raises:
-        ConfigError: A value of the wrong type, outside its bounds, or at odds with another.
+        ConfigError: A value has the wrong type, is outside its bounds, or contradicts another setting.
     """
 
     algorithm: ClassVar[str] = "sac"
@@ -29,22 +29,23 @@ class SACConfig(TrainConfig):
     """Environment steps to train for, rounded up to whole iterations."""
 
     num_envs: Count = 4
-    """Environments that are stepped side by side."""
+    """Environments that are stepped in parallel."""
 
     num_steps: Count = 4
     """Steps that each environment takes between two publications of the weights."""
 
     learning_starts: Annotated[int, Bounds(0)] = 1_000
-    """Steps that are taken at random before the first update."""
+    """Random steps before the first update."""
 
     update_to_data: Positive = 1.0
-    """Updates for each environment step since learning_starts; the ratio is kept exactly over the run."""
+    """Updates for each environment step after learning_starts; the ratio is exact over the run."""
 
     replay_size: Count = 1_000_000
-    """Steps that the replay keeps, of all environments together."""
+    """Capacity of the replay buffer in steps, for all environments together."""
 
     checkpoint_replay: bool = True
-    """Keep the replay in checkpoints to go on exactly, on as many learners; without it, or on others, it refills."""
+    """Keep the replay buffer in checkpoints. Without it, or on another number of learners, a resumed run refills the
+    buffer."""
 
     checkpoint_interval_s: NonNegative = 30.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
@@ -56,7 +57,7 @@ class SACConfig(TrainConfig):
     """Discount for each step."""
 
     tau: Fraction = 0.005
-    """Share of the critics that goes into the target critics at every update."""
+    """Share of the critics that is mixed into the target critics at every update."""
 
     policy_lr: Positive = 1e-3
     """Step size of Adam for the actor."""
@@ -68,34 +69,34 @@ class SACConfig(TrainConfig):
     """Step size of Adam for the temperature; unset: q_lr."""
 
     alpha: Positive = 1.0
-    """Temperature at the start, and for good without autotune."""
+    """Temperature at the start, or always without autotune."""
 
     autotune: bool = True
-    """Adjust the temperature so that the policy has the target entropy."""
+    """Adjust the temperature so that the entropy of the policy approaches the target entropy."""
 
     target_entropy: float | None = None
-    """Entropy to aim at, in nats; unset: -C for a Box of C numbers scaled to [-1, 1], or by target_entropy_scale."""
+    """Target entropy in nats; unset: -C for a Box of C numbers scaled to [-1, 1], target_entropy_scale for Discrete."""
 
     target_entropy_scale: Fraction = 0.5
-    """Share of the largest possible entropy to aim at where actions are Discrete."""
+    """Target entropy of Discrete actions, as a share of the largest possible entropy."""
 
     policy_interval: Count = 1
-    """Updates of the critics between two of the actor, which then takes as many steps at once."""
+    """Updates of the critics between two updates of the actor, which then takes as many steps at once."""
 
     num_critics: Count = 2
-    """Critics, the least of which counts."""
+    """Number of critics; targets use the smallest of their values."""
 
     hidden_sizes: tuple[Count, ...] = (128, 128)
-    """Units in each hidden layer of the actor's and of the critics' nets."""
+    """Units in each hidden layer of the actor and the critics."""
 
     compile: bool = False
-    """Compile the whole update into one graph, kept on disk between runs; on CUDA, capture it too."""
+    """Compile the whole update into one graph, cached on disk and captured on CUDA."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size > self.replay_size:
             raise ConfigError(
-                "A minibatch is drawn from the replay.",
+                "A minibatch is drawn from the replay buffer.",
                 expected=f"batch_size at most replay_size = {self.replay_size}",
                 got=self.batch_size,
                 remedy="Lower batch_size, or raise replay_size.",
@@ -103,7 +104,7 @@ class SACConfig(TrainConfig):
         check_ranks(self, "batch_size")
         if self.learning_starts >= self.total_steps:
             raise ConfigError(
-                "Learning starts within the run.",
+                "Learning starts before the run ends.",
                 expected=f"learning_starts below total_steps = {self.total_steps}",
                 got=self.learning_starts,
                 remedy="Lower learning_starts, or raise total_steps.",
@@ -116,10 +117,10 @@ class SACConfig(TrainConfig):
 
     @property
     def random_steps(self) -> int:
-        """Environment steps at the beginning that are taken at random."""
+        """Environment steps at the beginning that are random."""
         return self.learning_starts
 
     @property
     def prefetch(self) -> bool:
-        """Environments step while the learner learns, unless the policy acts in the driver."""
+        """Whether environments step while the learner learns; it has no effect with ``inference="driver"``."""
         return True

@@ -1,7 +1,7 @@
-"""Fields of a dataclass that carry their type, bounds and docstring, and what is derived from these.
+"""Dataclass fields with bounds and docstrings: checking values, and describing the fields.
 
-A field's docstring is the string literal below it; its bounds stand in its type, by `Annotated`.
-`check` holds an object to both, `describe` yields them for documents.
+The docstring of a field is the string literal below it. Its bounds are in its type, by `Annotated`. `check` enforces
+types and bounds, and `describe` yields all three for documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Bounds", "FieldDoc", "check", "describe", "field_names", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The interval that a number must lie in; `low` itself belongs to it unless `above` is set."""
+    """The interval of allowed numbers; it includes `low` unless `above` is set."""
 
     low: float
     high: float = math.inf
@@ -41,7 +41,7 @@ class Bounds:
 
 
 class FieldDoc(NamedTuple):
-    """One row of the table of settings: name, type, bounds ("" where there are none), default, docstring."""
+    """One row of the table of settings: name, type, bounds ("" without bounds), default, docstring."""
 
     name: str
     type: str
@@ -51,7 +51,7 @@ class FieldDoc(NamedTuple):
 
 
 def describe(cls: type) -> Iterator[FieldDoc]:
-    """Yields what there is to say about each field of the dataclass `cls`, in the order of declaration.
+    """Yields a description of each field of the dataclass `cls`, in the order of declaration.
 
     >>> from rayvec import PPOConfig
     >>> next(describe(PPOConfig))[:4]
@@ -66,10 +66,10 @@ def describe(cls: type) -> Iterator[FieldDoc]:
 
 
 def _docs(cls: type) -> Iterator[tuple[str, str]]:
-    """Yields (name, docstring) of the annotated assignments in the body of `cls`, as far as its source can be found."""
+    """Yields (name, docstring) of the annotated assignments in the body of `cls`; nothing without its source."""
     try:
         source = inspect.getsource(cls)
-    except (OSError, TypeError):  # made at a prompt
+    except (OSError, TypeError):  # defined at a prompt
         return
     body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -85,7 +85,7 @@ def field_names(cls: type) -> list[str]:
 
 
 def plain(instance: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass's instance by name: strings, numbers, lists and dicts."""
+    """Returns the fields of a dataclass instance by name, as strings, numbers, lists and dicts."""
     return {name: _plain(getattr(instance, name)) for name in field_names(type(instance))}
 
 
@@ -127,13 +127,13 @@ def _plain(value: Any) -> Any:
 
 
 def check(instance: Any) -> None:
-    """Holds each field of a dataclass's instance to its type and bounds; for its ``__post_init__``.
+    """Checks the type and bounds of each field of a dataclass instance; call it in ``__post_init__``.
 
-    What stands for a value of the right type becomes one: a list for a tuple, a string for a path, an
-    integer for a float, and NumPy's numbers for Python's.
+    Equivalent values are converted: a list to a tuple, a string to a path, an integer to a float, and NumPy numbers to
+    Python's.
 
     Raises:
-        ConfigError: A value that is not of its type or outside its bounds.
+        ConfigError: A value has the wrong type or is outside its bounds.
     """
     for name, hint in _hints(type(instance)).items():
         value = getattr(instance, name)
@@ -155,7 +155,7 @@ def _refusal(cls: type, name: str, value: object) -> ConfigError:
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """Returns `value` as type `hint`; raises TypeError or ValueError where it is none and stands for none."""
+    """Returns `value` as type `hint`; raises TypeError or ValueError if it can't be converted."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = _coerced(value, parts[0])

@@ -1,13 +1,11 @@
 """Checkpoints: one file of tensors and plain values that is either whole or not there.
 
-A checkpoint is written beside its final place, flushed to the disk and then renamed over its
-predecessor, so that a process killed at any moment leaves the old one or the new one. It is read with
+A process that is killed while it writes leaves the old checkpoint or the new one. Checkpoints are read with
 ``weights_only=True``: nothing in a checkpoint is executed.
 """
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from rayvec.errors import CheckpointError
+from rayvec.training.files import written_whole
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
@@ -23,10 +22,10 @@ _KIND = "rayvec checkpoint"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes `state` to `path`, in place of what is there.
+    """Writes `state` to `path` and replaces what is there; see :func:`rayvec.training.files.written_whole`.
 
     Args:
-        path: Where to; a file beside it with ``.tmp`` added to its name is used on the way.
+        path: The file.
         state: Dicts with string keys, lists, tuples, tensors, strings, bytes, numbers, booleans and None.
 
     Raises:
@@ -34,21 +33,16 @@ def save(path: Path, state: dict[str, Any]) -> None:
         OSError: The disk is full, or the directory can't be written.
     """
     _refuse_objects(state, "state")
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
+    with written_whole(path) as file:
         torch.save({"kind": _KIND, "format": FORMAT_VERSION, "state": state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    _sync_directory(path.parent)
 
 
 def load(path: Path) -> dict[str, Any]:
     """Returns the state that `save` wrote to `path`, its tensors on the CPU.
 
     Raises:
-        CheckpointError: There is no file, it is truncated or damaged, it is no checkpoint of rayvec, or one
-            of a later format.
+        CheckpointError: The file is missing, unreadable, truncated, damaged, not a checkpoint of rayvec, or of
+            another format version.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch's own reader does not look at the check sums
@@ -60,7 +54,7 @@ def load(path: Path) -> dict[str, Any]:
             "A checkpoint is a file that a run has written.",
             expected=f"a file {path}",
             got="none",
-            remedy="Check the path, or train the run anew.",
+            remedy="Check the path, or start a new run.",
         ) from None
     except PermissionError as error:
         raise CheckpointError(
@@ -71,7 +65,7 @@ def load(path: Path) -> dict[str, Any]:
         ) from None
     except Exception as error:  # torch raises half a dozen unrelated types for damaged files
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise _foreign(path, f"a file that is truncated, damaged or of another program ({reason})") from error
+        raise _foreign(path, f"a file that is truncated, damaged or from another program ({reason})") from error
     if not isinstance(content, dict) or content.get("kind") != _KIND or not isinstance(content.get("state"), dict):
         raise _foreign(path, "a file of tensors from another program")
     if content.get("format") != FORMAT_VERSION:
@@ -90,7 +84,7 @@ def _foreign(path: Path, got: str) -> CheckpointError:
         "A checkpoint is read only if it is whole.",
         expected=f"a complete checkpoint of rayvec in {path}",
         got=got,
-        remedy="Restore the file from a copy, or train the run anew.",
+        remedy="Restore the file from a copy, or start a new run.",
     )
 
 
@@ -109,12 +103,3 @@ def _refuse_objects(value: object, place: str) -> None:
             got=type(value).__qualname__,
             remedy="Convert it, for example an array by torch.from_numpy.",
         )
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` survive a loss of power."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

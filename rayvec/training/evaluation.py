@@ -1,4 +1,4 @@
-"""Greedy evaluation: how good are these weights, on episodes that nobody trained on?"""
+"""Greedy evaluation: the returns of a policy on episodes that training never uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
 from rayvec.policies.policy import Policy
-from rayvec.training.runs import load_run, make_env, make_learner
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "evaluate", "evaluate_run"]
@@ -20,7 +21,7 @@ __all__ = ["Evaluation", "evaluate", "evaluate_run"]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Episodes that were played greedily.
+    """Returns and lengths of episodes that were played greedily.
 
     Attributes:
         returns: Undiscounted sums of rewards, ``float64 [F]``.
@@ -32,21 +33,21 @@ class Evaluation:
 
     @property
     def return_mean(self) -> float:
-        """Mean of the returns; NaN where there are none."""
+        """Mean of the returns; NaN without episodes."""
         return float(self.returns.mean()) if len(self.returns) else math.nan
 
     @property
     def return_std(self) -> float:
-        """Standard deviation of the returns over episodes; NaN where there are none."""
+        """Standard deviation of the returns over episodes; NaN without episodes."""
         return float(self.returns.std()) if len(self.returns) else math.nan
 
 
 def greedy_policy(module: Any, weights: NDArray[np.float32]) -> Policy:
-    """Returns what takes the most probable action.
+    """Returns a policy that takes the most probable action.
 
     Args:
-        module: The net, as :class:`rayvec.Policy` takes it.
-        weights: To act with in place of the module's own.
+        module: The network, as :class:`rayvec.Policy` takes it.
+        weights: Weights to act with in place of the module's own.
     """
     policy = Policy(module, deterministic=True)
     policy.load_weights(weights)
@@ -58,14 +59,14 @@ def evaluate(
 ) -> Evaluation:
     """Plays `num_episodes` episodes in `env`.
 
-    Every environment has its quota beforehand, so that short episodes do not crowd out long ones. The
-    episodes that were under way in `env` are abandoned.
+    Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
+    environments are reset first.
 
     Args:
-        env: Where to play.
-        policy: What acts, such as a `greedy_policy`.
-        num_episodes: F; 0 does nothing.
-        seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives one that
+        env: The environments.
+        policy: The policy, such as a `greedy_policy`.
+        num_episodes: F, the number of episodes; 0 plays none.
+        seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
         inference: Where the policy acts, ``"worker"`` or ``"driver"``.
     """
@@ -85,9 +86,9 @@ def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = N
 
     Args:
         run_dir: Directory of the run.
-        num_episodes: How many episodes.
-        seed: Another seed for the episodes; the run's own gives those that were played at its end.
-        changes: Settings of :data:`rayvec.config.ADJUSTABLE` in place of the run's own.
+        num_episodes: How many episodes to play.
+        seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
+        changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
@@ -96,7 +97,7 @@ def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = N
     config, state = load_run(run_dir)
     config = config.adjusted(**changes)
     config = config if seed is None else replace(config, seed=seed)
-    with make_env(config) as env:
+    with open_env(config) as env:
         module = make_learner(replace(config, learner_device="cpu"), env).module
         policy = greedy_policy(module, state["weights"].numpy())
         return evaluate(env, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a JSONL file, TensorBoard, the terminal, and a picture of the learning curve."""
+"""Where a run's metrics go: a JSONL file, TensorBoard, the terminal, and a plot of the learning curve."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
+from rayvec.training.files import written_whole
+from rayvec.training.learning_curve import plot_learning_curve
 
-__all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "plot_learning_curve", "read_metrics"]
+__all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "read_metrics"]
 
 RECENT_EPISODES = 100
 """The return on display is the mean over this many episodes."""
@@ -30,27 +31,24 @@ RECENT_EPISODES = 100
 PLAIN_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
 
-BLUE, ORANGE = "#4477aa", "#ee7733"
-
 
 class MetricsFile:
     """Lines of JSON, one for each iteration, each an object with ``steps`` and what was measured.
 
     Args:
-        path: The file; it is made, or gone on with.
-        steps: Lines of later steps are dropped, and so is a line that was cut off: a run that goes on from a
+        path: The file, which need not exist.
+        steps: Lines of later steps are dropped, and so is an incomplete line: a run that is resumed from a
             checkpoint writes them again.
     """
 
     def __init__(self, path: Path, steps: int) -> None:
         kept = [line for line in read_metrics(path) if line["steps"] <= steps] if path.exists() else []
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text("".join(map(_json_line, kept)), encoding="utf-8")
-        partial.replace(path)
+        with written_whole(path) as file:
+            file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | int | None]) -> None:
-        """Appends a line; what is not finite becomes null."""
+        """Appends a line; NaN and infinity become null."""
         self._file.write(_json_line(metrics))
         self._file.flush()
 
@@ -60,7 +58,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics file, up to the first that is cut off."""
+    """Yields the lines of a metrics file, up to the first incomplete one."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
@@ -75,11 +73,11 @@ def _json_line(metrics: Mapping[str, float | int | None]) -> str:
 
 
 class ProgressDisplay:
-    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line now and then.
+    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line every few seconds.
 
     Args:
         total_steps: Steps at the end of the run.
-        file: Where to; standard error if left out.
+        file: The stream to write to; standard error if left out.
     """
 
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
@@ -103,20 +101,20 @@ class ProgressDisplay:
             print(f"{steps:,}/{self._total_steps:,} steps · {text}", file=self._file, flush=True)
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Ends the bar."""
         if self._bar:
             self._bar.stop()
 
 
 class RunLogger:
-    """Sends what an iteration measured to ``metrics.jsonl``, to TensorBoard and to the terminal.
+    """Sends the metrics of each iteration to ``metrics.jsonl``, to TensorBoard and to the terminal.
 
-    Use it as a context manager; on the way out it draws ``learning_curve.png``, whatever happened.
+    Use it as a context manager: it draws ``learning_curve.png`` when it is left, also by an exception.
 
     Args:
         run_dir: Directory of the run.
         config: Settings of the run.
-        steps: Steps already taken; what was logged beyond them is dropped.
+        steps: Steps already taken; metrics of later steps are dropped.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig, *, steps: int = 0) -> None:
@@ -141,8 +139,8 @@ class RunLogger:
 
         Args:
             steps: Environment steps since the run began.
-            stats: Of what was collected.
-            learner_metrics: What the update returned.
+            stats: Statistics of the collected steps.
+            learner_metrics: Metrics of the update.
             times_s: Wall time by activity in seconds.
         """
         whole_s = sum(times_s.values())
@@ -171,7 +169,7 @@ class RunLogger:
             self._greedy = (steps, return_mean)
 
     def close(self) -> None:
-        """Closes what is open, and draws the learning curve."""
+        """Closes the files and the bar, and draws the learning curve."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._draw)
             stack.callback(self._metrics.close)
@@ -192,51 +190,3 @@ def _episode_metrics(stats: CollectStats) -> dict[str, float | int | None]:
         "return_max": float(stats.returns.max()) if ended else None,
         "len_mean": float(stats.lens.mean()) if ended else None,
     }
-
-
-def plot_learning_curve(
-    metrics: Iterable[Mapping[str, Any]], path: Path, title: str, greedy: tuple[int, float] | None = None
-) -> None:
-    """Draws the mean return of each iteration's episodes against environment steps, and its smoothed course.
-
-    The smoothed line is a centred mean over about a twelfth of the run, each iteration weighted by its
-    number of episodes.
-
-    Args:
-        metrics: Lines of a metrics file; those of iterations in which no episode ended are left out.
-        path: Where to write the PNG.
-        title: Above the picture.
-        greedy: Steps at a greedy evaluation and its mean return, to be marked.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # at a run's end: half a second would delay its start
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    points = [(line["steps"], line["return_mean"], line["episodes"]) for line in metrics if line.get("episodes")]
-    steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    if len(steps):
-        axes.plot(steps, returns, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean of an iteration's episodes")
-        axes.plot(steps, _smoothed(returns, episodes), color=BLUE, linewidth=2, label="smoothed")
-    if greedy:
-        axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=f"greedy evaluation: {greedy[1]:.1f}")
-    if len(steps) or greedy:
-        axes.legend(frameon=False, loc="best")
-    else:
-        axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
-    axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
-def _smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
-    half = max(1, len(values) // 25)
-    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
-    around = [slice(i - r, i + r + 1) for i, r in enumerate(reach)]
-    return np.array([np.average(values[part], weights=weights[part]) for part in around])

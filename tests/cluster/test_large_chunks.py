@@ -16,6 +16,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import GatedEnv, assert_same_chunk, parts_are_done, wait_for_parts
+from helpers.exact import SpaceEnv, TablePolicy
 from helpers.kinds import factory
 from helpers.vector_kit import pids_of
 from helpers.waiting import wait_until
@@ -24,7 +25,6 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import SpaceEnv, TablePolicy
 
 REPEATS = 3_000
 

@@ -12,6 +12,7 @@ import pytest
 import ray
 from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
+from helpers.exact import TablePolicy
 from helpers.waiting import wait_until
 from ray.experimental import get_object_locations
 
@@ -19,7 +20,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, TablePolicy, assert_identical
+from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 WIDE = 512

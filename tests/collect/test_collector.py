@@ -13,19 +13,12 @@ from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers.chunks import assert_same_chunk, parts_are_done
+from helpers.exact import DriftEnv, TablePolicy
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import (
-    CoinEnv,
-    CountingEnv,
-    DriftEnv,
-    TablePolicy,
-    TimedEnv,
-    assert_identical,
-    counting_errors,
-)
+from rayvec.testing import CoinEnv, CountingEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

@@ -15,13 +15,14 @@ import pytest
 from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from helpers.chunks import GatedEnv, assert_same_chunk, wait_for_parts
+from helpers.exact import TablePolicy
 from helpers.vector_kit import pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOTAL = 3

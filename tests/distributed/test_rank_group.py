@@ -169,7 +169,7 @@ def test_a_make_that_raises_is_raised(ray_cluster: object) -> None:
         ({"num_ranks": 0}, "num_ranks is a count"),
         ({"threads": 0}, "threads is a count"),
         ({"ranks_per_node": 0}, "ranks_per_node is a count"),
-        ({"device": "tpu"}, "device is one of a few"),
+        ({"device": "tpu"}, "device has a fixed set of values"),
         ({"device": "cuda"}, r"needs a GPU for each rank.* Got: none\."),
     ],
 )

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from helpers.exact import SpaceEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, SpaceEnv
+from rayvec.testing import CountingEnv
 
 MODULE = """
 from rayvec.testing import CountingEnv

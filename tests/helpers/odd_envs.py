@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rayvec.testing import CountingEnv, FaultyEnv, WordSpace
+from helpers.exact import WordSpace
+from rayvec.testing import CountingEnv, FaultyEnv
 
 
 class KeepsActions(CountingEnv):

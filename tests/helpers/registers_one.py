@@ -7,6 +7,6 @@ from functools import partial
 import gymnasium
 from gymnasium import spaces
 
-from rayvec.testing import SpaceEnv
+from helpers.exact import SpaceEnv
 
 gymnasium.register("rayvec-tests/ByModule-v0", entry_point=partial(SpaceEnv, spaces.Discrete(11)))

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import Batch
 
-from rayvec.testing import DriftEnv
+from helpers.exact import DriftEnv
 
 
 def numbers(obs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import gymnasium
@@ -32,12 +33,24 @@ class _Blind(_Until):
         return reward if self.left >= 0 else float("nan")
 
 
+class _FillsTheDisk(_Until):
+    def reward(self, reward: float) -> float:
+        if self.left < 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return reward
+
+
 def breaks(env: Env) -> Env:
     return _Until(env, 40)
 
 
 def goes_blind(env: Env) -> Env:
     return _Blind(env, 40)
+
+
+def fills_the_disk(env: Env) -> Env:
+    """After 30 steps, no file of this process can grow beyond 20 kB: a write fails as on a full disk."""
+    return _FillsTheDisk(env, 30)
 
 
 def doubled(env: Env) -> Env:

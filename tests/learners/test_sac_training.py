@@ -14,8 +14,9 @@ import torch
 import rayvec
 from rayvec import SACConfig
 from rayvec.errors import LearnerError
-from rayvec.training.loop import _begin
-from rayvec.training.runs import Progress, load_run, make_env, make_learner
+from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env, make_learner
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -51,7 +52,7 @@ def test_a_reward_that_is_not_finite_ends_a_run_with_a_good_checkpoint(tmp_path:
     failing = replace(config, wrappers=("helpers.wrap:goes_blind",), checkpoint_interval_s=0.0)
     with pytest.raises(LearnerError, match=r"Got: nan from environment 0 at step 0 of the batch") as caught:
         rayvec.train(failing)
-    assert caught.value.__notes__ == [f"go on with: rayvec train sac --resume {config.run_dir}"]
+    assert caught.value.__notes__ == [f"resume with: rayvec train sac --resume {config.run_dir}"]
     state = load_run(tmp_path / "a")[1]
     assert state["progress"]["steps"] == 160 and state["learner"]["num_updates"] == 9
     replay = state["learner"]["replay"]
@@ -69,12 +70,12 @@ def test_a_resumed_run_acts_at_random_until_weights_were_published(tmp_path: Pat
     config = tiny(tmp_path / "a", num_nodes=1)
     with make_env(config) as env:
         learner = make_learner(config, env)
-        with contextlib.closing(_begin(config, env, learner, Progress(), None)) as collector:
+        with contextlib.closing(begin_collecting(config, env, learner, Progress(), None)) as collector:
             state = {"learner": learner.state_dict(), "collector": collector.state_dict()}
         for version in (0, 1):
             state["collector"]["version"] = version
             progress = Progress(steps=config.learning_starts + 8)
-            with contextlib.closing(_begin(config, env, learner, progress, state)) as collector:
+            with contextlib.closing(begin_collecting(config, env, learner, progress, state)) as collector:
                 batch = collector.collect(n_step=256, ahead=False)
                 is_random = collector._policy._random
             assert batch.stats.weights_versions == (version, version) and is_random == (version == 0)

@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 from conftest import MakeVec
+from helpers.exact import SpaceEnv, TablePolicy
 from helpers.vector_kit import assert_explained
 from numpy.typing import NDArray
 
@@ -30,10 +31,10 @@ from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, EnvError
 from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.restarts import restart_seed
-from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical
+from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
-from rayvec.training.runs import load_run
+from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, _, _, TOTAL = range(4)

@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
 from helpers.kinds import (
     ALL_SPACES,
@@ -59,16 +60,7 @@ from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset, Supervision
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import (
-    CountingEnv,
-    DriftEnv,
-    FaultyEnv,
-    SpaceEnv,
-    TablePolicy,
-    TimedEnv,
-    assert_identical,
-    counting_errors,
-)
+from rayvec.testing import CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 DEADLINE_S = 20.0
 
@@ -553,7 +545,7 @@ from helpers.kinds import factory
 from helpers.odd_envs import Imported
 
 from rayvec.node.process_pool import ProcessPool
-from rayvec.testing import TablePolicy
+from helpers.exact import TablePolicy
 
 pool = ProcessPool.start(factory([Imported]), 1)
 pool.acting.load(0, cloudpickle.dumps(TablePolicy()))

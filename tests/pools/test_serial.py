@@ -12,6 +12,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import iterate
+from helpers.exact import SpaceEnv
 from helpers.kinds import ALL_SPACES, env_fns, factory
 from helpers.odd_envs import OneInfo, ReusedObject
 
@@ -20,7 +21,7 @@ from rayvec.errors import EnvError
 from rayvec.pools.base import Autoreset
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import CallablePolicy, rollout
-from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv, assert_identical, counting_errors
+from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 
 
 @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])

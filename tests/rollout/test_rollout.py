@@ -12,6 +12,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
+from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
 from hypothesis import given
@@ -24,7 +25,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, keyed_noise
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
-from rayvec.testing import CountingEnv, DriftEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
+from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOPOLOGIES: dict[str, dict[str, int | None]] = {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
+from helpers.exact import DriftEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
@@ -37,7 +38,7 @@ from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
 from rayvec.collect.collector import CollectorProtocol
 from rayvec.errors import ConfigError
-from rayvec.testing import DriftEnv, FaultyEnv
+from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 
 MakeVenv = Callable[..., RayVectorEnv]

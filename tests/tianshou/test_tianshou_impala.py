@@ -13,6 +13,7 @@ import pytest
 import tianshou.data
 import torch
 from gymnasium import spaces
+from helpers.exact import DriftEnv
 from helpers.vtrace import vtrace_by_definition
 from tianshou.algorithm import A2C
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
@@ -26,7 +27,6 @@ from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 from tianshou.utils.torch_utils import policy_within_training_step
 from torch.distributions import Distribution, Independent, Normal
 
-from rayvec.testing import DriftEnv
 from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
 from rayvec.tianshou.policies import records_logp
 

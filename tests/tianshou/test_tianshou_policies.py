@@ -11,6 +11,7 @@ import tianshou.data
 import torch
 from conftest import MakeVec
 from gymnasium import spaces
+from helpers.exact import DriftEnv
 from helpers.tianshou_kit import Exact, Remembers
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
@@ -24,7 +25,6 @@ from tianshou.utils.net.discrete import DiscreteActor
 
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
-from rayvec.testing import DriftEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 
 OBS, BOX = spaces.Box(-9.0, 9.0, (2,), np.float32), spaces.Box(-2.0, 3.0, (3,), np.float32)

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.training import loggers
-from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, plot_learning_curve, read_metrics
+from rayvec.training.learning_curve import _smoothed, plot_learning_curve
+from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, read_metrics
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
 TIMES_S = {"collect": 0.3, "learn": 0.1}
@@ -108,9 +109,9 @@ def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
 
 def test_smoothing_keeps_a_constant_and_both_ends() -> None:
     values, weights = np.arange(101.0), np.ones(101)
-    assert loggers._smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
-    assert loggers._smoothed(values, weights) == pytest.approx(values)
-    heavy = loggers._smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
+    assert _smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
+    assert _smoothed(values, weights) == pytest.approx(values)
+    heavy = _smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
     assert heavy == pytest.approx([0.0, 0.5, 0.0])
 
 

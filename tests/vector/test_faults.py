@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from helpers.chunks import wait_for_parts
+from helpers.exact import TablePolicy
 from helpers.kinds import within
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
@@ -24,7 +25,7 @@ from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import restarts
 from rayvec.pools.base import Autoreset
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
-from rayvec.testing import CountingEnv, TablePolicy, assert_identical
+from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 GO, RAISE, HANG, DIE = range(4)

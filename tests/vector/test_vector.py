@@ -15,13 +15,14 @@ from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.exact import DriftEnv, SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
 from helpers.vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, DriftEnv, SpaceEnv, TimedEnv, assert_identical, counting_errors
+from rayvec.testing import CountingEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ALONE = ["box32", "image", "zero_d", "discrete", "multidiscrete_2d", "multibinary", "tuple", *OBJECT_SPACES][:-2]

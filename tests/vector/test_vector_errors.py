@@ -20,6 +20,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
 from helpers.vector_kit import DEADLINE_S, assert_explained, pids_of
@@ -27,7 +28,7 @@ from helpers.waiting import alive, wait_until
 
 import rayvec
 from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
-from rayvec.testing import CountingEnv, FaultyEnv, SpaceEnv
+from rayvec.testing import CountingEnv, FaultyEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ERRORS: dict[str, Callable[[], Exception]] = {

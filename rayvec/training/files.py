@@ -1,0 +1,46 @@
+"""Files that are whole or not there: written beside their place, flushed to the disk, and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["written_whole"]
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that takes the place of `path` once the block ends.
+
+    A process that is killed leaves the old file or the new one. If the block raises, or the disk is full, the old
+    file stays and the partial one (``path`` with ``.tmp`` added to its name) is removed.
+
+    Args:
+        path: The file to replace, or to make.
+
+    Raises:
+        OSError: The disk is full, or the directory can't be written.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename in `directory` survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""The learning curve of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.training.files import written_whole
+
+__all__ = ["plot_learning_curve"]
+
+BLUE, ORANGE = "#4477aa", "#ee7733"
+
+
+def plot_learning_curve(
+    metrics: Iterable[Mapping[str, Any]], path: Path, title: str, greedy: tuple[int, float] | None = None
+) -> None:
+    """Draws the mean return of each iteration's episodes against environment steps, and a smoothed line.
+
+    The smoothed line is a centred mean over about a twelfth of the run, each iteration weighted by its
+    number of episodes.
+
+    Args:
+        metrics: Lines of a metrics file; those of iterations in which no episode ended are left out.
+        path: The PNG file.
+        title: The title.
+        greedy: Steps at a greedy evaluation and its mean return, to be marked.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: loading it would delay a run's start
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    points = [(line["steps"], line["return_mean"], line["episodes"]) for line in metrics if line.get("episodes")]
+    steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    if len(steps):
+        axes.plot(steps, returns, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean of an iteration's episodes")
+        axes.plot(steps, _smoothed(returns, episodes), color=BLUE, linewidth=2, label="smoothed")
+    if greedy:
+        axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=f"greedy evaluation: {greedy[1]:.1f}")
+    if len(steps) or greedy:
+        axes.legend(frameon=False, loc="best")
+    else:
+        axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
+    axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def _smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
+    half = max(1, len(values) // 25)
+    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    around = [slice(i - r, i + r + 1) for i, r in enumerate(reach)]
+    return np.array([np.average(values[part], weights=weights[part]) for part in around])

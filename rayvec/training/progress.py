@@ -1,0 +1,109 @@
+"""The state of a run: how far it has come, what a checkpoint holds, and how its parts continue from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from rayvec.collect.collector import Collector
+from rayvec.config import TrainConfig
+from rayvec.data import CollectStats
+from rayvec.errors import CheckpointError
+from rayvec.learners.base import Learner
+from rayvec.policies.policy import Policy
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+__all__ = ["Progress", "begin_collecting", "check_state", "state_of"]
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        steps: Environment steps taken.
+        episodes: Episodes ended.
+        iterations: Rounds of sampling and learning.
+        wall_s: Wall time up to the last checkpoint, in seconds.
+    """
+
+    steps: int = 0
+    episodes: int = 0
+    iterations: int = 0
+    wall_s: float = 0.0
+
+    def add(self, stats: CollectStats) -> None:
+        """Counts an iteration."""
+        self.steps += stats.n_collected_steps
+        self.episodes += stats.n_collected_episodes
+        self.iterations += 1
+
+
+def state_of(learner: Learner, collector: Collector, progress: Progress) -> dict[str, Any]:
+    """Returns the state of a run: tensors and plain values, for a checkpoint."""
+    return {
+        "weights": torch.from_numpy(learner.weights()),
+        "learner": learner.state_dict(),
+        "collector": collector.state_dict(),
+        "progress": asdict(progress),
+    }
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Checks that `state` has all the parts that `state_of` gives.
+
+    Raises:
+        CheckpointError: A part is missing.
+    """
+    if missing := sorted({"weights", "learner", "collector", "progress"} - state.keys()):
+        raise _incomplete(f"no {', '.join(missing)}")
+    if state["progress"].keys() != {item.name for item in fields(Progress)}:
+        raise _incomplete(f"progress: {', '.join(state['progress'])}")
+
+
+def begin_collecting(
+    config: TrainConfig, env: RayVecEnv, learner: Learner, progress: Progress, state: Mapping[str, Any] | None
+) -> Collector:
+    """Returns the collector of a run; with `state`, collector and learner continue from that state.
+
+    Raises:
+        CheckpointError: `state` is that of another learner or collector.
+    """
+    has_published = state is not None and state["collector"].get("version", 0) > 0
+    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_published)
+    if state:
+        _restore(learner, state["learner"])
+        if has_published:
+            policy.load_weights(learner.weights())
+    in_workers = config.inference == "worker"
+    collector = Collector(
+        env,
+        policy,
+        inference=config.inference,
+        seed=config.seed,
+        prefetch=in_workers and config.prefetch,
+        by_reference=in_workers and not config.learns_in_driver,
+    )
+    if state:
+        _restore(collector, state["collector"])
+    collector.reset(seed=config.train_seed(progress.steps))
+    return collector
+
+
+def _restore(part: Any, state: Mapping[str, Any]) -> None:
+    try:
+        part.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error
+
+
+def _incomplete(problem: str) -> CheckpointError:
+    return CheckpointError(
+        "A checkpoint holds the whole state of a run.",
+        expected="a checkpoint that this version of rayvec wrote with these settings",
+        got=f"an incomplete one ({problem})",
+        remedy="Use the version and the config.yaml that it was written with, or start a new run.",
+    )

@@ -1,0 +1,155 @@
+"""The directory of a run: where a run keeps everything that it writes.
+
+runs/<name>/
+├── config.yaml            the settings, commented
+├── metrics.jsonl          a line for each iteration
+├── events.out.tfevents.*  the same for TensorBoard
+├── checkpoint.pt          the state that a resumed run continues from
+├── learning_curve.png     return against steps
+└── result.json            totals, and the greedy evaluation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayvec.config import TrainConfig
+from rayvec.errors import ConfigError
+from rayvec.training import checkpoint
+from rayvec.training.files import written_whole
+from rayvec.training.progress import check_state
+
+__all__ = ["begin_run_dir", "free_run_dir", "load_run", "locked", "save_checkpoint", "save_result"]
+
+
+def free_run_dir(config: TrainConfig) -> Path:
+    """Returns the directory of a run that is about to begin.
+
+    Raises:
+        ConfigError: There is something in its place.
+    """
+    env_name = config.env_id.replace("/", "-").replace(":", "-")
+    name = f"{env_name}-{config.algorithm}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = config.run_dir or Path("runs") / name
+    if run_dir.exists():
+        raise _taken(run_dir, config)
+    return run_dir
+
+
+def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
+    return ConfigError(
+        "A run has a directory of its own.",
+        expected="a path where there is nothing yet",
+        got=f"{run_dir}, which exists",
+        remedy=f"Pass another run_dir, or resume that run: rayvec train {config.algorithm} --resume {run_dir}",
+    )
+
+
+def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> None:
+    """Makes the directory of a run with its settings and a first checkpoint: all of it, or nothing.
+
+    A run that is killed at any time can be resumed if its directory exists.
+
+    Raises:
+        ConfigError: The directory can't be made, or another process has made it.
+    """
+    partial = run_dir.with_name(f".{run_dir.name}.{os.getpid()}.tmp")
+    try:
+        partial.mkdir(parents=True)
+        (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        save_checkpoint(partial, state)
+        partial.rename(run_dir)  # replaces an empty directory at most
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and run_dir.exists():
+            raise _taken(run_dir, config) from error
+        raise ConfigError(
+            "A run writes into a directory of its own.",
+            expected="a path where a directory can be made",
+            got=f"{run_dir} ({error.strerror})",
+            remedy="Pass another run_dir.",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes from training in the same directory; the lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: Another process trains there.
+    """
+    try:
+        directory = os.open(run_dir, os.O_RDONLY)
+    except OSError:
+        yield  # load_run says what is wrong with it
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, but:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _busy(run_dir) from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def _busy(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        "One process at a time trains in the directory of a run.",
+        expected=f"no other process that trains in {run_dir}",
+        got="one that does",
+        remedy="Wait until it has ended, or stop it with Ctrl-C; then resume.",
+    )
+
+
+def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
+    """Replaces the checkpoint of a run; see `rayvec.training.checkpoint.save`."""
+    checkpoint.save(run_dir / "checkpoint.pt", state)
+
+
+def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], returns: Sequence[float]) -> None:
+    """Writes ``result.json``.
+
+    Args:
+        run_dir: Directory of the run.
+        config: Its settings.
+        totals: What to write, by name; NaN becomes null.
+        returns: Return of each episode of the greedy evaluation.
+    """
+    run = {"algorithm": config.algorithm, "env_id": config.env_id, "seed": config.seed}
+    values = {name: None if value != value else value for name, value in totals.items()}
+    text = json.dumps({**run, **values, "eval_returns": list(returns)}, indent=2, allow_nan=False, default=str)
+    with written_whole(run_dir / "result.json") as file:
+        file.write((text + "\n").encode())
+
+
+def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
+    """Returns the settings of a run and the state of its last checkpoint.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    try:
+        text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "The directory of a run holds its settings and its checkpoint.",
+            expected=f"a readable file {run_dir / 'config.yaml'}",
+            got=error.strerror,
+            remedy="Pass the directory of a run, such as one below runs/.",
+        ) from None
+    config, state = TrainConfig.from_yaml(text), checkpoint.load(run_dir / "checkpoint.pt")
+    check_state(state)
+    return config, state

@@ -1,0 +1,65 @@
+"""Files are whole or absent, also when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.training_kit import lengthen, options, tiny
+
+import rayvec
+from rayvec.cli import main
+from rayvec.training.files import written_whole
+from rayvec.training.run_dir import load_run
+
+
+def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with written_whole(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_what_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(type(error)), written_whole(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """Puts back the limit that ``helpers.wrap:fills_the_disk`` sets."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("file_size_limit")
+def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:fills_the_disk",)))
+    whole = {path.name: path.read_bytes() for path in run_dir.iterdir()}
+    lengthen(run_dir, 64, 6400)
+    assert main(["train", "ppo", "--resume", str(run_dir), *options({"checkpoint_interval_s": 0})]) == 1
+    error = capsys.readouterr().err
+    assert "File too large" in error and f"resume with: rayvec train ppo --resume {run_dir}" in error
+    assert not list(run_dir.glob("*.tmp"))
+    for name in ("learning_curve.png", "result.json"):
+        assert (run_dir / name).read_bytes() == whole[name]
+    assert 64 <= load_run(run_dir)[1]["progress"]["steps"] < 6400

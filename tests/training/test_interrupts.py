@@ -1,0 +1,201 @@
+"""Ctrl-C: at once or after the iteration, never lost, with exit code 130 and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.processes import assert_nothing_left, running
+from helpers.training_kit import SMALL, options
+
+from rayvec.training.interrupts import Interrupts
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+
+SLOW_RAY = pytest.param(1, marks=pytest.mark.slow)
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_press_is_an_interrupt_and_the_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        press()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.deferred():
+        assert not interrupts.requested
+        press()
+        assert interrupts.requested
+        press()
+
+
+def test_a_press_in_the_middle_of_a_print_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffered stream refuses a second write within the first."""
+
+    class PressesItself(io.RawIOBase):
+        presses = 1
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            if self.presses:
+                self.presses = 0
+                press()
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(PressesItself()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Interrupts() as interrupts, interrupts.deferred():
+        print("64/128 steps", file=sys.stderr)
+    assert interrupts.requested
+
+
+def test_a_request_alone_interrupts_nothing() -> None:
+    with Interrupts() as interrupts:
+        with interrupts.deferred():
+            press()
+        assert interrupts.requested
+
+
+def test_an_interrupt_that_a_library_drops_is_raised_later() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        with contextlib.suppress(KeyboardInterrupt):
+            press()
+        with interrupts.deferred():
+            reached.append("the loop")
+    assert not reached
+    with pytest.raises(KeyboardInterrupt), Interrupts(), contextlib.suppress(KeyboardInterrupt):
+        press()
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_is_one_again() -> None:
+    error = ImportError("initialisation failed")
+    error.add_note("resume with: ...")
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():
+        try:
+            press()
+        except KeyboardInterrupt:
+            raise error from None
+    assert caught.value.__cause__ is error and caught.value.__notes__ == ["resume with: ..."]
+
+
+def test_errors_that_follow_a_request_stay_errors() -> None:
+    with pytest.raises(OSError, match="disk"), Interrupts() as interrupts, interrupts.deferred():
+        press()
+        raise OSError("the disk is full")
+
+
+def test_in_another_thread_nothing_changes() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def enter() -> None:
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+@pytest.mark.parametrize("num_nodes", [0, SLOW_RAY])
+def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, num_nodes: int) -> None:
+    run_dir = tmp_path / "a"
+    arguments = ["train", "ppo", f"--num-nodes={num_nodes}", "--total-steps", "10_000_000", "--run-dir", str(run_dir)]
+    with running(arguments, tmp_path) as command:
+        metrics = run_dir / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 3)
+        assert command.interrupt() == 130
+        assert_nothing_left(command)
+    error = command.stderr.read_text()
+    assert f"resume with: rayvec train ppo --resume {run_dir}" in error and "Traceback" not in error
+    state = load_run(run_dir)[1]
+    assert state["progress"]["steps"] == list(read_metrics(metrics))[-1]["steps"] >= 3 * 1024
+    assert (run_dir / "learning_curve.png").stat().st_size > 0
+
+
+STUCK = """
+import time
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Stuck(CartPoleEnv):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        while self.steps > 60:
+            time.sleep(1)
+        return super().step(action)
+
+gymnasium.register("Stuck-v0", Stuck)
+"""
+
+
+@pytest.mark.slow
+def test_the_second_ctrl_c_waits_for_no_environment(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    run_dir = tmp_path / "a"
+    arguments = ["train", "impala", "--env-id=stuck:Stuck-v0", "--num-steps=50", "--num-nodes=1"]
+    with running([*arguments, f"--run-dir={run_dir}"], tmp_path) as command:
+        metrics = run_dir / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) == 1)
+        command.process.send_signal(signal.SIGINT)
+        command.wait_until(lambda: "Ctrl-C again" in command.stderr.read_text())
+        assert command.interrupt() == 130
+        assert_nothing_left(command)
+    assert command.stderr.read_text().endswith(
+        f"\nrayvec: interrupted\nresume with: rayvec train impala --resume {run_dir}\n"
+    )
+    # The first checkpoint, or what the first Ctrl-C saved if it came before the loop waited for the next chunk.
+    assert load_run(run_dir)[1]["progress"]["steps"] in (0, 800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_nodes", "count"), [(0, 40), (1, 15)])
+def test_an_interrupt_at_any_moment_of_a_run_ends_it(tmp_path: Path, num_nodes: int, count: int) -> None:
+    """From the start of Python to the last line. The moments are drawn, with a seed, over the time of a whole run."""
+    settings = {**SMALL, "total_steps": 2560, "eval_episodes": 4, "num_nodes": num_nodes}
+    arguments = ["train", "ppo", *options(settings)]
+    began_s = time.monotonic()
+    with running(arguments, tmp_path) as command:
+        assert command.process.wait(300) == 0, command.stderr.read_text()
+    whole_s, moments, codes = time.monotonic() - began_s, random.Random(num_nodes), []
+    for number in range(count):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with running(arguments, directory) as command:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command.process.wait(moments.uniform(0, whole_s))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.process.pid, signal.SIGINT)
+            codes.append(command.process.wait(300))
+            assert_nothing_left(command)
+        said = command.stderr.read_text()
+        if codes[-1] == 0:
+            assert "greedy return" in command.stdout.read_text(), said
+        elif codes[-1] == -signal.SIGINT:  # before `main`: Python ends itself by the signal, which shells show as 130
+            assert "rayvec: 4 environments" not in said
+        elif codes[-1] == 1:  # while Python itself starts
+            assert "Fatal Python error: init_import_site" in said
+        else:
+            assert codes[-1] == 130 and "rayvec: " in said and "Traceback" not in said, said
+    assert 130 in codes, codes

@@ -1,0 +1,140 @@
+"""The directory of a run: whole or absent, used by one process at a time, and resumed exactly."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.processes import assert_nothing_left, running
+from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
+
+import rayvec
+from rayvec import PPOConfig
+from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training.loggers import read_metrics
+from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.run_dir import begin_run_dir, load_run, locked, save_checkpoint
+from rayvec.training.runs import make_env, make_learner
+
+
+def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
+    with locked(run_dir), pytest.raises(ConfigError, match=r"One process at a time.*Remedy: Wait"):
+        rayvec.resume(run_dir)
+    rayvec.resume(run_dir)
+
+
+def test_a_run_directory_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It appears with its first checkpoint; a directory that another process has made meanwhile is left alone."""
+    seen = []
+
+    def save(directory: Path, state: dict[str, Any]) -> None:
+        seen.append((tmp_path / "a").exists())
+        save_checkpoint(directory, state)
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "theirs").touch()
+
+    monkeypatch.setattr("rayvec.training.run_dir.save_checkpoint", save)
+    begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {"weights": torch.zeros(1)})
+    assert seen == [False] and {path.name for path in (tmp_path / "a").iterdir()} == {"config.yaml", "checkpoint.pt"}
+    with pytest.raises(ConfigError, match=r"b, which exists"):
+        begin_run_dir(tmp_path / "b", tiny(tmp_path / "b"), {"weights": torch.zeros(1)})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("lost", ["learner", "collector", "progress", "weights"])
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path, lost: str) -> None:
+    state = {"weights": torch.zeros(1), "learner": {}, "collector": {}, "progress": asdict(Progress())}
+    begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {name: part for name, part in state.items() if name != lost})
+    with pytest.raises(CheckpointError, match=rf"whole state.*no {lost}.*Remedy"):
+        load_run(tmp_path / "a")
+
+
+@pytest.mark.parametrize("part", ["learner", "collector"])
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, part: str) -> None:
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
+    state = load_run(run_dir)[1]
+    save_checkpoint(run_dir, {**state, part: {"something": 1}})
+    with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*something|first_step|noise_seed"):
+        rayvec.resume(run_dir)
+
+
+def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir.*--resume"):
+        rayvec.train(tiny(tmp_path / "a"))
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Got: .*NoSuchEnvironment-v0.*Remedy"):
+        rayvec.train(tiny(tmp_path / "runs" / "a", env_id="NoSuchEnvironment-v0"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml.*No such file.*Remedy"):
+        rayvec.resume(tmp_path)
+    (tmp_path / "config.yaml").write_text(PPOConfig().to_yaml())
+    with pytest.raises(CheckpointError, match="Got: none"):
+        rayvec.resume(tmp_path)
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a")
+    with pytest.raises(CheckpointError, match="truncated"):
+        rayvec.resume(tmp_path)
+
+
+def test_resuming_a_finished_run_only_evaluates(tmp_path: Path) -> None:
+    first = rayvec.train(tiny(tmp_path / "a", total_steps=64))
+    again = rayvec.resume(tmp_path / "a")
+    assert (again.total_steps, again.eval_return_mean) == (first.total_steps, first.eval_return_mean)
+    assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
+
+
+@pytest.mark.parametrize("num_nodes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, num_nodes: int) -> None:
+    run_dir = tmp_path / "a"
+    settings = {**SMALL, "num_nodes": num_nodes, "total_steps": 40_000, "eval_episodes": 6, "run_dir": run_dir}
+    with running(["train", "ppo", *options(settings), "--checkpoint-interval-s=0"], tmp_path) as command:
+        metrics = run_dir / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 20)
+        assert command.kill(signal.SIGKILL) == -signal.SIGKILL
+        assert_nothing_left(command)
+
+    config, state = load_run(run_dir)
+    steps = state["progress"]["steps"]
+    assert 19 * 64 <= steps < 40_000
+    assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps / 64
+    with make_env(config.adjusted(num_nodes=0)) as env:
+        learner = make_learner(config, env)
+        collector = begin_collecting(config, env, learner, Progress(**state["progress"]), state)
+        assert_same(learner.state_dict(), state["learner"])
+        assert_same(collector.state_dict(), state["collector"])
+        assert np.array_equal(learner.weights(), state["learner"]["parameters"].numpy())
+
+    lengthen(run_dir, 40_000, steps + 640)
+    twin = Path(shutil.copytree(run_dir, tmp_path / "twin"))
+    result = rayvec.resume(run_dir)
+    assert result.total_steps == steps + 640 and result.wall_s > state["progress"]["wall_s"]
+    assert [line["steps"] for line in read_metrics(metrics)] == list(range(64, steps + 641, 64))
+    last = load_run(run_dir)[1]
+    assert last["learner"]["num_updates"] == last["progress"]["iterations"] == steps // 64 + 10
+    rayvec.resume(twin, num_nodes=0)
+    assert_same(load_run(twin)[1]["learner"], last["learner"])
+
+
+@pytest.mark.slow
+def test_a_run_killed_half_way_still_learns(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a"
+    arguments = ["train", "ppo", "--seed=3", "--total-steps=60000", "--checkpoint-interval-s=0.5", "--num-nodes=1"]
+    with running([*arguments, f"--run-dir={run_dir}"], tmp_path) as command:
+        metrics = run_dir / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 30)
+        command.kill(signal.SIGKILL)
+        assert_nothing_left(command)
+    assert rayvec.resume(run_dir).eval_return_mean >= 475
