@@ -45,6 +45,8 @@ class Kind(IntEnum):
     RESET = 1
     READY = 2
     LOOK = 3
+    STEP_KEPT = 4
+    """A step whose actions are kept for it by Ray."""
 
 
 class _Form(IntEnum):
@@ -168,7 +170,7 @@ class FrameFormat:
             found = self._action_leaves(actions, count)
             if found is None:
                 size = _REQUEST.size + env_ids.nbytes
-                return _REQUEST.pack(size, Kind.STEP, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
+                return _REQUEST.pack(size, Kind.STEP_KEPT, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
             leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
         key = env_ids.tobytes(), codes, autoreset, loose
         frame, arrays = self._packed.get(key) or self._packed_step(key, env_ids)
@@ -224,7 +226,7 @@ class FrameFormat:
         """Reads a request; its arrays are views of `frame`, which belongs to whoever receives the next."""
         frame = memoryview(frame)
         _, kind, autoreset, loose, num_leaves, count, payload_bytes = _REQUEST.unpack_from(frame)
-        if num_leaves:
+        if kind == Kind.STEP:
             assert self._action_layout is not None
             codes = bytes(frame[_REQUEST.size : _REQUEST.size + num_leaves])
             ids, *leaves = self._frames_of(codes, self._steps).over(frame.obj, count)

@@ -26,6 +26,8 @@ from rayvec.pools.restarts import NodeState
 
 __all__ = ["NodeActor"]
 
+logger = logging.getLogger(__name__)
+
 
 class NodeActor:
     """Holds the environments of one node.
@@ -158,9 +160,14 @@ class NodeActor:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 while not num_waiting or connection.poll():
-                    request = frames.unpack_request(connection.recv())
-                    with self._turn:
-                        self._begin(pool, request)
+                    request = self._unpack(frames, connection)
+                    try:
+                        with self._turn:
+                            self._begin(pool, request)
+                    except Exception as error:
+                        self._keep_failure(error)
+                        connection.send(frames.pack_kept(request.env_ids.copy()))
+                        continue
                     num_waiting += len(request.env_ids)
                     if not request.loose:
                         together.append(request.env_ids.copy())  # out of the next frame's way
@@ -171,6 +178,23 @@ class NodeActor:
                 else:
                     readable([connection.fileno(), pool.event_fd], LOOK_S)
 
+    @staticmethod
+    def _unpack(frames: FrameFormat, connection: FrameSocket) -> Request:
+        """Reads a request.
+
+        Raises:
+            OSError: What came is no request, or the peer has hung up.
+        """
+        frame = connection.recv()
+        try:
+            return frames.unpack_request(frame)
+        except Exception as error:
+            logger.warning("closed a stream on which a frame came that is no request: %r", error)
+            raise OSError("no request") from error
+
+    def _keep_failure(self, error: Exception) -> None:
+        self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
+
     def _begin(self, pool: ProcessPool, request: Request) -> None:
         if request.kind in (Kind.READY, Kind.LOOK):
             pool.ready(request.env_ids, begin=request.kind == Kind.READY)
@@ -180,7 +204,7 @@ class NodeActor:
                 seeds, options = self._kept_for_node.popleft()
             pool.reset(request.env_ids, seeds, options)
         else:
-            actions = request.actions if request.actions is not None else self._kept_for_node.popleft()
+            actions = self._kept_for_node.popleft() if request.kind == Kind.STEP_KEPT else request.actions
             pool.send(request.env_ids, actions, request.autoreset)
 
     def _answer(
@@ -195,7 +219,7 @@ class NodeActor:
                     return b"", 0
                 batch = pool.recv(env_ids)
         except Exception as error:
-            self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
+            self._keep_failure(error)
             return frames.pack_kept(env_ids), len(env_ids)
         frame, keep = frames.pack_answer(batch)
         if keep:

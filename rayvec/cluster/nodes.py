@@ -517,7 +517,7 @@ class RemoteNode:
             answer = self._frames.unpack_answer(self._stream.recv())
         except NotReady:
             raise
-        except (EOFError, OSError) as error:
+        except Exception as error:  # the stream has ended, or what came is no answer
             raise self._lost(error) from error
         batch = self._fetch(answer)
         for info in batch.info:

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import ray
 
@@ -53,18 +55,22 @@ class RaySession:
     """
 
     _lock = threading.Lock()
+    _returned: ClassVar[deque[RaySession]] = deque()
     _shares = 0
     _reaper: subprocess.Popen[bytes] | None = None
     _ours = False
 
     def __init__(self, address: str | None = None) -> None:
         self._released = False
-        with RaySession._lock:
-            if RaySession._shares == 0:
-                RaySession._begin(address)
-            else:
-                _check_same(address)
-            RaySession._shares += 1
+        try:
+            with RaySession._lock:
+                if RaySession._shares == 0:
+                    RaySession._begin(address)
+                else:
+                    _check_same(address)
+                RaySession._shares += 1
+        finally:
+            RaySession._settle()
 
     @classmethod
     def _begin(cls, address: str | None) -> None:
@@ -80,18 +86,33 @@ class RaySession:
         cls._ours = True
 
     def release(self) -> None:
-        """Gives the share back; may be called again."""
-        with RaySession._lock:
-            if self._released:
-                return
-            self._released = True
-            RaySession._shares -= 1
-            if RaySession._shares == 0 and RaySession._ours:
-                ray.shutdown()
-                if RaySession._reaper is not None:
-                    end_reaper(RaySession._reaper)
-                    RaySession._reaper = None
-                RaySession._ours = False
+        """Gives the share back; may be called again, and by a finalizer that runs while this thread holds the lock."""
+        if self._released:
+            return
+        self._released = True
+        RaySession._returned.append(self)
+        RaySession._settle()
+
+    @classmethod
+    def _settle(cls) -> None:
+        """Takes shares back that were returned; where the lock is held, its holder does so when it has left it."""
+        while cls._returned and cls._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(IndexError):  # another thread was quicker
+                    cls._returned.popleft()
+                    cls._take_back()
+            finally:
+                cls._lock.release()
+
+    @classmethod
+    def _take_back(cls) -> None:
+        cls._shares -= 1
+        if cls._shares == 0 and cls._ours:
+            ray.shutdown()
+            if cls._reaper is not None:
+                end_reaper(cls._reaper)
+                cls._reaper = None
+            cls._ours = False
 
 
 def _check_same(address: str | None) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from rayvec.node.pipe import readable
 
-__all__ = ["LENGTH_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
+__all__ = ["LENGTH_BYTES", "MOST_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 
 STREAM_THREAD = "rayvec-stream"
 """Name of the threads in which peers are served."""
@@ -30,6 +30,9 @@ _MOST_STRANGERS = 16
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _BUFFER_BYTES = 1 << 16
+MOST_BYTES = 1 << 31
+"""Of a frame."""
+_ACCEPT_AGAIN_S = 0.2
 _DEAD_PEER = {
     socket.TCP_KEEPIDLE: 3,
     socket.TCP_KEEPINTVL: 2,
@@ -79,12 +82,14 @@ class Listener:
         self._key = key
         self._serve = serve
         self._strangers: deque[socket.socket] = deque()
+        self._closed = threading.Event()
         self._socket = socket.create_server((address, 0))
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="rayvec-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening; a connection that is being served goes on."""
+        """Stops listening; a connection that is being served stays open."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
         self._socket.close()
@@ -93,8 +98,10 @@ class Listener:
         while True:
             try:
                 sock, peer = self._socket.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or out of descriptors for a while
+                if self._closed.wait(_ACCEPT_AGAIN_S):
+                    return
+                continue
             self._strangers.append(sock)
             if len(self._strangers) > _MOST_STRANGERS:
                 with contextlib.suppress(OSError, IndexError):  # it may just have proved itself, or gone
@@ -194,8 +201,8 @@ class FrameSocket:
         if self._filled < LENGTH_BYTES:
             self._fill(LENGTH_BYTES)
         end: int = _LENGTH.unpack_from(self._memory)[0]
-        if end < LENGTH_BYTES:
-            raise OSError("a frame says that it is shorter than its own length")
+        if not LENGTH_BYTES <= end <= MOST_BYTES:
+            raise OSError(f"a frame says that it has {end} bytes")
         if self._filled < end:
             self._fill(end)
         if self._filled == end:

@@ -90,6 +90,7 @@ class ProcessPool:
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
         self._look_at_s = 0.0
+        self._closed = False
 
     @classmethod
     def start(
@@ -316,9 +317,13 @@ class ProcessPool:
             WorkerLostError: It may not be restarted, or not once more.
             Exception: What a newly made environment raised.
         """
+        if self._closed:  # by another thread
+            raise error
         if self._server_lost is not None and self._workers.server.ended():
             raise self._server_lost(error) from error
         if self._last is None:
+            if hung_s:
+                link.kill()  # else closing would wait for it
             raise error
         link.kill()  # one that was only slow must not write over what is restored now
         link.raise_what_it_said()
@@ -446,6 +451,7 @@ class ProcessPool:
         Args:
             timeout_s: After this long, 10 s by default, workers are ended by force.
         """
+        self._closed = True
         for link in self._links:
             link.post_close()
         self._links = []

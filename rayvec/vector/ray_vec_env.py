@@ -115,7 +115,8 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        self.closed = True  # until everything stands; __del__ asks
+        self.closed = True  # until everything is running; __del__ asks
+        self._creator = os.getpid()
         self._pending: str | None = None
         self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
@@ -491,6 +492,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 their workers are killed.
             terminate: Whether they are killed at once, without being closed.
         """
+        self.closed = True
+        if os.getpid() != self._creator:  # a child that was forked later: what runs belongs to its parent
+            return
         pending, self._pending = self._pending, None
         self._pool.close(0.0 if terminate else timeout)
         if pending in ("reset", "step", "call") and not self._late:
@@ -562,8 +566,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         except NotReady as error:
             self._late = True
             raise multiprocessing.TimeoutError(str(error)) from error
-        except fatal:
+        except fatal as error:
             self._pending = None
+            if self.closed and isinstance(error, Exception):
+                raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
             self.close()
             raise
 
@@ -591,6 +597,15 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return self.groups[group]
 
     def _assert_running(self) -> None:
+        if os.getpid() != self._creator:
+            raise ClosedEnvironmentError(
+                message(
+                    "An environment is used by the process that created it.",
+                    expected=f"process {self._creator}",
+                    got=f"process {os.getpid()}, which was forked from it",
+                    remedy="Create the environment after the fork.",
+                )
+            )
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 

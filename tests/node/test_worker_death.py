@@ -1,0 +1,323 @@
+"""Workers that die or hang where it hurts: with a reply half written, with children, in a constructor."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+from helpers.kinds import within
+from helpers.vector_kit import assert_explained
+from helpers.waiting import DEADLINE_S, alive, wait_until
+
+from rayvec.errors import ConfigError, WorkerLostError
+from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.pools.base import NotReady
+from rayvec.testing import CountingEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+REPLY_BYTES = 4 << 20
+"""More than a socket takes without a reader."""
+
+
+class LargeReply(CountingEnv):
+    """Its steps return infos of megabytes, so that a worker is in the midst of its reply until the reply is read."""
+
+    def __init__(self, directory: str, *, with_child: bool) -> None:
+        super().__init__()
+        self._directory = Path(directory)
+        if with_child and os.fork() == 0:  # the child holds the worker's end of the pipe open
+            with suppress(BaseException):
+                time.sleep(300)
+            os._exit(0)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        (self._directory / "stepped").touch()
+        return obs, reward, terminated, truncated, {**info, "large": b"x" * REPLY_BYTES}
+
+
+def make(env: Any, num_envs: int = 1, **kwargs: Any) -> RayVecEnv:
+    return RayVecEnv([env] * num_envs, num_nodes=0, workers_per_node=num_envs, **kwargs)
+
+
+def worker_pids(env: RayVecEnv) -> list[int]:
+    return next(iter(env.worker_pids().values()))[1:]
+
+
+@pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with a child"])
+class TestInTheMidstOfAReply:
+    @pytest.fixture
+    def half_written(self, tmp_path: Path, with_child: bool) -> Iterator[Any]:
+        """Makes an environment whose worker has been killed while it wrote its reply."""
+        made = []
+
+        def make_it(**kwargs: Any) -> RayVecEnv:
+            env = make(partial(LargeReply, str(tmp_path), with_child=with_child), **kwargs)
+            made.append(env)
+            env.reset(seed=3)
+            (pid,) = worker_pids(env)
+            env.step_async(np.zeros(1, int))
+            wait_until(lambda: (tmp_path / "stepped").exists(), "the step is done")
+            wait_until(lambda: Path(f"/proc/{pid}/wchan").read_text() not in ("", "0"), "the worker waits")
+            os.kill(pid, signal.SIGKILL)
+            (tmp_path / "stepped").unlink()
+            return env
+
+        yield make_it
+        for env in made:
+            env.close()
+
+    def test_it_is_a_lost_worker(self, half_written: Any) -> None:
+        env = half_written()
+        with pytest.raises(WorkerLostError) as caught:
+            within(DEADLINE_S, env.step_wait)
+        assert_explained(caught.value)
+        assert env.closed
+
+    def test_it_is_restarted(self, half_written: Any) -> None:
+        env = half_written(on_env_error="restart")
+        _, reward, terminated, truncated, info = within(DEADLINE_S, env.step_wait)
+        assert info["env_restarted"].tolist() == [True]
+        assert truncated.all() and not terminated.any() and not reward.any()
+        obs, *_ = within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
+        assert obs[0, 3] == 0, "a new episode has begun"
+
+
+class TestConstructors:
+    def test_one_that_forks_and_dies(self) -> None:
+        """The child holds the worker's end of the pipe, so that no end of file comes."""
+
+        def fork_and_die() -> CountingEnv:
+            if os.fork() == 0:
+                time.sleep(300)
+            os._exit(3)
+
+        with pytest.raises(WorkerLostError) as caught:
+            within(DEADLINE_S, partial(make, fork_and_die))
+        assert_explained(caught.value)
+
+    def test_one_that_never_returns_shows_where(self) -> None:
+        def waits_for_a_licence() -> CountingEnv:
+            threading.Event().wait()
+            return CountingEnv()
+
+        with pytest.raises(WorkerLostError, match=r"start_timeout_s=0\.5") as caught:
+            within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=0.5))
+        assert_explained(caught.value)
+        assert "waits_for_a_licence" in str(caught.value)
+
+    def test_a_replacement_that_never_starts(self, tmp_path: Path) -> None:
+        def only_once() -> CountingEnv:
+            if (tmp_path / "made").exists():
+                threading.Event().wait()
+            (tmp_path / "made").touch()
+            return CountingEnv()
+
+        with closing(make(only_once, on_env_error="restart", start_timeout_s=0.5)) as env:
+            env.reset(seed=0)
+            os.kill(worker_pids(env)[0], signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match="again and again") as caught:
+                within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
+        assert "only_once" in str(caught.value.__cause__)
+
+    @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+    def test_a_limit_that_can_not_be(self, value: float) -> None:
+        with pytest.raises(ConfigError, match="start_timeout_s") as caught:
+            make(CountingEnv, start_timeout_s=value)
+        assert_explained(caught.value)
+
+
+def test_a_step_that_hangs_shows_where() -> None:
+    class Hangs(CountingEnv):
+        def step(self, action: Any) -> Any:
+            return self.wait_for_the_server()
+
+        def wait_for_the_server(self) -> Any:
+            threading.Event().wait()
+
+    with closing(make(Hangs, step_timeout_s=0.5)) as env:
+        env.reset(seed=0)
+        with pytest.raises(WorkerLostError, match="wait_for_the_server"):
+            within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
+
+
+class Starts(CountingEnv):
+    """Starts subprocesses, one in a session of its own, and a thread that never ends."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        for number, own_session in enumerate((False, True)):
+            process = subprocess.Popen(["sleep", "300"], start_new_session=own_session)
+            (Path(directory) / f"{number}").write_text(str(process.pid))
+        threading.Thread(target=threading.Event().wait).start()
+
+
+def test_what_environments_started_ends_with_an_ordinary_close(tmp_path: Path) -> None:
+    env = make(partial(Starts, str(tmp_path)))
+    env.reset(seed=0)
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 2 and all(map(alive, pids))
+    env.close()
+    assert not any(map(alive, pids))
+
+
+def test_close_by_another_thread_ends_a_wait() -> None:
+    class Waits(CountingEnv):
+        def step(self, action: Any) -> Any:
+            threading.Event().wait()
+
+    env = make(Waits, 2, on_env_error="restart")
+    env.reset(seed=0)
+    pids = worker_pids(env)
+    env.step_async(np.zeros(2, int))
+    with pytest.raises(multiprocessing.TimeoutError):
+        env.step_wait(timeout=0.01)  # so that `close` does not warn of the pending step
+    closer = threading.Timer(0.2, partial(env.close, terminate=True))
+    closer.start()
+    with pytest.raises(ClosedEnvironmentError):
+        within(DEADLINE_S, env.step_wait)
+    closer.join()
+    assert not any(map(alive, pids))
+
+
+FORKED = """
+import os, sys
+import numpy as np
+import rayvec
+from gymnasium.error import ClosedEnvironmentError
+
+env = rayvec.RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=1)
+env.reset(seed=0)
+if os.fork() == 0:
+    try:
+        env.step(np.zeros(2, int))
+    except ClosedEnvironmentError as error:
+        print("refused", flush=True)
+    {end}
+    sys.exit(0)
+_, status = os.wait()
+print("child ended with", status, flush=True)
+env.step(np.zeros(2, int))
+env.close()
+print("the parent's environments live", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["env.close()", "del env", "pass"])
+def test_a_child_of_the_driver_leaves_its_environments_alone(end: str) -> None:
+    command = [sys.executable, "-c", FORKED.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:3] == ["refused", "child ended with 0", "the parent's environments live"]
+
+
+def test_the_fork_server_that_is_killed_is_replaced() -> None:
+    with closing(make(CountingEnv, 2, on_env_error="restart")) as env:
+        env.reset(seed=0)
+        pids = next(iter(env.worker_pids().values()))
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, pids)), "workers end with their fork server")
+        *_, info = within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
+        assert info["env_restarted"].tolist() == [True, True]
+        assert not {*pids} & {*next(iter(env.worker_pids().values()))}
+
+
+class TestPipe:
+    @pytest.fixture
+    def ends(self) -> Iterator[tuple[MessagePipe, MessagePipe]]:
+        """An end that watches a peer, which is this process, and one that does not."""
+        ours, theirs = socket.socketpair()
+        watch = ProcessWatch(os.getpid())
+        pipes = MessagePipe(ours, watch), MessagePipe(theirs)
+        yield pipes
+        for pipe in pipes:
+            pipe.close()
+        watch.close()
+
+    def test_messages_of_any_size_and_descriptors(self, ends: tuple[MessagePipe, MessagePipe]) -> None:
+        ours, theirs = ends
+        messages = [b"", b"x", os.urandom(3 << 20), b"last"]
+        with open(__file__, "rb") as file:
+            for message in messages:
+                ours.send(message, [file.fileno()])  # nothing waits, although nothing is read yet
+        reader = threading.Thread(target=lambda: received.extend(theirs.receive() for _ in messages))
+        received: list[tuple[bytes, list[int]]] = []
+        reader.start()
+        while not ours.flush():
+            ours.wait_to_send(0.1)
+        reader.join()
+        assert [data for data, _ in received] == messages
+        for _, fds in received:
+            assert len(fds) == 1 and os.fstat(fds[0]).st_ino == os.stat(__file__).st_ino
+            os.close(fds[0])
+
+    def test_a_message_that_does_not_come(self, ends: tuple[MessagePipe, MessagePipe]) -> None:
+        with pytest.raises(NotReady):
+            ends[0].receive(time.monotonic() + 0.05)
+
+    def test_a_peer_that_hangs_up_within_a_message(self) -> None:
+        ours, theirs = socket.socketpair()
+        with closing(MessagePipe(ours, ProcessWatch(os.getpid()))) as pipe:
+            theirs.send((100).to_bytes(8, "little") + b"only a part")
+            theirs.close()
+            with pytest.raises(EOFError):
+                pipe.receive()
+
+    def test_a_peer_that_ends_while_another_holds_its_socket(self) -> None:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(["sleep", "0.2"])
+        with theirs, closing(MessagePipe(ours, ProcessWatch(process.pid))) as pipe:
+            theirs.send((100).to_bytes(8, "little") + b"only a part")
+            with pytest.raises(EOFError):
+                pipe.receive(time.monotonic() + DEADLINE_S)
+        process.wait()
+
+
+def test_an_environment_in_a_cycle_may_be_collected_while_a_session_is_opened(ray_cluster: object) -> None:
+    """Its finalizer returns a share in the connection to Ray while this thread holds the lock of the sessions."""
+    from rayvec.cluster import session
+
+    env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
+    cycle: list[Any] = [env]
+    cycle.append(cycle)
+    del env, cycle
+    with pytest.MonkeyPatch.context() as patch:
+        check = session._check_same
+
+        def collect(address: str | None) -> None:
+            gc.collect()
+            check(address)
+
+        patch.setattr(session, "_check_same", collect)
+        within(DEADLINE_S, session.RaySession).release()
+
+
+def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:
+    """A space without leaves has nothing to send, which is not the same as actions that Ray keeps."""
+
+    class Watches(CountingEnv):
+        action_space = gymnasium.spaces.Tuple([])
+
+        def step(self, action: Any) -> Any:
+            assert action == ()
+            return super().step(0)
+
+    env = make_vec([Watches] * 2, 2, 1)
+    env.reset(seed=0)
+    obs, *_ = within(DEADLINE_S, partial(env.step, ()))
+    assert (obs[:, 3] == 1).all()
