@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
+from helpers.diarist import Diarist
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
 from hypothesis import given
@@ -23,7 +23,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import NO_NOISE, keyed_noise
+from rayvec.policies.noise import keyed_noise
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
 from rayvec.testing import CountingEnv, DriftEnv, FaultyEnv, SpaceEnv, TablePolicy, assert_identical, counting_errors
@@ -122,8 +122,8 @@ class TestTopologies:
     @pytest.mark.parametrize(
         ("kind", "topology"),
         [
-            *itertools.product(KINDS, ["none"]),
-            *itertools.product(["nested", "dict_of_text"], ["2x1"]),
+            *product(KINDS, ["none"]),
+            *product(["nested", "dict_of_text"], ["2x1"]),
             *(pytest.param(kind, "2x1", marks=pytest.mark.slow) for kind in KINDS[:4]),
         ],
     )
@@ -319,27 +319,6 @@ class TestPolicies:
         assert env.rollout(policy, 3, "driver", seed=0).num_steps == 3
 
 
-class Diarist:
-    """Remembers of every environment which episode it first saw since it was told of a new one."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, ...]] = {}
-
-    def begin_episodes(self, rows: Any) -> None:
-        for row in rows.tolist():
-            self._seen.pop(row, None)
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        now = [tuple(row) for row in obs[:, :2].tolist()]
-        mixed_up = [self._seen.setdefault(row, episode) != episode for row, episode in enumerate(now)]
-        return np.zeros(len(obs), int), {"mixed_up": np.array(mixed_up)}
-
-    def load_weights(self, weights: Any) -> None:
-        raise NotImplementedError
-
-
 class TestMemory:
     """A policy that remembers is told of every new episode, also of one that began before the chunk."""
 
@@ -381,8 +360,7 @@ class TestMemory:
         [
             ("none", "worker"),
             ("none", "driver"),
-            ("1x1", "worker"),
-            pytest.param("1x1", "driver", marks=pytest.mark.slow),
+            *(pytest.param("1x1", inference, marks=pytest.mark.slow) for inference in ("worker", "driver")),
         ],
     )
     def test_after_restarts(self, make: Make, topology: str, inference: Any) -> None:
