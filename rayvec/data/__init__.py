@@ -1,6 +1,6 @@
-"""The data that travels: what an environment answers, what a rollout returns, who holds what.
+"""The data that travels: answers of environments, chunks of rollouts, batches of collectors, the topology.
 
-Shapes are stated here and nowhere else. ``T`` is a number of steps, ``N`` of environments, ``F`` of
+The data classes state the shapes. ``T`` is the number of steps, ``N`` of environments, ``F`` of
 episodes that ended. *Tree* means an array, or a dict or tuple of trees, in the form that
 Gymnasium gives a batch of the space: an array for Box, Discrete, MultiDiscrete and MultiBinary, a
 dict for Dict, a tuple for Tuple.

@@ -1,4 +1,4 @@
-"""What a collector returns, and what is known of the episodes in it."""
+"""What a collector returns, with statistics of its episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Batch", "CollectStats", "EpisodeStats"]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStats:
-    """The episodes that ended in what was collected, in the order of their ends (t, then column).
+    """The episodes that ended, in the order of their last steps (t, then column).
 
     Attributes:
         env_ids: ``int64 [F]``.
@@ -37,16 +37,16 @@ class CollectStats:
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
         n_surplus_steps: Steps that were taken but don't belong to the batch: beyond an ``n_episode`` quota, of dropped
-            episodes, or in flight when the collector was reset.
+            episodes, or of chunks that were pending when the collector was reset.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
-        time_split_s: The same seconds by what they went to: ``environment`` and ``inference``, of the mean worker;
-            ``waiting``, what the mean worker is ahead of the slowest; ``transport``, all else: asking, recording,
-            fetching and joining. What was done in flight before the call is left out. Where the driver acts, what
-            lies between it and the environments counts as ``environment``.
+        time_split_s: The same seconds, divided: ``environment`` and ``inference``, of the mean worker;
+            ``waiting``, how much earlier the mean worker finishes than the slowest; ``transport``, everything else:
+            requests, recording, fetching and joining. Work that was done before the call (prefetch) is left out. With
+            ``inference="driver"``, ``environment`` includes the way between driver and environments.
         weights_versions: Oldest and newest version of the weights that acted.
-        staleness: How many versions had been published after the oldest that acted when the batch was returned.
-        n_restarts: How often an environment was made anew because it, its worker or its node had failed.
+        staleness: How many versions were published after the oldest that acted, when the batch was returned.
+        n_restarts: How often an environment was restarted because it, its worker or its node had failed.
         n_dropped_episodes: Episodes left out because an observation was not finite.
     """
 
@@ -66,12 +66,12 @@ class CollectStats:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a collector returns: chunks in the order they were taken, and what is known of them.
+    """What a collector returns: chunks in the order they were taken, and statistics.
 
     Attributes:
-        chunks: One or more chunks over the same environments; none where they were left in the object store.
+        chunks: One or more chunks of the same environments; empty with ``by_reference=True``.
         stats: See :class:`CollectStats`.
-        chunk_refs: Where the chunks lie that were left there: of every chunk a part for each node, in order.
+        chunk_refs: With ``by_reference=True``, for every chunk one reference for each node, in order.
     """
 
     chunks: tuple[Chunk, ...]

@@ -1,4 +1,4 @@
-"""Many steps of many environments, and where they lie."""
+"""Many steps of many environments, as arrays or as a reference to them."""
 
 from __future__ import annotations
 
@@ -40,18 +40,17 @@ class Chunk:
             of a new episode where the chunk's last step ended one.
         final_index: ``(t, n)`` of each step that ended an episode, in that order, ``int64 [F, 2]``.
         final_obs: The true last observation of each of these episodes, tree of ``[F, *obs_shape]``.
-        extras: What the policy recorded beside its actions, by name, ``[T, N, ...]``:
-            ``logp`` (float32, log-probability of the action), and what else it returns.
+        extras: What the policy recorded with its actions, by name, ``[T, N, ...]``:
+            ``logp`` (float32, log-probability of the action), and whatever else it returns.
         infos: Non-empty infos of steps, sorted by (t, n): a sequence of :class:`~rayvec.data.ChunkInfo` that makes
-            the dicts only when somebody reads them.
+            the dicts when one of them is first read.
         reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
-        restarts: ``(t, n)`` of each step that failed, after which the environment was made anew, in that order;
-            t is -1 where the episode that was under way before the chunk was lost, ``int64 [R, 2]``. The
-            step before such a one is truncated, at the last true observation.
-        cuts: ``(t, n)`` of each of these truncated steps, in that order: their episodes did not end by themselves,
-            ``int64 [C, 2]``.
+        restarts: ``(t, n)`` of each step that failed, after which the environment was restarted, in that order;
+            t is -1 where a fault ended the episode before the chunk's first step, ``int64 [R, 2]``. The
+            step before a failed one is truncated, at the last true observation.
+        cuts: ``(t, n)`` of each step that is truncated for this reason, in that order, ``int64 [C, 2]``.
         weights_version: Version of the policy's weights; 0 for a policy without weights.
-        first_step: How many steps the environments had taken in chunks before this one.
+        first_step: Number of steps that the environments took in earlier chunks.
     """
 
     env_ids: NDArray[np.int64] = field(metadata=_ENVS)
@@ -125,7 +124,7 @@ AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(C
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A chunk that was left in Ray's object store, for whoever needs its arrays.
+    """A chunk that stays in Ray's object store until a process fetches it.
 
     Attributes:
         env_ids: Global index of the environment in each column, ``int64 [N]``.

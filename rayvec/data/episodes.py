@@ -1,4 +1,4 @@
-"""Episodes, added up from chunk to chunk."""
+"""Returns and lengths of episodes, summed from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EpisodeTracker"]
 
 
 class EpisodeTracker:
-    """Adds up rewards and steps of the episodes under way, from chunk to chunk.
+    """Sums rewards and steps of episodes that may span several chunks.
 
     Args:
         num_envs: How many environments.
@@ -25,17 +25,17 @@ class EpisodeTracker:
         self._lens = np.zeros(num_envs, np.int64)
 
     def add(self, chunk: Chunk | ChunkSummary) -> tuple[EpisodeStats, NDArray[np.int64]]:
-        """Takes note of a chunk. An episode that a fault has cut is forgotten: it did not end.
+        """Adds a chunk. An episode that a fault has cut is dropped from the sums: it did not end.
 
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
-        ends = counted_ends(chunk)
-        cut_before = {(t, n) for t, n in chunk.restarts.tolist()}
-        self._forget([n for t, n in cut_before if t < 0])
+        ends, restarts = counted_ends(chunk), chunk.restarts
+        self._forget(restarts[restarts[:, 0] < 0, 1])
         returns, lens, places = [], [], []
         for t in range(chunk.num_steps):
-            self._forget([n for at, n in cut_before if at == t])
+            if len(restarts):
+                self._forget(restarts[restarts[:, 0] == t, 1])
             self._returns += np.where(chunk.valid[t], chunk.rew[t], 0.0)
             self._lens += chunk.valid[t]
             ended = np.flatnonzero(ends[t])
@@ -43,8 +43,7 @@ class EpisodeTracker:
                 returns.append(self._returns[ended])
                 lens.append(self._lens[ended])
                 places += [(t, n) for n in ended.tolist()]
-                self._returns[ended] = 0.0
-                self._lens[ended] = 0
+                self._forget(ended)
         at = np.array(places, np.int64).reshape(-1, 2)
         stats = EpisodeStats(
             chunk.env_ids[at[:, 1]],
@@ -60,7 +59,7 @@ class EpisodeTracker:
         return going_on
 
     def clear(self) -> None:
-        """Forgets the episodes under way."""
+        """Drops the unfinished episodes."""
         self._forget(slice(None))
 
     def _forget(self, columns: Any) -> None:

@@ -1,4 +1,4 @@
-"""Observations that are not finite: found chunk by chunk, raised, or left out together with their episodes."""
+"""Observations that are not finite: found in each chunk, raised as errors, or left out with their episodes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ __all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs"]
 
 def find_bad_obs(chunk: Chunk) -> BadObs | None:
     """Returns where observations are NaN or infinite, or None if all are finite; only floating-point arrays can be."""
-    where = np.zeros((chunk.num_steps + 1, chunk.num_envs), bool)
-    finals = np.zeros(len(chunk.final_index), bool)
+    where, finals = _nothing_bad(chunk)
     named: list[tuple[tuple[int, int], str]] = []
     trees = zip(_paths(chunk.obs), tree_leaves(chunk.last_obs), tree_leaves(chunk.final_obs), strict=True)
     for (path, obs), last, final in trees:
@@ -39,6 +38,10 @@ def find_bad_obs(chunk: Chunk) -> BadObs | None:
             where_it_was = f"the last observation, after step {chunk.first_step + t}, of environment {chunk.env_ids[n]}"
             named.append(((t + 1, n), f"{_values(final[row])}{key} in {where_it_was}"))
     return BadObs(where, finals, min(named)[1]) if named else None
+
+
+def _nothing_bad(chunk: Chunk | ChunkSummary) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    return np.zeros((chunk.num_steps + 1, len(chunk.env_ids)), bool), np.zeros(len(chunk.final_index), bool)
 
 
 def _paths(tree: Tree, path: str = "") -> Iterator[tuple[str, NDArray[Any]]]:
@@ -65,35 +68,31 @@ def join_bad_obs(parts: Sequence[ChunkSummary], order: NDArray[np.intp]) -> BadO
     """Joins what was found in chunks side by side.
 
     Args:
-        parts: Their summary.
-        order: Which of the ends of all parts, one part after another, comes where.
+        parts: Summaries of the chunks.
+        order: Where each row of the joined `finals` comes from, among those of all parts one after another.
     """
-    found = [part.bad_obs for part in parts if part.bad_obs is not None]
+    found = [part.bad_obs.first for part in parts if part.bad_obs]
     if not found:
         return None
-    nothing = [
-        BadObs(np.zeros((part.num_steps + 1, part.rew.shape[1]), bool), np.zeros(len(part.final_index), bool), "")
-        for part in parts
-    ]
-    every = [part.bad_obs or none for part, none in zip(parts, nothing, strict=True)]
+    every = [part.bad_obs or BadObs(*_nothing_bad(part), "") for part in parts]
     where = np.concatenate([bad.where for bad in every], axis=1)
-    return BadObs(where, np.concatenate([bad.finals for bad in every])[order], found[0].first)
+    return BadObs(where, np.concatenate([bad.finals for bad in every])[order], found[0])
 
 
 def bad_obs_error(bad: BadObs) -> EnvError:
     """Describes the first that was found."""
     return EnvError(
-        "Observations are finite.",
+        "Observations must be finite.",
         expected="finite numbers in every observation",
         got=bad.first,
-        remedy="Mend the environment; on_bad_obs='drop' leaves such episodes out, 'keep' takes them as they are.",
+        remedy="Fix the environment; on_bad_obs='drop' leaves such episodes out, 'keep' keeps them as they are.",
     )
 
 
 def drop_bad_episodes(chunk: Chunk, bad: BadObs, under_way: NDArray[np.bool_]) -> tuple[Chunk, NDArray[np.bool_], int]:
-    """Clears `valid` over the episodes in which an observation is not finite, and puts 0 in the place of such numbers.
+    """Clears `valid` for episodes in which an observation is not finite, and replaces such numbers by 0.
 
-    An episode of which an earlier chunk has a part stands in `restarts` as lost, at t = -1.
+    If such an episode began in an earlier chunk, `restarts` names it at t = -1, so that its earlier steps don't count.
 
     Args:
         chunk: Changed in place where numbers are replaced.
@@ -101,8 +100,8 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, under_way: NDArray[np.bool_]) -
         under_way: Whose episode began in an earlier chunk, ``bool [N]``.
 
     Returns:
-        The chunk without these episodes, whose episode goes on after it and must be ended, ``bool [N]``, and how many
-        episodes were dropped.
+        The chunk without these episodes; the environments in which such an episode is unfinished and must be ended,
+        ``bool [N]``; and how many episodes were dropped.
     """
     valid, goes_on, count = chunk.valid.copy(), np.zeros(chunk.num_envs, bool), 0
     ends = chunk.done

@@ -1,4 +1,4 @@
-"""How N things are divided among parts: evenly, the first parts one larger."""
+"""Divides N things evenly among parts; the first parts may have one more."""
 
 from __future__ import annotations
 

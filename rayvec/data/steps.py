@@ -1,4 +1,4 @@
-"""What environments answer to one step or reset."""
+"""What environments return from one step or reset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RawInfo", "StepBatch"]
 
 
 class RawInfo(NamedTuple):
-    """What one environment had to say in one step or reset, unmerged.
+    """The infos that one environment returned from one step or reset, not merged with those of others.
 
     Attributes:
         env_id: Global index of the environment.
@@ -41,8 +41,8 @@ class StepBatch:
         rew: Rewards, ``float64 [k]``; 0 after a reset.
         terminated: ``bool [k]``.
         truncated: ``bool [k]``.
-        info: Of a pool, a tuple of :class:`RawInfo`, only for the environments that had
-            something to say, in the order of rows. Of a vector environment, Gymnasium's merged dict.
+        info: From a pool, a tuple of :class:`RawInfo`, only for environments with a non-empty info, in the order of
+            rows. From a vector environment, Gymnasium's merged dict.
     """
 
     env_ids: NDArray[np.int64]
@@ -53,7 +53,7 @@ class StepBatch:
     info: Any = ()
 
     def copy(self) -> StepBatch:
-        """Returns the same in memory of its own; objects are shared."""
+        """Returns a copy with its own arrays; objects are shared."""
         return StepBatch(
             self.env_ids.copy(),
             tree_map(np.copy, self.obs),

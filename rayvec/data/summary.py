@@ -1,4 +1,4 @@
-"""What is known of a chunk without its contents, and of the rollout that it came from."""
+"""A chunk without what the policy saw and did, and the result of one rollout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BadObs(NamedTuple):
     Attributes:
         where: ``bool [T + 1, N]``: row t is `obs` at t, row T is `last_obs`.
         finals: Of `final_obs`, ``bool [F]``.
-        first: The first of them, for a person: what it is, its key, step and environment.
+        first: Text that describes the first of them: its value, key, step and environment.
     """
 
     where: NDArray[np.bool_]
@@ -30,7 +30,7 @@ class BadObs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSummary:
-    """What must be known of a chunk to tell its episodes apart, without what the policy saw and did.
+    """The fields of a chunk that its episodes follow from, without what the policy saw and did.
 
     Attributes:
         env_ids: As of the chunk, like everything that has the same name there.
@@ -41,9 +41,9 @@ class ChunkSummary:
         final_index: ``int64 [F, 2]``.
         restarts: ``int64 [R, 2]``.
         cuts: ``int64 [C, 2]``.
-        last_obs: Tree of ``[N, *obs_shape]``, for whoever must go on where a node is lost.
+        last_obs: Tree of ``[N, *obs_shape]``; if a node is lost, its episodes end at these observations.
         weights_version: Version of the policy's weights.
-        first_step: How many steps the environments had taken in chunks before this one.
+        first_step: Number of steps that the environments took in earlier chunks.
         bad_obs: Where observations are not finite; None if all are.
     """
 
@@ -70,9 +70,9 @@ class RolloutTimes(NamedTuple):
     """Wall time of one rollout, in seconds.
 
     Attributes:
-        whole_s: From its beginning to its end.
-        environment_s: Of it, until environments had answered.
-        inference_s: Of it, until the policy had chosen.
+        whole_s: From beginning to end.
+        environment_s: The part of it spent waiting for environments.
+        inference_s: The part of it spent in the policy.
     """
 
     whole_s: float
@@ -82,14 +82,14 @@ class RolloutTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A chunk as those who acted hand it over.
+    """The result of one rollout.
 
     Attributes:
-        summary: Of the chunk.
-        chunk: The chunk, or None where it was left in Ray's object store.
-        refs: Where it lies there, a part for each node; else none.
-        times: Of each worker, or of the driver if it acted.
-        waited_s: How long the caller waited for them, in seconds.
+        summary: Summary of the chunk.
+        chunk: The chunk, or None if it stays in Ray's object store.
+        refs: If it stays there, one reference for each node.
+        times: Times of each worker, or of the driver if it acted.
+        waited_s: How long the caller waited, in seconds.
     """
 
     summary: ChunkSummary

@@ -48,6 +48,7 @@ class Recorder:
     ) -> None:
         self.columns = [as_slice(ids) for ids in groups]
         self._sizes = [len(ids) for ids in groups]
+        self._first_id = int(env_ids[0])
         self._action_layout = action_layout
         self._empty = empty
         self._lead = lead = (num_steps, len(env_ids))
@@ -109,13 +110,13 @@ class Recorder:
             self._add_infos(t, batch)
 
     def _add_infos(self, t: int, batch: StepBatch) -> None:
-        first_id = int(self._chunk.env_ids[0])
+        of_step = self._reset_infos if t < 0 else self._infos
         for env_id, info, final_obs, final_info in batch.info:
-            n = env_id - first_id
+            n = env_id - self._first_id
             if final_info is None:
                 if t < 0 and RESTARTED in info:
                     self._restarts.append((-1, n))
-                (self._reset_infos if t < 0 else self._infos).append(ChunkInfo(t, n, info))
+                of_step.append(ChunkInfo(t, n, info))
                 continue
             if RESTARTED in final_info:
                 self._take_back(t, n)

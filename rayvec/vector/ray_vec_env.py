@@ -363,8 +363,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self.reset(seed=seed)
         if inference == "worker":
             if self._local_policy is None or self._local_policy[0] is not policy:
-                if self._local_policy is not None:
-                    self._local_policy[1].drop()
+                before, self._local_policy = self._local_policy, None
+                if before is not None:
+                    before[1].drop()
                 self._local_policy = (policy, self._store(policy))
             taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
         else:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import fields
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
+from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
@@ -22,32 +24,54 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import NO_NOISE, keyed_noise
+from rayvec.policies.noise import keyed_noise
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-TOPOLOGIES: dict[str, dict[str, int | None]] = {
-    "1x1": {"nodes": 1, "workers": 1},
-    "2x1": {"nodes": 2, "workers": 1},
-    "1x3 uneven": {"nodes": 1, "workers": 3},
-    "1x2 groups": {"nodes": 1, "workers": 2, "groups": 2},
-    "2x1 groups": {"nodes": 2, "workers": 1, "groups": 2},
-    "no Ray": {"nodes": 0, "workers": 2},
-    "none groups": {"nodes": 0, "workers": 0, "groups": 2},
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "none": {"num_nodes": 0, "workers_per_node": 0},
+    "none groups": {"num_nodes": 0, "workers_per_node": 0, "groups": 2},
+    "workers groups": {"num_nodes": 0, "workers_per_node": 2, "groups": 2},
+    "1x1": {"num_nodes": 1, "workers_per_node": 1},
+    "1x2 groups": {"num_nodes": 1, "workers_per_node": 2, "groups": 2},
+    "1x3 uneven": {"num_nodes": 1, "workers_per_node": 3},
+    "2x1": {"num_nodes": 2, "workers_per_node": 1},
+    "2x1 groups": {"num_nodes": 2, "workers_per_node": 1, "groups": 2},
 }
 NUM_ENVS = 5
+KINDS = ["image", "discrete", "tuple", "custom", "nested", "dict_of_text"]
+IN_PROCESS_OR_WORKERS = ["none", "workers groups"]
+
+
+def only_quick(*quick: str) -> list[Any]:
+    """Every topology; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in TOPOLOGIES]
+
+
+Make = Callable[..., RayVecEnv]
+
+
+@pytest.fixture
+def make(ray_cluster: object) -> Iterator[Make]:
+    """Makes environments on a topology, and closes them after the test."""
+    with ExitStack() as stack:
+        yield lambda env_fns, topology, **kwargs: stack.enter_context(
+            RayVecEnv(env_fns, **TOPOLOGIES[topology], **kwargs)
+        )
 
 
 @pytest.fixture(scope="module")
-def counting_envs(make_module_vec: MakeVec) -> dict[str, RayVecEnv]:
-    return {name: make_module_vec([CountingEnv] * NUM_ENVS, **topology) for name, topology in TOPOLOGIES.items()}
+def shared(ray_cluster: object) -> Iterator[Make]:
+    """Makes five environments of a class on a topology, once for all tests of this module, which reset them first."""
+    with ExitStack() as stack:
 
+        @cache
+        def make(env_class: type[Any], topology: str) -> RayVecEnv:
+            return stack.enter_context(RayVecEnv([env_class] * NUM_ENVS, **TOPOLOGIES[topology]))
 
-@pytest.fixture(scope="module")
-def drift_envs(make_module_vec: MakeVec) -> dict[str, RayVecEnv]:
-    return {name: make_module_vec([DriftEnv] * NUM_ENVS, **topology) for name, topology in TOPOLOGIES.items()}
+        yield make
 
 
 def serial_chunks(env: Any, policy: Any, lengths: list[int], seed: int) -> list[Chunk]:
@@ -68,12 +92,10 @@ class TestTopologies:
     LENGTHS = (1, 33, 64)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    @pytest.mark.parametrize("topology", TOPOLOGIES)
-    def test_chunks_of_a_stochastic_environment(
-        self, drift_envs: dict[str, RayVecEnv], topology: str, inference: Any
-    ) -> None:
+    @pytest.mark.parametrize("topology", only_quick("none groups", "1x1", "1x2 groups", "2x1"))
+    def test_chunks_of_a_stochastic_environment(self, shared: Make, topology: str, inference: Any) -> None:
         policy = TablePolicy(num_states=50, seed=3)
-        env = drift_envs[topology]
+        env = shared(DriftEnv, topology)
         seeds: list[Any] = [9, None, None]
         chunks = [env.rollout(policy, n, inference, seed) for n, seed in zip(self.LENGTHS, seeds, strict=True)]
         expected = serial_chunks(DriftEnv, policy, list(self.LENGTHS), 9)
@@ -82,9 +104,9 @@ class TestTopologies:
             assert_same_chunk(*pair, where=f"chunk {number}")
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    @pytest.mark.parametrize("topology", TOPOLOGIES)
-    def test_chunks_tell_no_lies(self, counting_envs: dict[str, RayVecEnv], topology: str, inference: Any) -> None:
-        env = counting_envs[topology]
+    @pytest.mark.parametrize("topology", only_quick("none", "none groups", "1x2 groups"))
+    def test_chunks_tell_no_lies(self, shared: Make, topology: str, inference: Any) -> None:
+        env = shared(CountingEnv, topology)
         chunks = [env.rollout(TablePolicy(), n, inference, seed) for n, seed in ((7, 2), (1, None), (40, None))]
         assert counting_errors(chunks) == []
         assert chunks[0].obs[0].tolist() == [[2 + i, 0, 0, 0] for i in range(NUM_ENVS)]
@@ -93,14 +115,21 @@ class TestTopologies:
         ):
             assert_same_chunk(*pair, where=f"chunk {number}")
 
-    def test_another_seed_is_another_chunk(self, drift_envs: dict[str, RayVecEnv]) -> None:
-        env = drift_envs["1x1"]
+    def test_another_seed_is_another_chunk(self, shared: Make) -> None:
+        env = shared(DriftEnv, "1x1")
         first, again, other = (env.rollout(TablePolicy(), 20, seed=seed) for seed in (1, 1, 2))
         assert_same_chunk(again, first)
         assert not np.array_equal(first.obs, other.obs) and not np.array_equal(first.act, other.act)
 
-    @pytest.mark.parametrize("kind", ["nested", "image", "discrete", "tuple", "custom", "dict_of_text"])
-    def test_observations_of_any_kind(self, make_vec: MakeVec, kind: str) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "topology"),
+        [
+            *product(KINDS, ["none"]),
+            *product(["nested", "dict_of_text"], ["2x1"]),
+            *(pytest.param(kind, "2x1", marks=pytest.mark.slow) for kind in KINDS[:4]),
+        ],
+    )
+    def test_observations_of_any_kind(self, make: Make, kind: str, topology: str) -> None:
         def policy(obs: Any) -> Any:
             return np.zeros(NUM_ENVS if isinstance(obs, np.ndarray) and len(obs) == NUM_ENVS else count(obs), int)
 
@@ -109,33 +138,36 @@ class TestTopologies:
                 obs = next(iter(obs.values() if isinstance(obs, dict) else obs))
             return len(obs)
 
-        make = partial(SpaceEnv, ALL_SPACES[kind])
-        env = make_vec([make] * NUM_ENVS, nodes=2)
-        expected = serial_chunks(make, CallablePolicy(policy), [12], 4)[0]
+        env_fn = partial(SpaceEnv, ALL_SPACES[kind])
+        env = make([env_fn] * NUM_ENVS, topology=topology)
+        expected = serial_chunks(env_fn, CallablePolicy(policy), [12], 4)[0]
         for inference in ("worker", "driver"):
             assert_same_chunk(env.rollout(policy, 12, inference, seed=4), expected, inference)  # type: ignore[arg-type]
 
-    def test_actions_of_a_nested_space(self, make_vec: MakeVec) -> None:
+    @pytest.mark.parametrize("topology", ["none", "1x1"])
+    def test_actions_of_a_nested_space(self, make: Make, topology: str) -> None:
         space = ARRAY_SPACES["nested"]
 
         def policy(obs: Any) -> Any:
             space.seed(int(obs.sum()) % 1000)
             return tree_map(lambda leaf: np.stack([leaf] * len(obs)), space.sample())
 
-        make = partial(SpaceEnv, spaces.Discrete(9), space)
-        env = make_vec([make] * NUM_ENVS, nodes=1)
+        env_fn = partial(SpaceEnv, spaces.Discrete(9), space)
+        env = make([env_fn] * NUM_ENVS, topology=topology)
         chunk = env.rollout(policy, 6, seed=0)
-        assert_same_chunk(chunk, serial_chunks(make, CallablePolicy(policy), [6], 0)[0])
+        assert_same_chunk(chunk, serial_chunks(env_fn, CallablePolicy(policy), [6], 0)[0])
 
-    def test_logp_of_a_net_across_topologies(self, make_vec: MakeVec) -> None:
+    @pytest.mark.parametrize(
+        "pair", [("none", "none groups"), pytest.param(("1x1", "1x3 uneven"), marks=pytest.mark.slow)]
+    )
+    def test_logp_of_a_net_across_topologies(self, make: Make, pair: tuple[str, str]) -> None:
         """A batch of another size differs in the last bits; from the same observations by no more than 1e-6."""
         torch = pytest.importorskip("torch")
         from rayvec.policies.networks import make_actor_critic
         from rayvec.policies.policy import Policy
 
         torch.manual_seed(0)
-        topologies = [TOPOLOGIES[name] for name in ("1x1", "1x3 uneven")]
-        envs = [make_vec([DriftEnv] * NUM_ENVS, preload=("torch",), **topology) for topology in topologies]
+        envs = [make([DriftEnv] * NUM_ENVS, preload=("torch",), topology=name) for name in pair]
         net = make_actor_critic(envs[0].single_observation_space, envs[0].single_action_space)
         chunks = [env.rollout(Policy(net), 50, "worker", seed=5) for env in envs]
         chunks += [env.rollout(Policy(net), 50, "driver", seed=5) for env in envs]
@@ -146,10 +178,11 @@ class TestTopologies:
                 difference = np.abs(chunk.extras[name] - chunks[0].extras[name])
                 assert difference[same].max() <= 1e-6, name
 
-    def test_the_autoreset_mode_of_the_steps_does_not_matter(self, make_vec: MakeVec) -> None:
+    @pytest.mark.parametrize("topology", IN_PROCESS_OR_WORKERS)
+    def test_the_autoreset_mode_of_the_steps_does_not_matter(self, make: Make, topology: str) -> None:
         expected = None
         for mode in ("NextStep", "SameStep", "Disabled"):
-            env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode=mode)
+            env = make([partial(CountingEnv, 1)] * 2, autoreset_mode=mode, topology=topology)
             env.reset(seed=0)
             env.step(np.zeros(2, int))
             chunk = env.rollout(TablePolicy(), 9)
@@ -267,13 +300,13 @@ class TestPolicies:
         with pytest.raises(ConfigError, match="Remedy"):
             rollout(pool, as_policy(lambda obs: actions), 2)
 
-    def test_a_new_policy_takes_the_place_of_the_old(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv] * 3, nodes=2)
+    def test_a_new_policy_takes_the_place_of_the_old(self, shared: Make) -> None:
+        env = shared(DriftEnv, "2x1")
         for value in (0, 1, 0, 1):
             chunk = env.rollout(lambda obs, value=value: np.full(len(obs), value), 3)
             assert (chunk.act == value).all()
 
-    def test_a_policy_that_can_not_be_pickled_acts_in_the_driver(self, make_vec: MakeVec) -> None:
+    def test_a_policy_that_can_not_be_pickled_acts_in_the_driver(self, shared: Make) -> None:
         import threading
 
         lock = threading.Lock()
@@ -282,63 +315,59 @@ class TestPolicies:
             with lock:
                 return np.zeros(len(obs), int)
 
-        env = make_vec([CountingEnv] * 3)
+        env = shared(CountingEnv, "1x2 groups")
         with pytest.raises(TypeError, match="pickle"):
             env.rollout(policy, 3, "worker", seed=0)
         assert env.rollout(policy, 3, "driver", seed=0).num_steps == 3
 
 
-class Diarist:
-    """Remembers of every environment which episode it first saw since it was told of a new one."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, ...]] = {}
-
-    def begin_episodes(self, rows: Any) -> None:
-        for row in rows.tolist():
-            self._seen.pop(row, None)
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        now = [tuple(row) for row in obs[:, :2].tolist()]
-        mixed_up = [self._seen.setdefault(row, episode) != episode for row, episode in enumerate(now)]
-        return np.zeros(len(obs), int), {"mixed_up": np.array(mixed_up)}
-
-    def load_weights(self, weights: Any) -> None:
-        raise NotImplementedError
-
-
 class TestMemory:
     """A policy that remembers is told of every new episode, also of one that began before the chunk."""
 
+    @pytest.mark.parametrize("topology", IN_PROCESS_OR_WORKERS)
     @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_across_steps_and_resets_in_between(self, make_vec: MakeVec, mode: str, inference: Any) -> None:
-        env = make_vec([CountingEnv] * 4, workers=2, autoreset_mode=mode)
+    def test_across_steps_and_resets_in_between(self, make: Make, mode: str, inference: Any, topology: str) -> None:
+        self.check_steps_and_resets(make([CountingEnv] * NUM_ENVS, autoreset_mode=mode, topology=topology), inference)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_in_several_workers(self, shared: Make, inference: Any) -> None:
+        self.check_steps_and_resets(shared(CountingEnv, "1x2 groups"), inference)
+
+    def check_steps_and_resets(self, env: RayVecEnv, inference: Any) -> None:
         policy = Diarist()
         chunks = [env.rollout(policy, 9, inference, seed=1)]
         for _ in range(3):
             chunks.append(env.rollout(policy, 5, inference))
-            env.reset(options={"reset_mask": np.array([True, False, True, False])})
+            env.reset(options={"reset_mask": np.array([True, False, True, False, True])})
             chunks.append(env.rollout(policy, 5, inference))
-            env.step(np.zeros(4, int))
+            env.step(np.zeros(NUM_ENVS, int))
             chunks.append(env.rollout(policy, 5, inference))
             env.reset()
         assert sum(len(chunk.final_index) for chunk in chunks) > 20
         assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_two_policies_in_turn(self, make_vec: MakeVec, inference: Any) -> None:
-        env = make_vec([CountingEnv] * 3)
+    @pytest.mark.parametrize("topology", ["none", "1x2 groups"])
+    def test_two_policies_in_turn(self, shared: Make, inference: Any, topology: str) -> None:
+        env = shared(CountingEnv, topology)
         collectors = [Collector(env, Diarist(), inference, seed=0) for _ in range(2)]
         for _ in range(4):
             for collector in collectors:
-                assert not collector.collect(n_step=3 * 5).chunks[0].extras["mixed_up"].any()
+                chunk = collector.collect(n_step=NUM_ENVS * 5).chunks[0]
+                assert not chunk.extras["mixed_up"].any()
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_after_restarts(self, make_vec: MakeVec, inference: Any) -> None:
-        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 4)], on_env_error="restart")
+    @pytest.mark.parametrize(
+        ("topology", "inference"),
+        [
+            ("none", "worker"),
+            ("none", "driver"),
+            *(pytest.param("1x1", inference, marks=pytest.mark.slow) for inference in ("worker", "driver")),
+        ],
+    )
+    def test_after_restarts(self, make: Make, topology: str, inference: Any) -> None:
+        env_fns = [CountingEnv, partial(FaultyEnv, "raise", "step", 4)]
+        env = make(env_fns, on_env_error="restart", topology=topology)
         policy = Diarist()
         chunks = [env.rollout(policy, 3, inference, seed=seed) for seed in (1, None, None, None)]
         assert sum(len(chunk.restarts) for chunk in chunks) > 0
