@@ -172,6 +172,33 @@ class TestEpisodes:
         collect_both(mine, other, n_step=35)
         collect_both(mine, other, n_episode=12)
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize(
+        "make_buffer", [lambda: VectorReplayBuffer(1000, 5), lambda: CachedReplayBuffer(ReplayBuffer(800), 5, 60)]
+    )
+    def test_no_transition_joins_two_episodes_where_environments_are_reset(
+        self, venvs: dict[str, RayVectorEnv], make_buffer: Callable[[], Any], inference: Any
+    ) -> None:
+        """Tianshou's own Collector leaves the last transition before a reset open, and `next` goes on from it."""
+        mine = Collector(Exact(), venvs["drift"], make_buffer(), inference=inference)
+        mine.reset()
+        mine.collect(n_step=15)
+        cut = sum(sub._ep_len > 0 for sub in mine.buffer.buffers[-2:])
+        with pytest.warns(UserWarning, match="n_episode=3"):
+            mine.collect(n_episode=3)  # the last two environments take no part, and all are reset
+        mine.collect(n_step=20)
+        cut += len(mine.buffer.unfinished_index())
+        mine.reset(reset_buffer=False, reset_stats=False)
+        mine.collect(n_step=25)
+        buffer = mine.buffer
+        rows = buffer.sample_indices(0)
+        following = buffer.next(rows)
+        inner = following != rows
+        assert inner.sum() > 40
+        np.testing.assert_array_equal(buffer.obs[following[inner]], buffer.obs_next[rows[inner]])
+        assert not (buffer.terminated & buffer.truncated)[rows].any()
+        assert cut > 1 and mine.collect_episode == buffer.done[rows].sum() - cut, "cut episodes are not counted"
+
     def test_episode_hook_sees_and_changes_the_same(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(260, 5))
         seen: dict[int, list[Any]] = {}

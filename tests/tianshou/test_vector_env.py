@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -247,6 +248,21 @@ class TestInterface:
         assert not first.is_closed
         venv.close()
         assert first.is_closed
+
+    def test_worker_pids_are_those_of_each_node(self, make: MakeVenv) -> None:
+        venv = make([Line] * 4, nodes=2, workers=2, on_env_error="restart")
+        venv.reset()
+        pids = venv.worker_pids()
+        assert list(pids) == [node.name for node in venv.topology.nodes]
+        assert [pid for _, *workers in pids.values() for pid in workers] == venv.get_env_attr("pid")
+        killed = pids[venv.topology.nodes[1].name][2]
+        os.kill(killed, signal.SIGKILL)
+        infos = venv.step(np.zeros(4, int))[-1]
+        assert [bool(info.get("env_restarted")) for info in infos] == [False, False, False, True]
+        assert killed not in [pid for node in venv.worker_pids().values() for pid in node]
+        venv.close()
+        with pytest.raises(AssertionError, match="after close"):
+            venv.worker_pids()
 
     def test_seeds(self, make: MakeVenv) -> None:
         fns = [Line, OwnSeed, Line]

@@ -97,15 +97,17 @@ def add_chunk(
 
 
 def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
-    """Ends the episode under way of one environment with its last transition, uncounted.
+    """Marks the last transition of one environment's unfinished episode as truncated; the episode is not counted.
 
     Args:
-        buffer: Which has it.
+        buffer: The buffer; it is left as it is if the environment has no unfinished episode.
         buffer_id: The environment's sub-buffer.
     """
     (sub,), (offset,) = _sub_buffers(buffer, np.array([buffer_id])), _offsets(buffer, np.array([buffer_id])).tolist()
     if sub._ep_len == 0:
         return
+    if isinstance(buffer, HERReplayBuffer | HERReplayBufferManager):
+        buffer._restore_cache()  # of whole rows, which would undo the mark
     if sub._size > 0:
         last = int(sub.last_index[0]) + offset
         buffer._meta.truncated[last] = buffer._meta.done[last] = True

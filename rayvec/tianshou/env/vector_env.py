@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
 from rayvec.cluster.ray_pool import RayPool
-from rayvec.data import Chunk, Rollout, StepBatch, Topology
+from rayvec.data import Rollout, StepBatch, Topology
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
@@ -118,6 +118,15 @@ class RayVectorEnv(BaseVectorEnv):
     def transports(self) -> tuple[str, ...]:
         """How each node is reached: ``"shm"`` or ``"tcp"``."""
         return self._pool.transports
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids of each node's actor and, after it, of its workers, by the node's name.
+
+        Raises:
+            AssertionError: A chunk is pending, or the environments are closed.
+        """
+        self._assert_is_free()
+        return self._pool.worker_pids()
 
     @property
     def action_space(self) -> list[Any]:
@@ -348,17 +357,11 @@ class RayVectorEnv(BaseVectorEnv):
         self._assert_is_not_closed()
         return WeightStore(self._pool, policy, guarded=self._guarded)
 
-    def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
-        """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
-        self.rollout_async(weights, num_steps, first_step, noise_seed)
-        chunk = self.rollout_wait().chunk
-        assert chunk is not None
-        return chunk
-
     def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Starts what :meth:`rollout_workers` does; until :meth:`rollout_wait` the environments are not free.
+        """Starts a chunk of steps that the workers take with a published policy; :meth:`rollout_wait` returns it.
 
-        Weights may be published meanwhile: the next chunk begins with them.
+        Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
+        published meanwhile: the next chunk starts with them.
         """
         self._assert_is_free()
         self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
