@@ -16,7 +16,7 @@ import pytest
 import tianshou.data
 import torch
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
+from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
@@ -43,14 +43,15 @@ from rayvec.tianshou import Collector, RayVectorEnv
 MakeVenv = Callable[..., RayVectorEnv]
 
 
-ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
+ENVS: dict[str, Callable[[], Any]] = {"drift": Drift, "pointed": Pointed, "agents": Agents}
 
 
 @pytest.fixture(scope="module")
 def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
-    """Five environments of each kind on several workers, of two nodes and of one."""
+    """Five environments of each kind on two workers, of two nodes or of one; every test resets those it uses."""
+    settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
     made = {
-        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2, preload=("tianshou_kit",))
+        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2 // nodes, **settings)
         for name, nodes in (("drift", 2), ("pointed", 1), ("agents", 1))
     }
     yield made
@@ -141,6 +142,7 @@ class TestSteps:
         for n_step in (15, 100):
             collect_both(mine, other, n_step=n_step)
         for collector in (mine, other):
+            collector.reset_buffer()  # before the reset, which marks where it cuts episodes that are stored
             collector.reset()
         collect_both(mine, other, n_step=30)
         assert isinstance(mine.buffer.policy.hidden_state.hidden, torch.Tensor)
@@ -231,24 +233,24 @@ class TestEpisodes:
         mine.reset()
         mine.collect(n_step=15)
         mine.set_on_step_hook(None)
-        with pytest.raises(ConfigError, match=r"in the midst of one.*reset_before_collect=True"):
+        with pytest.raises(ConfigError, match=r"in mid-episode.*reset_before_collect=True"):
             mine.collect(n_episode=5)
         first = mine.collect(n_episode=5, reset_before_collect=True)
         assert first.n_collected_episodes == mine.collect(n_episode=5).n_collected_episodes == 5
 
-    def test_an_observation_that_is_not_finite_is_told_with_its_place(
-        self, ray_cluster: object, caplog: pytest.LogCaptureFixture
+    def test_an_observation_that_is_not_finite_is_logged_with_its_place(
+        self, venvs: dict[str, RayVectorEnv], caplog: pytest.LogCaptureFixture
     ) -> None:
-        env = RayVectorEnv([NotFinite] * 2, num_nodes=1, workers_per_node=1, preload=("tianshou_kit",))
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), raise_on_nan_in_buffer=True)
+        collector = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5), raise_on_nan_in_buffer=True)
         collector.reset()
+        venvs["drift"].set_env_attr("nan_at", 3, 0)
         with pytest.raises(MalformedBufferError):
-            collector.collect(n_step=20)
+            collector.collect(n_step=50)
+        venvs["drift"].set_env_attr("nan_at", None)
         place = (
             "(observation before step 3|last observation, after step 2,) of environment 0"  # of a chunk of any length
         )
         assert re.search(f"not finite: nan in the {place}", caplog.text)
-        env.close()
 
 
 class TestAgents:
@@ -273,28 +275,27 @@ class TestAgents:
         assert mine.collect(n_episode=6).returns.shape == (6, 3)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_a_failed_step_leaves_no_reward(self, ray_cluster: object, inference: Any) -> None:
-        env = RayVectorEnv(
-            [lambda: Agents(raise_at=3), Agents], num_nodes=1, workers_per_node=1, on_env_error="restart"
-        )
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), inference=inference)
+    def test_a_failed_step_leaves_no_reward(self, venvs: dict[str, RayVectorEnv], inference: Any) -> None:
+        env = venvs["agents"]
+        collector = Collector(Exact(), env, VectorReplayBuffer(500, 5), inference=inference)
         collector.reset()
-        stats = collector.collect(n_step=40)
+        env.set_env_attr("raise_at", 3, 0)
+        stats = collector.collect(n_step=100)
         buffer = collector.buffer
-        assert stats.n_collected_steps == len(buffer) == 39 and buffer.rew.shape == (100, 3)
+        assert stats.n_collected_steps == len(buffer) == 99 and buffer.rew.shape == (500, 3)
         first = buffer[buffer.sample_indices(0)]
         first = first[first.info.env_id == 0]
         assert first.rew[:3, 2].tolist() == [1, 2, 1]  # the third step failed, and the episode before it was cut
         assert first.truncated[:3].tolist() == [False, True, False]
-        env.close()
 
-    def test_a_reward_of_another_shape_is_refused(self, ray_cluster: object) -> None:
-        env = RayVectorEnv([lambda: Agents(alone_at=2)] * 2, num_nodes=1, workers_per_node=1)
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
+    def test_a_reward_of_another_shape_is_refused(self, venvs: dict[str, RayVectorEnv]) -> None:
+        env = venvs["agents"]
+        collector = Collector(Exact(), env, VectorReplayBuffer(500, 5))
         collector.reset()
+        env.set_env_attr("alone_at", 2)
         with pytest.raises(ConfigError, match=r"rewards of one shape.*all numbers of the shape \(3,\)"):
-            collector.collect(n_step=20)
-        env.close()
+            collector.collect(n_step=50)
+        env.set_env_attr("alone_at", None)
 
 
 def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:
@@ -330,41 +331,48 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
     assert "can't be pickled" in caplog.text
 
 
+@pytest.fixture(scope="module")
+def faulty(ray_cluster: object) -> Iterator[RayVectorEnv]:
+    """Two environments whose faults tests set; one that has failed is replaced by one whose seventh step fails."""
+    fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
+    settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
+    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, **settings)) as venv:
+        yield venv
+
+
 @pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object, inference: Any) -> None:
+def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: RayVectorEnv, inference: Any) -> None:
     """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
     shown: list[Any] = []
-    fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart")) as venv:
-        for first in (12, 4):
-            venv.seed([100, 200])  # episodes of many steps
-            venv.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
-            buffer = VectorReplayBuffer(100, 2)
-            collector = Collector(Exact(), venv, buffer, on_episode_done_hook=shown.append, inference=inference)
-            collector.reset()
-            stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
-            assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
-            rows = collector.buffer[:]
-            steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
-            assert (steps == 1).all()  # every transition is one step of one episode
-            failing = rows.info.env_id == 1
-            assert np.flatnonzero(rows.done[failing]).tolist() == [5, 11]
-            assert np.flatnonzero(rows.truncated[failing]).tolist() == [5, 11]
-            assert not rows.done[~failing].any()
-            assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
-            assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
-            assert len(collector.buffer) == first + 24 - 2
-            assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
+    for first in (12, 4):
+        faulty.seed([100, 200])  # episodes of many steps
+        faulty.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
+        buffer = VectorReplayBuffer(100, 2)
+        collector = Collector(Exact(), faulty, buffer, on_episode_done_hook=shown.append, inference=inference)
+        collector.reset()
+        stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
+        assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
+        rows = collector.buffer[:]
+        steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
+        assert (steps == 1).all()  # every transition is one step of one episode
+        failing = rows.info.env_id == 1
+        assert np.flatnonzero(rows.done[failing]).tolist() == [5, 11]
+        assert np.flatnonzero(rows.truncated[failing]).tolist() == [5, 11]
+        assert not rows.done[~failing].any()
+        assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
+        assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
+        assert len(collector.buffer) == first + 24 - 2
+        assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_an_environment_that_fails_before_anything_is_stored(ray_cluster: object, inference: Any) -> None:
-    fns = [partial(FaultyEnv, "raise", "step", 0), partial(FaultyEnv, "raise", "step", 0)]
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=1, on_env_error="restart")) as venv:
-        venv.seed([100, 200])
-        collector = Collector(Exact(), venv, VectorReplayBuffer(100, 2), inference=inference)
-        collector.reset()
-        assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
+def test_an_environment_that_fails_before_anything_is_stored(faulty: RayVectorEnv, inference: Any) -> None:
+    faulty.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 6})
+    collector = Collector(Exact(), faulty, VectorReplayBuffer(100, 2), inference=inference)
+    collector.reset()
+    faulty.set_env_attr("_fault", "raise", 0)
+    faulty.set_env_attr("_at", 6, 0)
+    assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
 
 
 class TestTrainers:

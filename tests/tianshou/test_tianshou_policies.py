@@ -148,7 +148,9 @@ def test_random_actions_depend_on_the_environment_only() -> None:
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
 def test_memory_lasts_for_one_episode(make_vec: MakeVec, inference: Any) -> None:
-    env = make_vec([DriftEnv] * 4, workers=2, groups=2, preload=("tianshou_kit",))
+    workers = {"workers": 2, "preload": ("helpers.tianshou_kit",)}
+    here = {"nodes": 0, "workers": None, "groups": 2}
+    env = make_vec([DriftEnv] * 4, **(workers if inference == "worker" else here))
     collector = Collector(env, TianshouPolicy(Remembers()), inference, seed=0)
     count = np.zeros(4)
     for _ in range(2):

@@ -137,7 +137,7 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
     parallel._on_ranks = copy.deepcopy(parallel._state.capture())
     for optimizer in parallel._state.optimizers:
         vars(optimizer)["_opt_called"] = (
-            True  # by the ranks; a schedule of learning rates warns where nobody has stepped
+            True  # by the ranks; a schedule of learning rates warns about an optimizer that has not stepped
         )
     return parallel
 
@@ -210,7 +210,7 @@ class DataParallel:
         pending, self._pending = self._pending, None
         assert pending is not None
         seed = int(torch.randint(2**62, ())) if self._device == "cuda" else None
-        generators = Generators(np.random.get_state(), torch.get_rng_state().numpy(), seed)
+        generators = Generators.capture(seed)
         update: OnPolicyUpdate | OffPolicyUpdate
         ahead = None
         if isinstance(self, OnPolicyAlgorithm):
@@ -230,11 +230,11 @@ class DataParallel:
             ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
             update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
         shards = cut_batch(batch, self.num_learners, ahead)
-        if not self._state.is_at(self._on_ranks):  # somebody changed weights or optimizers
+        if not self._state.is_at(self._on_ranks):  # weights or optimizers were changed between updates
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
-        told = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
-        return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
+        sent = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
+        return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Takes over what an update changed."""
@@ -242,9 +242,7 @@ class DataParallel:
         self._on_ranks = self._group.state_dict()
         self._state.restore(self._on_ranks)
         self._state.set_numbers(first.changed)
-        np.random.set_state(first.generators.numpy)
-        if not isinstance(self, OnPolicyAlgorithm):
-            torch.set_rng_state(torch.from_numpy(first.generators.torch.copy()))
+        first.generators.restore(numpy_alone=isinstance(self, OnPolicyAlgorithm))
         if first.weight is not None:
             batch.weight = torch.from_numpy(np.concatenate([reply.weight for reply in replies]))
         stats: TrainingStats = first.stats
@@ -278,18 +276,18 @@ def pickle_algorithm(algorithm: Any) -> bytes:
 
 def _check_algorithm(algorithm: Any) -> None:
     if not isinstance(algorithm, Algorithm):
-        raise _refusal(
+        raise ConfigError(
             "An algorithm of Tianshou 2 is computed on several ranks.",
-            "a tianshou.algorithm.Algorithm",
-            f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
-            "Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
+            expected="a tianshou.algorithm.Algorithm",
+            got=f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
+            remedy="Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
         )
     if isinstance(algorithm, DataParallel):
-        raise _refusal(
+        raise ConfigError(
             "An algorithm is made data-parallel once.",
-            "a plain algorithm",
-            type(algorithm).__name__,
-            "Pass algorithm.plain() to make another of it.",
+            expected="a plain algorithm",
+            got=type(algorithm).__name__,
+            remedy="Pass algorithm.plain() to make another of it.",
         )
     _check_class(type(algorithm))
     _check_parts(algorithm)
@@ -299,22 +297,22 @@ def _check_class(kind: type[Any]) -> None:
     base = next((each for each in kind.__mro__ if each in EQUAL), None)
     names = ", ".join(each.__name__ for each in EQUAL)
     if base is None:
-        raise _refusal(
+        raise ConfigError(
             "Only algorithms for which N ranks were shown to equal one are computed on several.",
-            f"one of {names}",
-            kind.__name__,
-            "Use the plain algorithm, which takes the same collectors.",
+            expected=f"one of {names}",
+            got=kind.__name__,
+            remedy="Use the plain algorithm, which takes the same collectors.",
         )
     own = {name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each)}
     changed = sorted(
         name for name in own if name != "__init__" and callable(getattr(base, name, None)) and name not in vars(object)
     )
     if changed:
-        raise _refusal(
+        raise ConfigError(
             "A subclass that changes methods of its algorithm was not shown to be the same on N ranks as on one.",
-            f"{base.__name__}, or a subclass that adds to it",
-            f"{kind.__name__}, which changes {', '.join(changed)}",
-            "Use the plain algorithm, or bring the change into the policy or the nets.",
+            expected=f"{base.__name__}, or a subclass that adds to it",
+            got=f"{kind.__name__}, which changes {', '.join(changed)}",
+            remedy="Use the plain algorithm, or bring the change into the policy or the nets.",
         )
 
 
@@ -322,21 +320,17 @@ def _check_parts(algorithm: Any) -> None:
     mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
     for path, module in algorithm.named_modules():
         if isinstance(module, mixing):
-            raise _refusal(
+            raise ConfigError(
                 "Nets treat rows one by one, or N ranks are not one.",
-                "no batch normalisation and no dropout",
-                f"{type(module).__name__} at {path}",
-                "Use LayerNorm, or leave it out.",
+                expected="no batch normalisation and no dropout",
+                got=f"{type(module).__name__} at {path}",
+                remedy="Use LayerNorm, or leave it out.",
             )
     alpha = getattr(algorithm, "alpha", None)
     if alpha is not None and type(alpha) not in (AutoAlpha, FixedAlpha):
-        raise _refusal(
+        raise ConfigError(
             "The entropy coefficient is updated by the mean over all rows.",
-            "a number or an AutoAlpha",
-            type(alpha).__name__,
-            "Pass one of these.",
+            expected="a number or an AutoAlpha",
+            got=type(alpha).__name__,
+            remedy="Pass one of these.",
         )
-
-
-def _refusal(rule: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError(rule, expected=expected, got=got, remedy=remedy)

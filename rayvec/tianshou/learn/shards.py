@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tianshou.data import Batch, ReplayBuffer
 
+from rayvec.data.partition import even_bounds
 from rayvec.tianshou.learn.algorithm_state import Numbers
 
 __all__ = [
@@ -19,7 +22,6 @@ __all__ = [
     "OnPolicyUpdate",
     "Shard",
     "WholeView",
-    "bounds",
     "cut_batch",
     "writable",
 ]
@@ -30,23 +32,37 @@ class Generators:
     """The states of NumPy's and torch's global generators, which Tianshou draws permutations and noise from.
 
     Attributes:
-        numpy: As of ``numpy.random.get_state``.
-        torch: As of ``torch.get_rng_state``, uint8.
-        cuda_seed: For the generators of accelerators, which have a state of another kind.
+        numpy: State from ``numpy.random.get_state``.
+        torch: State from ``torch.get_rng_state``, uint8.
+        cuda_seed: Seed of the generators of GPUs, whose states are of another kind.
     """
 
     numpy: Any
     torch: NDArray[np.uint8]
     cuda_seed: int | None = None
 
+    @classmethod
+    def capture(cls, cuda_seed: int | None = None) -> Generators:
+        """Returns their states as they are now."""
+        return cls(np.random.get_state(), torch.get_rng_state().numpy(), cuda_seed)
+
+    def restore(self, *, numpy_alone: bool = False) -> None:
+        """Puts the generators of this process into these states."""
+        np.random.set_state(self.numpy)
+        if not numpy_alone:
+            torch.set_rng_state(torch.from_numpy(self.torch.copy()))
+        if self.cuda_seed is not None and torch.cuda.is_available():
+            torch.cuda.manual_seed_all(self.cuda_seed)
+
 
 @dataclass(frozen=True)
 class OnPolicyUpdate:
-    """What every rank is told about an on-policy update of a batch of ``n`` rows.
+    """What every rank knows of an on-policy update of a batch of ``n`` rows.
 
     Attributes:
-        numbers: Those of the driver's algorithm, see :class:`rayvec.tianshou.learn.algorithm_state.AlgorithmState`.
-        generators: Of the driver.
+        numbers: Numbers of the driver's algorithm, see
+            :class:`rayvec.tianshou.learn.algorithm_state.AlgorithmState`.
+        generators: Generators of the driver.
         rew: Rewards, ``[n]``.
         terminated: ``[n]`` bool.
         truncated: ``[n]`` bool.
@@ -69,16 +85,20 @@ class OnPolicyUpdate:
         """Rows of the batch on all ranks."""
         return len(self.rew)
 
+    def rows(self) -> Any:
+        """Returns what returns and advantages depend on beside values, of all rows."""
+        return Batch(rew=self.rew, terminated=self.terminated, truncated=self.truncated, is_last=self.is_last)
+
 
 @dataclass(frozen=True)
 class OffPolicyUpdate:
-    """What every rank is told about an off-policy update of a sampled batch.
+    """What every rank knows of an off-policy update of a sampled batch.
 
     Attributes:
-        numbers: Those of the driver's algorithm.
-        generators: Of the driver.
+        numbers: Numbers of the driver's algorithm.
+        generators: Generators of the driver.
         total: Rows of the batch on all ranks.
-        with_weight: Whether the buffer wants to know new priorities.
+        with_weight: Whether the buffer takes new priorities.
     """
 
     numbers: Numbers
@@ -131,9 +151,9 @@ class Shard:
 
     Attributes:
         start: First of them in the batch.
-        stop: The one after the last; equal to `start` on a rank without rows, which then borrows one.
+        stop: The one after the last; equal to `start` on a rank without rows, which computes the first with share 0.
         batch: The rows, at least one.
-        ahead: Of these rows, off-policy.
+        ahead: The steps that follow these rows, off-policy.
     """
 
     start: int
@@ -142,21 +162,10 @@ class Shard:
     ahead: Ahead | None = None
 
 
-def bounds(total: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Returns where the rows of each rank start and stop; they differ by one row at most.
-
-    >>> bounds(7, 3)
-    [(0, 3), (3, 5), (5, 7)]
-    """
-    short, longer = divmod(total, num_ranks)
-    stops = np.cumsum([short + (rank < longer) for rank in range(num_ranks)]).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
 def cut_batch(batch: Batch, num_ranks: int, ahead: Ahead | None = None) -> list[Shard]:
-    """Cuts a batch into one shard for each rank."""
+    """Cuts a batch into one shard for each rank; they differ by one row at most."""
     shards = []
-    for start, stop in bounds(len(batch), num_ranks):
+    for start, stop in pairwise(even_bounds(len(batch), num_ranks)):
         rows = slice(start, stop) if stop > start else slice(0, 1)
         shards.append(Shard(start, stop, batch[rows], None if ahead is None else ahead.cut(rows)))
     return shards
@@ -211,9 +220,5 @@ class AheadView:
 
 
 def writable(batch: Batch) -> Batch:
-    """Returns a batch with arrays of its own, which what came from Ray has not."""
-    return batch.apply_values_transform(_own)
-
-
-def _own(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else value
+    """Returns a batch with arrays of its own: those that come from Ray can't be written."""
+    return batch.apply_values_transform(lambda value: value.copy() if isinstance(value, np.ndarray) else value)
