@@ -331,24 +331,23 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
     assert "can't be pickled" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def faulty(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    """Two environments whose faults tests set; one that has failed is replaced by one whose seventh step fails."""
+@pytest.fixture(scope="module", params=["worker", "driver"])
+def faulty(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Makes collectors on two environments; one of them fails in its seventh step, and after a restart again."""
     fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
     settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
     with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, **settings)) as venv:
-        yield venv
+        yield partial(Collector, Exact(), venv, inference=request.param)
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: RayVectorEnv, inference: Any) -> None:
+def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: Callable[..., Any]) -> None:
     """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
     shown: list[Any] = []
     for first in (12, 4):
-        faulty.seed([100, 200])  # episodes of many steps
-        faulty.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
         buffer = VectorReplayBuffer(100, 2)
-        collector = Collector(Exact(), faulty, buffer, on_episode_done_hook=shown.append, inference=inference)
+        collector = faulty(buffer, on_episode_done_hook=shown.append)
+        collector.env.seed([100, 200])  # episodes of many steps
+        collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
         collector.reset()
         stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
         assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
@@ -365,13 +364,12 @@ def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: RayVectorEnv,
         assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_an_environment_that_fails_before_anything_is_stored(faulty: RayVectorEnv, inference: Any) -> None:
-    faulty.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 6})
-    collector = Collector(Exact(), faulty, VectorReplayBuffer(100, 2), inference=inference)
+def test_environments_that_fail_before_anything_is_stored(faulty: Callable[..., Any]) -> None:
+    collector = faulty(VectorReplayBuffer(100, 2))
     collector.reset()
-    faulty.set_env_attr("_fault", "raise", 0)
-    faulty.set_env_attr("_at", 6, 0)
+    collector.env.set_env_attr("_fault", "raise")
+    collector.env.set_env_attr("_at", 0)
+    collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
     assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
 
 

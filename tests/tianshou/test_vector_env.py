@@ -270,6 +270,7 @@ class TestInterface:
 
     def test_seeds(self, lines: RayVectorEnv) -> None:
         ours, theirs = lines, DummyVectorEnv(LINES)
+        both(ours, theirs, lambda v: v.reset(seed=0))
         assert ours.seed(4) == [[4], [5, 7], [6]] == theirs.seed(4)
         for seed in (None, [7, 7, 9], [1, 2], [1, 2, 3, 4]):
             both(ours, theirs, lambda v, seed=seed: [len(s) for s in v.seed(seed)])

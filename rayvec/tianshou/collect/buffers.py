@@ -1,8 +1,8 @@
-"""Whole chunks into Tianshou's replay buffers, as if their steps had been added one after another.
+"""Adds whole chunks to Tianshou's replay buffers, as if their steps had been added one after another.
 
-``ReplayBufferManager.add`` takes one step of some environments, and a Python loop over these. A chunk is many
-steps: what happens to the indices, to the accumulators of the episodes under way and to the data is worked out
-for all of them at once, and is the same to the last bit.
+``ReplayBufferManager.add`` takes one step of some environments, and loops over these in Python. A chunk is many
+steps: indices, accumulators of unfinished episodes and data are computed for all of them at once. The result is the
+same to the last bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IN_BULK = {
         HERReplayBufferManager,
     )
 }
-"""The ways to add a step whose effect is known here; a buffer with another one gets its steps one by one."""
+"""The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Added:
         returns: Returns of the episodes that ended, ``float64 [S, N, *rew_shape]``.
         lens: Their lengths, ``int64 [S, N]``.
         starts: Where the episode of each step begins in the buffer, ``int64 [S, N]``.
-        ended: Where an episode ended that counts, ``bool [S, N]``: not one that a fault has cut.
+        ended: Where an episode ended that counts, ``bool [S, N]``; one that a fault has cut does not.
     """
 
     index: NDArray[np.int64]
@@ -78,8 +78,8 @@ def add_chunk(
     """Adds the valid steps of a chunk, as ``buffer.add`` would in the order of steps, then of environments.
 
     Each row is what Tianshou's Collector adds: observation, action, reward, ends, the true next observation, info
-    with ``env_id``, and the policy's entry. Where an environment was made anew, the transition before is
-    truncated, also if an earlier chunk brought it, and its episode is not counted.
+    with ``env_id``, and the policy's entry. Where an environment was restarted, the transition before is
+    truncated, also if it came with an earlier chunk, and its episode is not counted.
 
     Args:
         buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
@@ -121,7 +121,7 @@ def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
 
 
 class ChunkInsertion:
-    """A chunk on its way into a buffer, all at once or in several pieces; arguments as of :func:`add_chunk`."""
+    """Adds a chunk to a buffer, all at once or in several pieces; arguments as for :func:`add_chunk`."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ChunkInsertion:
         return added
 
     def _advance(self, steps: slice) -> tuple[Added, NDArray[np.bool_]]:
-        """Moves indices and accumulators on; returns also which steps no later one overwrites."""
+        """Advances indices and accumulators; returns also which steps no later one overwrites."""
         valid, subs = self._chunk.valid[steps], self._subs
         done = self._chunk.done[steps] & valid
         sizes = np.array([sub.maxsize for sub in subs])
@@ -264,7 +264,7 @@ class ChunkInsertion:
                 clear(held, place.index)
 
     def _write_next(self, held: Any, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        """Writes the observations after steps from where they are, without an array of them all."""
+        """Writes the observations after steps from the chunk's arrays, without an array of all of them."""
         chunk = self._chunk
         inner = min(stop, chunk.num_steps - 1) - start
         if inner > 0:
@@ -282,7 +282,7 @@ class ChunkInsertion:
             assign(held, finals, Place(at, np.ones(len(at), bool)))
 
     def _frame(self, leaf: NDArray[Any], axis: int) -> NDArray[Any]:
-        """The last of the frames that are stacked on this axis, where only that is stored."""
+        """The last of the frames that are stacked on this axis, if only that is stored."""
         return leaf[(slice(None),) * axis + (-1,)] if self._last_frame else leaf
 
     # In the order of steps, by the buffer's own `add`.
@@ -311,7 +311,7 @@ class ChunkInsertion:
 def _sums(
     total: NDArray[np.float64], rew: NDArray[np.float64], valid: NDArray[np.bool_], done: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Adds rewards up in the order of steps; returns the sums after each, and those of the episodes under way."""
+    """Adds rewards up in the order of steps; returns the sum after each step, and those of unfinished episodes."""
     rew = rew if valid.all() else np.where(valid, rew, 0.0)
     sums = np.empty(rew.shape)
     ends: Any = done.any(1).tolist()

@@ -272,7 +272,7 @@ class AlgorithmRank:
         return self._ranks.sum_(torch.from_numpy(weighted)).numpy()
 
     def _whole_losses(self, stats: Any) -> None:
-        """Makes the losses in statistics, and those that the algorithm remembers, the means over all ranks' rows."""
+        """Replaces losses, in statistics and in the algorithm's memory of the last ones, by means over all ranks."""
         places = [(vars(stats), name) for name, value in vars(stats).items() if type(value) is float]
         places += [(vars(self.algorithm), name) for name in _LAST_LOSSES if name in vars(self.algorithm)]
         means = self._sum([holder[name] for holder, name in places], self._share)
@@ -280,10 +280,10 @@ class AlgorithmRank:
             holder[name] = mean
 
     def _check_draws(self) -> None:
-        """Finds out that something was drawn for this rank's rows alone: ranks have drawn different amounts then.
+        """Checks that all ranks have drawn the same amount, as they do where every draw is for the whole batch.
 
         Raises:
-            LearnerError: On all ranks, if their generators have parted.
+            LearnerError: On all ranks, if their generators differ.
         """
         states = [torch.get_rng_state()]
         if self._device.type == "cuda":
@@ -291,10 +291,10 @@ class AlgorithmRank:
         digests = gather_counts(self._ranks, zlib.crc32(torch.cat(states).numpy().tobytes()))
         if len(set(digests)) > 1:
             raise LearnerError(
-                "What a net or a loss draws for every row is drawn for the whole batch and cut.",
+                "Ranks draw for all rows of a batch and keep their own; a draw of this update could not be cut.",
                 expected="the same state of torch's generators on all ranks after an update",
                 got=f"{len(set(digests))} different states on {self._ranks.size} ranks",
-                remedy="Draw [rows, ...] with at least two dimensions, or update with the plain algorithm",
+                remedy="Draw [rows, ...] with at least two dimensions, or update with the plain algorithm.",
             )
 
     # Gradients.
@@ -337,13 +337,13 @@ class AlgorithmRank:
         self._sum_gradients(parameters)
 
     def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Sums gradients over all ranks; none on any rank stays none."""
+        """Sums gradients over all ranks; a parameter without a gradient on any rank keeps none."""
         if self._ranks.size == 1:
             return
         parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         present = torch.tensor([float(each.grad is not None) for each in parameters], device=parts[0].device)
         flat = torch.cat([*(part.reshape(-1) for part in parts), present])  # of the widest data type among them
-        if self._share == 0:  # a borrowed row may not have a finite gradient
+        if self._share == 0:  # the gradient of the row without a share may not be finite
             flat[: -len(parts)] = 0
         flat = self._ranks.sum_(flat)
         sums = torch.split(flat, [*(part.numel() for part in parts), len(parts)])

@@ -68,25 +68,26 @@ def data_parallel(
     timeout_s: float = 60.0,
     address: str | None = None,
 ) -> Any:
-    """Returns an algorithm whose updates are computed by several learner ranks, Ray actors, together.
+    """Returns an algorithm whose updates are computed by several learner ranks (Ray actors) together.
 
-    It is of the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
-    take it as they take `algorithm`. Its ``update`` hands every rank a contiguous part of the buffer, or of the sampled
-    batch. A rank computes the losses of its rows, the gradients of all are summed before they are clipped, and every
-    rank takes the same step. In the end the policy, the nets, the states of optimizers and the lagged networks here
-    are those of the ranks. N ranks do what plain Tianshou does with the same data, the same order of minibatches and
-    the same noise, up to rounding: NumPy's and torch's global generators go to the ranks and (torch's off-policy only)
-    come back as an update of plain Tianshou would have left them. On ``"cuda"`` noise is drawn by the GPU and equal in
-    distribution.
+    It has the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
+    use it like `algorithm`. Its ``update`` sends every rank a contiguous part of the buffer, or of the sampled
+    batch. A rank computes the losses of its rows, the gradients of all ranks are summed before they are clipped, and
+    every rank takes the same step. Afterwards the policy, the nets, the states of optimizers and the lagged networks
+    of this process are those of the ranks.
 
-    Numbers that are changed here between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
+    N ranks do what plain Tianshou does with the same data, the same order of minibatches and the same noise, up to
+    rounding. For that, NumPy's and torch's global generators are sent to the ranks, and come back as an update of plain
+    Tianshou would have left them (torch's off-policy only). On ``"cuda"`` the GPU draws noise of the same distribution.
+
+    Numbers that you change between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
     ranks with the next update; so do weights and states of optimizers, however they are changed.
-    Structure must stay as it is. A copy or a pickle of the returned algorithm is a plain one.
+    The structure must not change. A copy or a pickle of the returned algorithm is a plain one.
 
     Args:
-        algorithm: One of :data:`EQUAL`, by its exact class or a subclass that changes none of its methods. Its nets
+        algorithm: An algorithm of :data:`EQUAL`, or of a subclass that changes none of its methods. Its nets
             must treat rows one by one: batch normalisation and dropout are refused.
-        num_learners: Ranks. A batch with fewer rows than ranks leaves some without work, and changes nothing.
+        num_learners: Number of ranks. With fewer rows than ranks, some have no work; the result is the same.
         device: Where each rank computes; ``"cuda"`` gives each a GPU. The algorithm itself stays where it is.
         learner_threads: How many threads torch may use on each rank.
         num_cpus: Cores that each rank claims from Ray; by default as many as `learner_threads`.
@@ -94,12 +95,12 @@ def data_parallel(
         address: Of a running Ray cluster.
 
     Returns:
-        The algorithm, a :class:`DataParallel` and a ``type(algorithm)``; end its ranks by ``close()``, by using it as
-        a context manager, or by letting go of it.
+        The algorithm, a :class:`DataParallel` and a ``type(algorithm)``. Its ranks end with ``close()``, with the block
+        of a ``with`` statement, or when it is garbage-collected.
 
     Raises:
         ConfigError: `algorithm` is not one that can be computed on several ranks, or the ranks can't be placed.
-        LearnerError: From ``update``: ranks were lost again while an update was repeated after a loss.
+        LearnerError: From ``update``: ranks died again while an update was repeated after ranks had died.
     """
     check_count("num_learners", num_learners)
     check_choice("device", device, ("cpu", "cuda"))
@@ -124,12 +125,12 @@ def data_parallel(
 
 
 def _end(group: RankGroup) -> None:
-    if ray.is_initialized():  # or the ranks have ended with Ray, and asking it for them would start another
+    if ray.is_initialized():  # otherwise the ranks have ended with Ray, and a call would start another Ray
         group.close()
 
 
 def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
-    """Returns an algorithm whose updates a group computes that has a copy of it on every rank."""
+    """Returns an algorithm whose updates are computed by a group with a copy of it on every rank."""
     parallel: Any = object.__new__(_parallel_class(type(algorithm)))
     vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
@@ -144,12 +145,12 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
 
 @dataclass(frozen=True)
 class _Pending:
-    """What an update began with.
+    """What an update starts with.
 
     Attributes:
-        buffer: Where the batch comes from.
-        indices: Of its rows in the buffer.
-        numbers: Those of the algorithm before Tianshou switches it to training mode.
+        buffer: The buffer that the batch comes from.
+        indices: Indices of its rows in the buffer.
+        numbers: Numbers of the algorithm before Tianshou switches it to training mode.
     """
 
     buffer: ReplayBuffer
@@ -158,16 +159,16 @@ class _Pending:
 
 
 class DataParallel:
-    """What :func:`data_parallel` puts before an algorithm's own class: its updates are computed by ranks.
+    """First base class of what :func:`data_parallel` returns: ranks compute its updates.
 
-    Sampling, learning-rate schedules and new priorities stay with Tianshou's own ``update``, in the driver.
+    Tianshou's own ``update`` samples, steps learning-rate schedules and sets new priorities, in the driver.
     """
 
     _group: RankGroup
     _device: str
     _pending: _Pending | None
     _state: AlgorithmState
-    _on_ranks: dict[str, Any]  # what the ranks have
+    _on_ranks: dict[str, Any]  # the state of the ranks
 
     @property
     def num_learners(self) -> int:
@@ -176,11 +177,11 @@ class DataParallel:
 
     @property
     def group(self) -> RankGroup:
-        """The ranks themselves: where they are, and their processes."""
+        """The ranks: where they are, and their processes."""
         return self._group
 
     def close(self) -> None:
-        """Ends the ranks; the algorithm can't be updated after it. May be called again."""
+        """Ends the ranks; the algorithm can't be updated afterwards. May be called again."""
         self._group.close()
 
     def __enter__(self) -> Any:
@@ -237,7 +238,7 @@ class DataParallel:
         return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
-        """Takes over what an update changed."""
+        """Loads what an update changed."""
         first = replies[0]
         self._on_ranks = self._group.state_dict()
         self._state.restore(self._on_ranks)
@@ -259,7 +260,7 @@ def _parallel_class(base: type[Any]) -> type[Any]:
 
 
 def pickle_algorithm(algorithm: Any) -> bytes:
-    """Returns an algorithm for the ranks; schedules of learning rates stay here."""
+    """Pickles an algorithm for the ranks, without schedules of learning rates: the driver steps these."""
     sent = copy.copy(algorithm)
     sent.lr_schedulers = []
     try:

@@ -1,4 +1,4 @@
-"""What the driver sends to the ranks of a data-parallel algorithm: rows, and what they need of the buffer."""
+"""What the driver sends to the ranks of a data-parallel algorithm: rows, and their surroundings in the buffer."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class OnPolicyUpdate:
         rew: Rewards, ``[n]``.
         terminated: ``[n]`` bool.
         truncated: ``[n]`` bool.
-        is_last: Where what the buffer holds of an environment ends, ``[n]`` bool.
+        is_last: Where an environment's steps in the buffer end, ``[n]`` bool.
         batch_size: Rows of a minibatch; None: all.
-        repeat: How often the batch is gone through.
+        repeat: Number of passes over the batch.
     """
 
     numbers: Numbers
@@ -114,8 +114,8 @@ class Ahead:
     Attributes:
         rew: Rewards of each row and the N - 1 steps after it, ``[N, n]``.
         end: Where an episode ends, or is not finished yet, ``[N, n]`` bool.
-        terminated: Of the last of the N steps, ``[n]`` bool.
-        obs_next: After the last of the N steps, ``n`` rows; None: that of the rows themselves (N = 1).
+        terminated: Whether the last of the N steps terminated, ``[n]`` bool.
+        obs_next: Observation after the last of the N steps, ``n`` rows; None: that of the rows themselves (N = 1).
     """
 
     rew: NDArray[Any]
@@ -176,7 +176,7 @@ class WholeView:
 
     Attributes:
         terminated: ``[n]`` bool.
-        last_index: The rows where what the buffer holds of an environment ends.
+        last_index: The rows where an environment's steps in the buffer end.
     """
 
     def __init__(self, update: OnPolicyUpdate) -> None:
@@ -185,14 +185,14 @@ class WholeView:
         self._unfinished = np.flatnonzero(update.is_last & ~(update.terminated | update.truncated))
 
     def unfinished_index(self) -> NDArray[np.int64]:
-        """Returns those of them after which an episode goes on."""
+        """Returns the rows of `last_index` whose episode is unfinished."""
         return self._unfinished
 
 
 class AheadView:
     """The part of a buffer's interface that Tianshou's n-step returns read, over the rows of one shard.
 
-    Row i of step k stands at ``k * n + i``.
+    Row i of step k is at ``k * n + i``.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -207,7 +207,7 @@ class AheadView:
         self._obs_next = shard.batch.obs_next if ahead.obs_next is None else ahead.obs_next
 
     def next(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns where the following steps stand."""
+        """Returns the indices of the following steps."""
         following: NDArray[np.int64] = index + self._rows
         return following
 
