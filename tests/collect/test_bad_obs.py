@@ -26,7 +26,7 @@ EPISODE, STEP = 1, 2
 
 
 class BadEnv(CountingEnv):
-    """Some episodes have a NaN in their midst, some end with an infinity, some begin with one."""
+    """Some episodes have a NaN in the middle, some end with an infinity, some begin with one."""
 
     observation_space = spaces.Dict(
         {"count": CountingEnv.observation_space, "inner": spaces.Tuple([spaces.Box(-9, 9, (2,), np.float32)])}
@@ -99,7 +99,7 @@ def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
     assert collector.drain() is None
     batch = collector.collect(n_step=2)
     assert batch.stats.n_surplus_steps == 2 * 4
-    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "new episodes begin"
     collector.close()
 
 
@@ -125,7 +125,7 @@ def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: 
     assert not env.closed
     if not how:
         batch = collector.collect(n_step=3)
-        assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+        assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "new episodes begin"
     collector.close()
 
 

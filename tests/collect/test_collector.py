@@ -136,7 +136,7 @@ class TestEpisodes:
         for _ in range(3):
             batch = collector.collect(n_episode=10)
             first = batch.chunks[0]
-            assert (first.obs[0, :, 2] == 0).all(), "an episode under way was counted"
+            assert (first.obs[0, :, 2] == 0).all(), "an unfinished episode was counted"
             assert batch.stats.n_collected_steps == batch.stats.lens.sum()
             assert_identical(*episodes_of(batch))
 

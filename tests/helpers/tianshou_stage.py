@@ -1,4 +1,4 @@
-"""A rank object that algorithms come and go on, so that many tests share the same ranks."""
+"""A rank object that loads one algorithm after another, so that many tests share the same ranks."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class TestEpisodes:
     def test_no_transition_joins_two_episodes_where_environments_are_reset(
         self, venvs: dict[str, RayVectorEnv], make_buffer: Callable[[], Any], inference: Any
     ) -> None:
-        """Tianshou's own Collector leaves the last transition before a reset open, and `next` goes on from it."""
+        """Tianshou's own Collector leaves the last transition before a reset open, and `next` crosses it."""
         mine = Collector(Exact(), venvs["drift"], make_buffer(), inference=inference)
         mine.reset()
         mine.collect(n_step=15)

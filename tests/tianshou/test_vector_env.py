@@ -178,8 +178,8 @@ class TestEquality:
             both(ours, theirs, lambda v: v.reset(seed=1))
             both(ours, theirs, partial(_step, action=action, ids=None), str(action))
         ours.reset()
-        told = ours.step(torch.tensor([2, 1, 0]))[-1][0]["action"]
-        assert told == repr(np.int64(2))  # a worker need not know torch
+        received = ours.step(torch.tensor([2, 1, 0]))[-1][0]["action"]
+        assert received == repr(np.int64(2))  # a worker need not know torch
 
     def test_dict_actions(self, make: MakeVenv) -> None:
         space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(-1.0, 1.0, (2,))})
@@ -374,7 +374,7 @@ class TestAsync:
             venv.render()
         while set(venv.waiting_id) != {0, 3}:
             within(DEADLINE_S, partial(venv.step, None))
-        for env_id in (1, 2):  # in the midst of the others' steps
+        for env_id in (1, 2):  # while the others step
             assert within(DEADLINE_S, partial(venv.get_env_attr, "size", env_id)) == [1000]
             within(DEADLINE_S, partial(venv.set_env_attr, "size", 99, env_id))
             assert within(DEADLINE_S, partial(venv.reset, env_id))[0][0, 0] == 0
@@ -393,11 +393,11 @@ class TestAsync:
         """The same script for both: who is let go, and who must therefore have answered."""
 
         def story(venv: BaseVectorEnv, held: Path) -> list[Any]:
-            told = []
+            log = []
 
             def note(result: Any) -> None:
                 rows = sorted((info["env_id"], obs.tolist()) for obs, info in zip(result[0], result[-1], strict=True))
-                told.append((rows, venv.waiting_id.copy(), sorted(venv.ready_id)))
+                log.append((rows, venv.waiting_id.copy(), sorted(venv.ready_id)))
 
             with closing(venv):
                 venv.seed(0)
@@ -408,7 +408,7 @@ class TestAsync:
                 venv.reset(2)
                 (held / "0").touch()
                 note(venv.step(None))
-                return told
+                return log
 
         stories = []
         for name in ("ours", "theirs"):
@@ -580,7 +580,7 @@ class TestUnderTianshou:
         held = collector.buffer[:]
         assert (held.obs_next[:, :2] == held.obs[:, :2]).all()  # no transition joins two episodes
         assert (held.obs_next[:, 2:] == held.obs[:, 2:] + 1).all()
-        collector.reset()  # with steps under way
+        collector.reset()  # while steps are pending
         assert venv.waiting_id == []
 
     @pytest.mark.slow
