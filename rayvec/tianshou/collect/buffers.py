@@ -7,7 +7,6 @@ same to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -103,7 +102,7 @@ def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
         buffer: The buffer; it is left as it is if the environment has no unfinished episode.
         buffer_id: The environment's sub-buffer.
     """
-    (sub,), (offset,) = _sub_buffers(buffer, np.array([buffer_id])), _offsets(buffer, np.array([buffer_id])).tolist()
+    [sub], [offset] = _sub_buffers(buffer, np.array([buffer_id]))
     if sub._ep_len == 0:
         return
     if isinstance(buffer, HERReplayBuffer | HERReplayBufferManager):
@@ -135,8 +134,7 @@ class ChunkInsertion:
         self._buffer = buffer
         self._chunk = chunk
         self._ids = chunk.env_ids if buffer_ids is None else np.asarray(buffer_ids)
-        self._subs = _sub_buffers(buffer, self._ids)
-        self._offsets = _offsets(buffer, self._ids)
+        self._subs, self._offsets = _sub_buffers(buffer, self._ids)
         _check_tree(chunk.obs)
         held = buffer._meta.get("info")
         in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
@@ -329,27 +327,22 @@ def _taken_before(done: NDArray[np.bool_], taken: NDArray[np.int64]) -> NDArray[
     return np.concatenate([np.full((1, done.shape[1]), -1), until[:-1]])
 
 
-def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> Sequence[Any]:
+def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
+    """Returns the sub-buffers of some environments, and where each begins in the buffer."""
+    subs: Any
     if isinstance(buffer, CachedReplayBuffer):
-        subs = list(buffer.cached_buffers)
+        subs, offsets = buffer.cached_buffers, buffer._offset[1:]
     elif isinstance(buffer, ReplayBufferManager):
-        subs = list(buffer.buffers)
+        subs, offsets = buffer.buffers, buffer._offset
     elif isinstance(buffer, ReplayBuffer):
-        subs = [buffer]
+        subs, offsets = [buffer], np.zeros(1, np.int64)
     else:
         raise _buffer_error("one of Tianshou's replay buffers", type(buffer).__name__)
     if len(ids) and int(ids.max()) >= len(subs):
         raise _buffer_error(
             f"a buffer for at least {int(ids.max()) + 1} environments", f"{type(buffer).__name__} for {len(subs)}"
         )
-    return [subs[i] for i in ids.tolist()]
-
-
-def _offsets(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    if not isinstance(buffer, ReplayBufferManager):
-        return np.zeros(len(ids), np.int64)
-    offsets: NDArray[np.int64] = buffer._offset[ids + 1 if isinstance(buffer, CachedReplayBuffer) else ids]
-    return offsets
+    return [subs[i] for i in ids.tolist()], offsets[ids]
 
 
 def _buffer_error(expected: str, got: str) -> ConfigError:

@@ -8,13 +8,13 @@ Otherwise the result depends on the step, and :func:`info_columns` returns None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch
 
-from rayvec.data import Chunk
+from rayvec.data import Chunk, tree_map
 from rayvec.data.infos import ChunkInfo, ChunkInfos, InfoColumn
 
 __all__ = ["info_columns", "info_rows"]
@@ -51,7 +51,7 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
         _check_kinds(columns, held)
     except _IrregularError:
         return None
-    return _reshape(columns, lead)
+    return cast(dict[str, Any], tree_map(lambda column: column.reshape(*lead, *column.shape[1:]), columns))
 
 
 def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: NDArray[np.int64]) -> NDArray[Any]:
@@ -127,10 +127,3 @@ def _check_kinds(columns: dict[str, Any], held: Any) -> None:
             _check_kinds(column, held[key])
         elif (held[key].dtype == object) != (column.dtype == object):
             raise _IrregularError
-
-
-def _reshape(columns: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        key: _reshape(column, lead) if isinstance(column, dict) else column.reshape(*lead, *column.shape[1:])
-        for key, column in columns.items()
-    }

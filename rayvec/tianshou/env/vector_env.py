@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import gymnasium
@@ -177,11 +178,7 @@ class RayVectorEnv(BaseVectorEnv):
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
-        self._assert_is_free()
-        ids = self._wrap_id(id)
-        if self.is_async:
-            self._assert_id(ids)
-        pool_ids = self._pool_ids(ids)
+        pool_ids = self._pool_ids(self._free_ids(id))
         return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), KeyboardInterrupt)
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -198,10 +195,7 @@ class RayVectorEnv(BaseVectorEnv):
             TypeError: Observations are tuples, which Tianshou does not take.
             AssertionError: One of them is stepping.
         """
-        self._assert_is_free()
-        ids = self._wrap_id(env_id)
-        if self.is_async:
-            self._assert_id(ids)
+        ids = self._free_ids(env_id)
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
         seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
@@ -214,11 +208,7 @@ class RayVectorEnv(BaseVectorEnv):
     def _reset(
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> StepBatch:
-        def whole() -> StepBatch:
-            self._pool.reset(ids, seeds, options)
-            return self._pool.recv(ids)
-
-        return self._guarded(whole)
+        return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
         """Steps some environments.
@@ -243,7 +233,9 @@ class RayVectorEnv(BaseVectorEnv):
                 raise ValueError("action must be not-None for non-async")
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
-            return self._assembler.step(self._step(*self._checked(action, ids)), ids)
+            pool_ids, actions = self._checked(action, ids)
+            start = partial(self._pool.send, pool_ids, actions, Autoreset.DISABLED)
+            return self._assembler.step(self._exchange(pool_ids, start), ids)
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
@@ -252,13 +244,6 @@ class RayVectorEnv(BaseVectorEnv):
             self.waiting_id += list(ids)
             self.ready_id = [x for x in self.ready_id if x not in ids]
         return self._step_async()
-
-    def _step(self, ids: NDArray[np.int64], actions: Any) -> StepBatch:
-        def whole() -> StepBatch:
-            self._pool.send(ids, actions, Autoreset.DISABLED)
-            return self._pool.recv(ids)
-
-        return self._guarded(whole)
 
     def _checked(self, action: Any, ids: list[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Any]:
         """Returns the pool's ids, and actions in a form that it takes."""
@@ -391,6 +376,23 @@ class RayVectorEnv(BaseVectorEnv):
             self.close()
             self._failed = True
             raise
+
+    def _exchange(self, ids: NDArray[np.int64], start: Callable[[], None]) -> StepBatch:
+        """Starts a step or a reset of some environments, and waits for all of them."""
+
+        def whole() -> StepBatch:
+            start()
+            return self._pool.recv(ids)
+
+        return self._guarded(whole)
+
+    def _free_ids(self, id: Ids) -> list[int] | NDArray[Any]:
+        """Returns ids of environments that are not stepping."""
+        self._assert_is_free()
+        ids = self._wrap_id(id)
+        if self.is_async:
+            self._assert_id(ids)
+        return ids
 
     def _pool_ids(self, ids: list[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Returns the pool's ids; as in a list, -1 is the last environment."""

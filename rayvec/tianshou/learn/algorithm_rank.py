@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import ALONE, Ranks, gather_counts
-from rayvec.tianshou.learn.algorithm_state import AlgorithmState
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState, stepped
 from rayvec.tianshou.learn.draws import Cut, SlicedDraws
 from rayvec.tianshou.learn.impala import IMPALA
 from rayvec.tianshou.learn.shards import (
@@ -302,8 +302,8 @@ class AlgorithmRank:
     def _summed_step(self, optimizer: Any) -> tuple[Any, Callable[..., None], _Listed]:
         """Sums between the backward pass and clipping in Tianshou's ``Algorithm.Optimizer.step``."""
         clipped = _Listed(optimizer._module.parameters())
-        stepped = {id(each): each for each in [*_stepped(optimizer._optim), *clipped.parameters()]}
-        parameters = [each for each in stepped.values() if each.requires_grad]
+        both = {id(each): each for each in [*stepped(optimizer._optim), *clipped.parameters()]}
+        parameters = [each for each in both.values() if each.requires_grad]
         step = optimizer.step
 
         def summed(loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False) -> None:
@@ -330,7 +330,7 @@ class AlgorithmRank:
 
     def _sum_before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Sums before a step that the algorithm takes without Tianshou's wrapper."""
-        parameters = _stepped(optimizer)
+        parameters = [each for each in stepped(optimizer) if each.requires_grad]
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(self._share)
@@ -371,10 +371,6 @@ class _ScaledLoss:
     def backward(self, **graph: Any) -> None:
         (self._loss * self._share).backward(**graph)  # type: ignore[no-untyped-call]
         self._sum_gradients()
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 def _differs(value: Any, before: Any) -> bool:

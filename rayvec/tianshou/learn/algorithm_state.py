@@ -17,7 +17,7 @@ from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.utils import RunningMeanStd
 from torch import Tensor, nn
 
-__all__ = ["AlgorithmState", "Numbers"]
+__all__ = ["AlgorithmState", "Numbers", "stepped"]
 
 Numbers = dict[tuple[str, str], Any]
 """Plain numbers, and tuples of them, by place: a part of the algorithm, and a name."""
@@ -58,7 +58,7 @@ class AlgorithmState:
         parameter, by name.
         """
         kept = [
-            [dict(optimizer.state.get(parameter, {})) for parameter in _stepped(optimizer)]
+            [dict(optimizer.state.get(parameter, {})) for parameter in stepped(optimizer)]
             for optimizer in self.optimizers
         ]
         return {"tensors": [tensor.detach() for tensor in self.tensors], "optimizers": kept}
@@ -131,7 +131,7 @@ def _is_plain(value: Any) -> bool:
 
 def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> bool:
     """Copies into the tensors of the optimizer; returns whether it has them all."""
-    own = [optimizer.state.get(parameter, {}) for parameter in _stepped(optimizer)]
+    own = [optimizer.state.get(parameter, {}) for parameter in stepped(optimizer)]
     if any(mine.keys() != theirs.keys() for mine, theirs in zip(own, kept, strict=True)):
         return False
     for mine, theirs in zip(own, kept, strict=True):
@@ -143,5 +143,6 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> 
     return True
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
