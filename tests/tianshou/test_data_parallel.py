@@ -437,6 +437,7 @@ class TestTrainers:
 class TestErrorsOnRanks:
     """After an error the group starts its ranks again, which takes seconds: these come last."""
 
+    @pytest.mark.slow
     def test_what_a_net_raises(self, parallel: Parallel) -> None:
         other = parallel(kit.make("dqn"), 2)
         buffer = kit.fill(other)
@@ -477,24 +478,19 @@ class TestLostRanks:
             assert int(mark.read_text()) in pids
             assert not set(other.group.pids) & set(pids)
             assert difference(other, plain) < 1e-9
+            pids = other.group.pids
+        for pid in pids:
+            wait_for_end(pid)
+        with pytest.raises(LearnerError, match="closed"):
+            kit.updates(other, kit.fill(other), count=1)
 
     def test_ranks_wait_a_minute_unless_told_otherwise(self) -> None:
         assert inspect.signature(data_parallel).parameters["timeout_s"].default == 60
 
-    def test_closed(self, ray_cluster: object) -> None:
-        other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
-        buffer = kit.fill(other)
-        kit.updates(other, buffer, count=1)
-        pid = other.group.pids[0]
-        other.close()
-        other.close()
-        wait_for_end(pid)
-        with pytest.raises(LearnerError, match="closed"):
-            kit.updates(other, buffer, count=1)
-
     @pytest.mark.slow
     def test_ranks_end_when_the_algorithm_is_collected(self, ray_cluster: object) -> None:
         other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
+        kit.updates(other, kit.fill(other), count=1)
         pid = other.group.pids[0]
         del other
         gc.collect()

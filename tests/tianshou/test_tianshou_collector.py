@@ -335,8 +335,8 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
 def faulty(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Makes collectors on two environments; one of them fails in its seventh step, and after a restart again."""
     fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
-    settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, **settings)) as venv:
+    preload = ("helpers.tianshou_kit",) if request.param == "worker" else ()
+    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart", preload=preload)) as venv:
         yield partial(Collector, Exact(), venv, inference=request.param)
 
 

@@ -146,6 +146,7 @@ def test_a_reset_drops_the_pending_chunk(venv: RayVectorEnv) -> None:
     collector.reset_env()
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_in_a_pending_chunk_is_reported(ray_cluster: object) -> None:
     env = RayVectorEnv([lambda: FaultyEnv("raise", at=15)] * 2, num_nodes=1, workers_per_node=1)
     collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)

@@ -233,6 +233,9 @@ class TestInterface:
         with pytest.raises(AttributeError, match="nothing"):
             venv.get_env_attr("nothing")
         assert venv.get_env_attr("size", []) == []
+        with pytest.raises(TypeError, match="return_info"):
+            venv.reset(return_info=True)
+        assert venv.is_closed
 
     def test_workers(self, lines: RayVectorEnv) -> None:
         venv = lines
@@ -277,8 +280,6 @@ class TestInterface:
         both(ours, theirs, lambda v: [v.seed([1, 2, 3]), [s.sample() for s in v.action_space], v.step(np.ones(3, int))])
         both(ours, theirs, lambda v: v.reset(seed=2))  # the same for all
         both(ours, theirs, lambda v: v.reset([2, 0], seed=None, options={"level": {"x": (1, 2)}}))
-        with pytest.raises(TypeError, match="return_info"):
-            ours.reset(return_info=True)
 
     def test_mistakes_that_leave_it_as_it_is(self, lines: RayVectorEnv) -> None:
         ours, theirs = lines, DummyVectorEnv(LINES)
@@ -495,6 +496,7 @@ class TestFaults:
         with pytest.raises(AssertionError, match="after close"):
             venv.close()
 
+    @pytest.mark.slow
     def test_a_reset_that_is_none(self, make: MakeVenv) -> None:
         with pytest.raises(AssertionError, match="does not adhere"):
             make([NoGymReset]).reset()
