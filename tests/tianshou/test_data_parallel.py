@@ -472,13 +472,14 @@ class TestLostRanks:
         mark = tmp_path / "struck"
         struck.critic.register_module("falls", kit.Falls(str(mark), 4, signal.Signals[how]))
         struck.critic.register_forward_hook(kit.fall)
-        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 5) as other:
+        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 15) as other:
             pids = other.group.pids
             kit.updates(other, kit.fill(other), count=3)
             assert int(mark.read_text()) in pids
             assert not set(other.group.pids) & set(pids)
             assert difference(other, plain) < 1e-9
             pids = other.group.pids
+        other.close()  # once more
         for pid in pids:
             wait_for_end(pid)
         with pytest.raises(LearnerError, match="closed"):
