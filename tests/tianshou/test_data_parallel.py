@@ -20,12 +20,12 @@ import pytest
 import tianshou.algorithm
 import torch
 from helpers import tianshou_algorithms as kit
-from helpers.tianshou_stage import Stage
+from helpers.tianshou_stage import OneRank, Stage
 from helpers.waiting import alive, wait_until
 from tianshou.algorithm import NPG, Reinforce
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.algorithm.modelfree.sac import FixedAlpha
-from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.data import Batch, Collector, SequenceSummaryStats, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 
@@ -104,6 +104,20 @@ class TestRanksEqualOne:
         assert optimizer_difference(other, plain) < 1e-8
         assert other_stats.get_loss_stats_dict() == pytest.approx(stats.get_loss_stats_dict(), rel=1e-8)
         assert type(other_stats) is type(stats)
+
+    @pytest.mark.usefixtures("ray_cluster")
+    @pytest.mark.parametrize("name", kit.MAKERS)
+    def test_one_rank_in_this_process_and_no_patch_is_left(self, name: str) -> None:
+        patched = [vars(Batch)["split"], vars(SequenceSummaryStats)["from_sequence"]]
+        plain, other, stats, other_stats = both(
+            name, torch.float64, lambda each: wrap(each, OneRank(pickle_algorithm(each))), count=3
+        )
+        assert difference(other, plain) < 1e-9 < 1e-5 < difference(kit.make(name), plain)
+        assert other_stats.get_loss_stats_dict() == pytest.approx(stats.get_loss_stats_dict(), rel=1e-8)
+        assert patched == [vars(Batch)["split"], vars(SequenceSummaryStats)["from_sequence"]]
+        algorithm: Any = other._group._rank.algorithm
+        own = {name for holder in (algorithm, *algorithm._optimizers) for name in vars(holder)}
+        assert not own & {"compute_episodic_return", "compute_vtrace", "step"}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", kit.MAKERS)
