@@ -1,6 +1,6 @@
-"""rayvec in the place of Tianshou's own parts.
+"""Adapters for Tianshou: vector environment, collector, algorithms on several ranks, IMPALA.
 
-The names below are imported when they are first used, since Tianshou brings torch: a worker that steps
+The names below are imported when they are first used, because Tianshou imports torch: a worker that steps
 environments for Tianshou imports neither.
 """
 
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_version(cause: ImportError) -> None:
-    """Says so where an import failed because of an older Tianshou."""
+    """Raises a ConfigError where an import failed because of an older Tianshou."""
     import tianshou
 
     version = getattr(tianshou, "__version__", "of an unknown version")

@@ -1,8 +1,8 @@
-"""Tianshou's policies where the environments are.
+"""Tianshou's policies as policies that act where the environments are.
 
-A policy travels once, pickled; after that only its state does, as one flat vector: its parameters and buffers, bit
-for bit, and the plain numbers that its modules carry, since what a policy does hangs on these too (the epsilon of
-a DQN, whether it is within a training step).
+A policy is sent once, pickled. After that only its state is sent, as one flat vector: its parameters and buffers, bit
+for bit, and the plain numbers of its modules, which decide what it does too (the epsilon of a DQN, whether it is
+within a training step).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class TianshouPolicy:
     """Acts with a policy of Tianshou, for :func:`rayvec.rollout.loop` and both collectors.
 
     It does what Tianshou's Collector does in one step: forward pass, exploration noise, mapping to the action
-    space. What goes into a buffer beside that stands in the extras: ``act``, the action before mapping; the
+    space. The extras hold what else goes into a buffer: ``act``, the action before mapping; the
     policy's own entry, hidden state included (:func:`policy_entry`); ``dist_std``.
 
-    Two things differ. The policy is given no infos. And what it draws comes from generators of torch and NumPy that
-    are seeded, where it acts, by the seed of the rollout: repeatable on the same topology, not across topologies.
-    In the driver these are the global ones, seeded by nobody.
+    Two things differ. The policy gets no infos. And the generators of torch and NumPy that it draws from are seeded,
+    where it acts, by the seed of the rollout: its draws are repeatable on the same topology, not across topologies.
+    In the driver they are the global generators, and rayvec does not seed them.
 
     Args:
         policy: A policy, or an algorithm, whose policy is taken. It is not copied.
@@ -79,31 +79,33 @@ class TianshouPolicy:
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:
         """Clears the hidden state of some environments."""
-        if self._state is not None and len(rows):
-            _clear_rows(self._state, rows)
+        if isinstance(self._state, Batch):
+            self._state.empty_(rows)
+        elif self._state is not None:
+            self._state[rows] = None if self._state.dtype == object else 0
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns the policy's state as one flat vector; its bits are what counts, not the numbers they make."""
+        """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
         parts = [_bytes(tensor) for tensor in _tensors(self._policy)]
         numbers = [(float(_KINDS.index(type(value))), float(value or 0)) for _, _, value in _numbers(self._policy)]
         parts.append(np.array(numbers, np.float64).reshape(-1).view(np.uint8))
         return np.concatenate(parts).view(np.float32)
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Takes over what :meth:`weights` returned in another process.
+        """Loads what :meth:`weights` returned in another process.
 
         Raises:
-            ConfigError: It is of a policy with other parameters.
+            ConfigError: It comes from a policy with other parameters.
         """
         stream = np.ascontiguousarray(weights).view(np.uint8)
         tensors, numbers = list(_tensors(self._policy)), list(_numbers(self._policy))
         sizes = [_padded(tensor) for tensor in tensors]
         if stream.size != sum(sizes) + 16 * len(numbers):
             raise ConfigError(
-                "The state of a policy is taken over by the same policy.",
+                "The state of a policy is loaded by the same policy.",
                 expected=f"{(sum(sizes) + 16 * len(numbers)) // 4} numbers",
                 got=weights.shape,
-                remedy="Pass what weights() of a TianshouPolicy returned; a changed policy is sent anew.",
+                remedy="Pass what weights() of a TianshouPolicy returned; publish a changed policy again.",
             )
         start = 0
         with torch.no_grad():
@@ -116,7 +118,7 @@ class TianshouPolicy:
             holder[name] = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Goes to the processor's own memory and into evaluation mode on its way; remembers no episode."""
+        """Moves a copy to the CPU; the hidden state stays behind."""
         policy = self._policy
         if any(tensor.is_cuda for tensor in _tensors(policy)):
             policy = copy.deepcopy(policy).cpu()
@@ -135,10 +137,10 @@ class TianshouPolicy:
 
 
 class RandomActions:
-    """Samples of an action space, of a generator for each environment that is seeded by the rollout's noise.
+    """Samples an action space, with a generator for each environment that the rollout's noise seeds.
 
     Args:
-        space: Of the actions of one environment.
+        space: The action space of one environment.
     """
 
     noise = NoiseSpec("uniform", 1)
@@ -156,25 +158,25 @@ class RandomActions:
         return np.array([space.sample() for space in self._spaces]), {}
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Has none."""
+        """Does nothing: there are no weights."""
 
 
 def record_logp(policy: Policy) -> None:
-    """Lets a policy note the log-probability of each action that it draws, from now on, wherever it acts.
+    """Lets a policy record the log-probability of each action that it draws, from now on, wherever it acts.
 
-    It stands in the policy's entry, which every collector puts into the buffer: ``batch.policy.logp``.
+    Every collector puts it into the buffer, in the policy's entry: ``batch.policy.logp``.
     """
     if not records_logp(policy):
         policy.register_forward_hook(_note_logp)
 
 
 def records_logp(policy: Policy) -> bool:
-    """Whether :func:`record_logp` was called for it, here or where it comes from."""
+    """Whether :func:`record_logp` was called for it, in this process or in the one that it comes from."""
     return _note_logp in policy._forward_hooks.values()
 
 
 def joint_logp(dist: torch.distributions.Distribution, act: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities of actions ``[B]``, summed over components where `dist` holds them apart."""
+    """Returns log-probabilities of actions ``[B]``, summed over components where `dist` keeps them separate."""
     return dist.log_prob(act).reshape(len(act), -1).sum(-1)
 
 
@@ -215,25 +217,15 @@ def _detached(state: Any) -> Any:
     return state.detach() if isinstance(state, torch.Tensor) else state
 
 
-def _clear_rows(state: Any, rows: NDArray[np.int64]) -> None:
-    if isinstance(state, dict | Batch):
-        for part in state.values():
-            _clear_rows(part, rows)
-    elif isinstance(state, torch.Tensor):
-        state[torch.from_numpy(rows)] = 0
-    elif isinstance(state, np.ndarray):
-        state[rows] = None if state.dtype == object else 0
-
-
 def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
     yield from (parameter.detach() for parameter in policy.parameters())
     yield from policy.buffers()
 
 
 def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yields the plain numbers of every module, and of its exploration noise: where they stand, and what they are.
+    """Yields the plain numbers of every module and of its exploration noise: their dict, name and value.
 
-    Those of NumPy are among them: a schedule made with ``np.interp`` sets an epsilon to one.
+    NumPy's numbers are among them: a schedule made with ``np.interp`` sets an epsilon to one.
     """
     for module in policy.modules():
         held = vars(module)
@@ -250,7 +242,7 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor in the vector: whole numbers of four."""
+    """Bytes of a tensor in the vector: a multiple of four."""
     return -(-tensor.numel() * tensor.element_size() // 4) * 4
 
 

@@ -1,4 +1,7 @@
-"""Observations that are not finite: named, left out with their episode, or kept; never in a step that is valid."""
+"""Observations that are not finite: named, left out with their episode, or kept; never in a valid step.
+
+Most tests step their environments in this process; one kind of each runs on worker processes of two nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.data.finite import drop_bad_episodes, find_bad_obs
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CountingEnv, assert_identical
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 EPISODE, STEP = 1, 2
 
 
 class BadEnv(CountingEnv):
-    """Some episodes have a NaN in their midst, some end with an infinity, some begin with one."""
+    """Some episodes have a NaN in the middle, some end with an infinity, some begin with one."""
 
     observation_space = spaces.Dict(
         {"count": CountingEnv.observation_space, "inner": spaces.Tuple([spaces.Box(-9, 9, (2,), np.float32)])}
@@ -67,9 +71,26 @@ def zeros(obs: Any) -> Any:
     return np.zeros(len(obs["count"]), int)
 
 
-def test_the_chunk_behind_a_bad_one_is_dropped(make_vec: MakeVec) -> None:
-    """With prefetching it had been asked for; its episodes have lost their beginnings."""
-    env = make_vec([BadEnv] * 2)
+def local(envs: Any) -> RayVecEnv:
+    return RayVecEnv(envs, num_nodes=0)
+
+
+ONE_BAD = [partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)]
+
+
+@pytest.fixture(scope="module")
+def one_bad(make_module_vec: MakeVec) -> RayVecEnv:
+    return make_module_vec(ONE_BAD, nodes=2)
+
+
+@pytest.fixture(scope="module")
+def all_bad(make_module_vec: MakeVec) -> RayVecEnv:
+    return make_module_vec([BadEnv] * 3, workers=2)
+
+
+def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
+    """Prefetching had started it; its episodes have lost their beginnings."""
+    env = local([BadEnv] * 2)
     collector = Collector(env, zeros, seed=0, prefetch=True)
     with pytest.raises(EnvError, match="finite"):
         for _ in range(100):
@@ -78,7 +99,7 @@ def test_the_chunk_behind_a_bad_one_is_dropped(make_vec: MakeVec) -> None:
     assert collector.drain() is None
     batch = collector.collect(n_step=2)
     assert batch.stats.n_surplus_steps == 2 * 4
-    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+    assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "new episodes begin"
     collector.close()
 
 
@@ -87,12 +108,10 @@ def test_the_chunk_behind_a_bad_one_is_dropped(make_vec: MakeVec) -> None:
     [{}, {"inference": "driver"}, {"by_reference": True}, {"prefetch": True}],
     ids=["worker", "driver", "ref", "pre"],
 )
-def test_what_is_raised_names_environment_step_and_key(make_vec: MakeVec, how: Any) -> None:
-    env = make_vec([partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)], nodes=2)
+def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: Any) -> None:
+    env = one_bad
     collector = Collector(env, zeros, seed=0, **how)
-    reference = Collector(
-        make_vec([partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)]), zeros, seed=0, on_bad_obs="keep"
-    )
+    reference = Collector(local(ONE_BAD), zeros, seed=0, on_bad_obs="keep")
     obs = reference.collect(n_step=3 * 40).chunks[0].obs["inner"][0]
     ((t, n), *_) = np.argwhere(np.isnan(obs).any(-1)).tolist()
     assert n == 1
@@ -106,14 +125,14 @@ def test_what_is_raised_names_environment_step_and_key(make_vec: MakeVec, how: A
     assert not env.closed
     if not how:
         batch = collector.collect(n_step=3)
-        assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "it begins anew"
+        assert (batch.chunks[0].obs["count"][0, :, STEP] == 0).all(), "new episodes begin"
     collector.close()
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
 @pytest.mark.parametrize("num_steps", [1, 2, 9, 100])
-def test_no_valid_step_begins_or_ends_with_what_was_dropped(make_vec: MakeVec, num_steps: int, inference: Any) -> None:
-    env = make_vec([BadEnv] * 3, workers=2)
+def test_no_valid_step_begins_or_ends_with_what_was_dropped(all_bad: RayVecEnv, num_steps: int, inference: Any) -> None:
+    env = all_bad if inference == "worker" else local([BadEnv] * 3)
     collector = Collector(env, zeros, inference, seed=0, on_bad_obs="drop")
     batches = [collector.collect(n_step=3 * num_steps) for _ in range(100 // num_steps)]
     assert sum(batch.stats.n_dropped_episodes for batch in batches) >= 10
@@ -141,8 +160,8 @@ def test_no_valid_step_begins_or_ends_with_what_was_dropped(make_vec: MakeVec, n
     assert counted == np.concatenate([batch.stats.lens for batch in batches]).tolist() and len(counted) > 10
 
 
-def test_whole_episodes_are_counted_without_those_that_were_dropped(make_vec: MakeVec) -> None:
-    collector = Collector(make_vec([BadEnv] * 3), zeros, seed=0, on_bad_obs="drop")
+def test_whole_episodes_are_counted_without_those_that_were_dropped() -> None:
+    collector = Collector(local([BadEnv] * 3), zeros, seed=0, on_bad_obs="drop")
     for _ in range(2):
         batch = collector.collect(n_episode=20)
         assert batch.stats.n_collected_episodes == 20 and batch.stats.n_dropped_episodes > 0
@@ -151,21 +170,21 @@ def test_whole_episodes_are_counted_without_those_that_were_dropped(make_vec: Ma
         assert ends.tolist() == [7, 7, 6]
 
 
-def test_an_environment_without_good_episodes_is_an_error(make_vec: MakeVec) -> None:
-    collector = Collector(make_vec([AlwaysBad]), zeros, seed=0, on_bad_obs="drop")
+def test_an_environment_without_good_episodes_is_an_error() -> None:
+    collector = Collector(local([AlwaysBad]), zeros, seed=0, on_bad_obs="drop")
     assert collector.collect(n_step=9).stats.n_collected_steps == 0
     with pytest.raises(EnvError, match="nan at"):
         collector.collect(n_episode=1)
 
 
-def test_keeping_is_keeping(make_vec: MakeVec) -> None:
-    batch: Batch = Collector(make_vec([BadEnv] * 2), zeros, seed=0, on_bad_obs="keep").collect(n_step=2 * 60)
+def test_keeping_is_keeping() -> None:
+    batch: Batch = Collector(local([BadEnv] * 2), zeros, seed=0, on_bad_obs="keep").collect(n_step=2 * 60)
     (chunk,) = batch.chunks
     assert chunk.valid.all() and np.isnan(chunk.obs["inner"][0]).any() and np.isinf(chunk.final_obs["inner"][0]).any()
 
 
-def test_choices(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv])
+def test_choices() -> None:
+    env = local([CountingEnv])
     for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop", "by_reference": True}):
         with pytest.raises(ConfigError, match="Remedy"):
             Collector(env, zeros, **options)  # type: ignore[arg-type]

@@ -31,9 +31,9 @@ def counting(make_module_vec: MakeVec) -> RayVecEnv:
     return make_module_vec([CountingEnv] * 5, nodes=2)
 
 
-@pytest.fixture(scope="module")
-def coins(make_module_vec: MakeVec) -> RayVecEnv:
-    return make_module_vec([partial(CoinEnv, 1, 40)] * 20, workers=2)
+def local(envs: Any, **kwargs: Any) -> RayVecEnv:
+    """Environments that this process steps, for tests to which it makes no difference where they are."""
+    return RayVecEnv(envs, num_nodes=0, **kwargs)
 
 
 def assert_consistent(batch: Batch) -> None:
@@ -76,9 +76,8 @@ class TestSteps:
         whole = Collector(counting, TablePolicy(), seed=1).collect(n_step=5 * 45)
         assert_identical(pieces, (whole.stats.returns, whole.stats.lens))
 
-    def test_returns_and_lengths_are_gymnasiums(self, make_vec: MakeVec) -> None:
-        env = make_vec([DriftEnv] * 4, workers=2)
-        batch = Collector(env, zeros, seed=3).collect(n_step=4 * 120)
+    def test_returns_and_lengths_are_gymnasiums(self) -> None:
+        batch = Collector(local([DriftEnv] * 4), zeros, seed=3).collect(n_step=4 * 120)
         sync = RecordEpisodeStatistics(SyncVectorEnv([DriftEnv] * 4, autoreset_mode="SameStep"))
         sync.reset(seed=3)
         returns, lens = [], []
@@ -102,8 +101,8 @@ class TestSteps:
         assert_same_chunk(chunks[1], chunks[0])
         assert_same_chunk(chunks[2], chunks[0])
 
-    def test_without_a_seed_nothing_repeats(self, make_vec: MakeVec) -> None:
-        env = make_vec([DriftEnv] * 2)
+    def test_without_a_seed_nothing_repeats(self) -> None:
+        env = local([DriftEnv] * 2)
         first, second = (Collector(env, TablePolicy()).collect(n_step=20).chunks[0] for _ in range(2))
         assert not np.array_equal(first.obs, second.obs) and not np.array_equal(first.act, second.act)
 
@@ -129,7 +128,7 @@ class TestEpisodes:
         for _ in range(3):
             batch = collector.collect(n_episode=10)
             first = batch.chunks[0]
-            assert (first.obs[0, :, 2] == 0).all(), "an episode under way was counted"
+            assert (first.obs[0, :, 2] == 0).all(), "an unfinished episode was counted"
             assert batch.stats.n_collected_steps == batch.stats.lens.sum()
             assert_identical(*episodes_of(batch))
 
@@ -141,9 +140,9 @@ class TestEpisodes:
         assert counting_errors(batch.chunks) == []
         assert_consistent(batch)
 
-    def test_short_episodes_are_not_favoured(self, coins: RayVecEnv) -> None:
+    def test_short_episodes_are_not_favoured(self) -> None:
         """Lengths of 1 or 40 by the toss of a coin: the mean is 20.5, in the first call as in all others."""
-        collector = Collector(coins, zeros, seed=4)
+        collector = Collector(local([partial(CoinEnv, 1, 40)] * 20), zeros, seed=4)
         for _ in range(4):
             lens = collector.collect(n_episode=200).stats.lens
             assert len(lens) == 200
@@ -191,9 +190,8 @@ class TestWeights:
         assert collector.collect(n_step=10).chunks[0].weights_version == 1
         assert collector.set_weights(good) == 2
 
-    def test_a_callable_has_none(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv] * 2)
-        collector = Collector(env, zeros, "driver")
+    def test_a_callable_has_none(self) -> None:
+        collector = Collector(local([CountingEnv] * 2), zeros, "driver")
         with pytest.raises(ConfigError, match="Remedy"):
             collector.set_weights(np.zeros(3, np.float32))
         assert collector.collect(n_step=2).chunks[0].weights_version == 0
@@ -219,7 +217,8 @@ class TestTimes:
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
     def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
-        env = make_vec([partial(TimedEnv, 0.01)] * 2)
+        envs = [partial(TimedEnv, 0.01)] * 2
+        env = make_vec(envs) if inference == "worker" else local(envs)
         split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
         assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
 
@@ -229,7 +228,7 @@ class TestTimes:
         assert split["environment"] >= 10 * 0.05 / 2, "of the mean worker"
         assert split["waiting"] > 0.1
 
-    def test_what_was_done_in_flight_is_not_in_the_call(self, make_vec: MakeVec) -> None:
+    def test_what_was_done_before_the_call_is_not_in_it(self, make_vec: MakeVec) -> None:
         env = make_vec([partial(TimedEnv, 0.02)] * 2)
         collector = Collector(env, TablePolicy(), prefetch=True)
         collector.collect(n_step=2 * 10)
@@ -318,8 +317,8 @@ class TestInput:
             with pytest.raises(ConfigError, match="Remedy"):
                 mistake()
 
-    def test_a_closed_environment(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv])
+    def test_a_closed_environment(self) -> None:
+        env = local([CountingEnv])
         collector = Collector(env, zeros)
         env.close()
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
@@ -345,10 +344,14 @@ class TestPoliciesThatFail:
         assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_one_that_returns_wrong_shapes(self, make_vec: MakeVec, inference: Any) -> None:
+    def test_one_that_returns_wrong_shapes(self, inference: Any) -> None:
         for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
             with pytest.raises(ConfigError, match="Remedy"):
-                Collector(make_vec([CountingEnv] * 2), wrong, inference).collect(n_step=2)
+                Collector(local([CountingEnv] * 2), wrong, inference).collect(n_step=2)
+
+    def test_one_that_returns_wrong_shapes_in_a_worker(self, make_vec: MakeVec) -> None:
+        with pytest.raises(ConfigError, match="Remedy"):
+            Collector(make_vec([CountingEnv] * 2), lambda obs: np.zeros(len(obs) + 1, int)).collect(n_step=2)
 
     def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
         from rayvec.policies.networks import make_actor_critic

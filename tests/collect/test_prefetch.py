@@ -1,4 +1,4 @@
-"""One chunk in flight: the same chunks, one call earlier; nothing lost in silence, nothing waited for without need."""
+"""One pending chunk: the same chunks, one call earlier; nothing is lost in silence, and no wait is needless."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_a_chunk_is_taken_with_the_weights_of_its_beginning(prefetching: Collect
     assert staleness == [0, 1, 1, 1]
 
 
-def test_nobody_waits_for_a_chunk_in_flight_to_publish(gated: RayVecEnv, tmp_path: Path) -> None:
-    """The gate opens only after the weights have been published: who waited would wait for ever."""
+def test_publishing_does_not_wait_for_a_pending_chunk(gated: RayVecEnv, tmp_path: Path) -> None:
+    """The gate opens only after the weights have been published: a call that waited would wait for ever."""
     collector = Collector(gated, TablePolicy(), seed=1, prefetch=True)
     policies = [TablePolicy(seed=seed) for seed in range(3)]
     collector.collect(n_step=4 * 3)
@@ -128,7 +128,7 @@ def test_another_number_of_steps(prefetching: Collector) -> None:
     assert counting_errors(chunks) == []
 
 
-def test_a_reset_drops_the_chunk_in_flight_and_says_so(prefetching: Collector) -> None:
+def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> None:
     prefetching.collect(n_step=5 * 8)
     prefetching.reset(seed=70)
     batch = prefetching.collect(n_step=5 * 30)
@@ -145,11 +145,11 @@ def test_a_state_is_that_of_what_was_returned(counting: RayVecEnv, prefetching: 
     prefetching.collect(n_step=5 * 8)
     state = prefetching.state_dict()
     assert state["first_step"] == 8
-    in_flight = prefetching.collect(n_step=5 * 8).chunks[0]
+    pending = prefetching.collect(n_step=5 * 8).chunks[0]
     prefetching.load_state_dict(state)
     prefetching.reset(seed=3)
     again = prefetching.collect(n_step=5 * 8).chunks[0]
-    assert again.first_step == in_flight.first_step == 8
+    assert again.first_step == pending.first_step == 8
     assert again.obs[0].tolist() == [[3 + i, 0, 0, 0] for i in range(5)]
 
 
@@ -182,7 +182,7 @@ def test_an_interrupted_wait_loses_nothing(
     assert counting.call("unwrapped")  # the environments are free
 
 
-def test_a_fault_in_flight_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
+def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
     env = make_vec([FailingEnv] * 3, workers=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
     assert collector.collect(n_step=3 * 5).stats.n_collected_steps == 15
@@ -194,15 +194,15 @@ def test_a_fault_in_flight_surfaces_at_the_next_collect(make_vec: MakeVec) -> No
     collector.close()
 
 
-def test_closing_does_not_raise_what_happened_in_flight(make_vec: MakeVec, caplog: pytest.LogCaptureFixture) -> None:
-    collector = Collector(make_vec([FailingEnv] * 2), TablePolicy(), seed=0, prefetch=True)
+def test_closing_logs_what_a_pending_chunk_raised(caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector(RayVecEnv([FailingEnv] * 2, num_nodes=0), TablePolicy(), seed=0, prefetch=True)
     collector.collect(n_step=2 * 5)
     collector.close()
-    assert "in flight" in caplog.text and "the sixth step" in caplog.text
+    assert "a pending chunk failed" in caplog.text and "the sixth step" in caplog.text
     collector.close()
 
 
-def test_environments_close_with_a_chunk_in_flight(make_vec: MakeVec, tmp_path: Path) -> None:
+def test_environments_close_with_a_pending_chunk(make_vec: MakeVec, tmp_path: Path) -> None:
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 2, nodes=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
     pids = [pid for node in env.worker_pids().values() for pid in node]
@@ -215,11 +215,14 @@ def test_environments_close_with_a_chunk_in_flight(make_vec: MakeVec, tmp_path: 
     collector.close()
 
 
-@pytest.mark.parametrize("how", [{"timeout": 0.1}, {"terminate": True}], ids=["timeout", "terminate"])
-def test_they_are_ended_if_a_chunk_takes_longer_than_one_would_wait(
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({"timeout": 0.1}, id="timeout", marks=pytest.mark.slow), pytest.param({"terminate": True}, id="end")],
+)
+def test_environments_are_killed_if_a_chunk_takes_longer_than_close_waits(
     gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    """The gate never opens, and the time that is waited by default is longer than this test may take."""
+    """The gate never opens, and the time that `close` waits by default is longer than this test may take."""
     monkeypatch.setattr("rayvec.cluster.ray_pool._CLOSE_S", 1e4)
     collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
     pids = [pid for node in pids_of(gated) for pid in node]
@@ -228,8 +231,8 @@ def test_they_are_ended_if_a_chunk_takes_longer_than_one_would_wait(
     wait_until(lambda: not any(map(alive, pids)), "no process is left")
 
 
-def test_a_node_lost_in_flight_acts_again_with_the_same_weights(make_vec: MakeVec, tmp_path: Path) -> None:
-    """Others acted with the old weights; weights published meanwhile are for the chunk after."""
+def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(make_vec: MakeVec, tmp_path: Path) -> None:
+    """The other node acted with the old weights; weights published meanwhile are for the chunk after."""
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
     collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
     actor = env.worker_pids()[env.topology.nodes[1].name][0]
@@ -249,8 +252,9 @@ def test_a_node_lost_in_flight_acts_again_with_the_same_weights(make_vec: MakeVe
     assert_acted_with(batch.chunks[0], policies[1])
 
 
-def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path) -> None:
-    """Its successor takes both, the first from new episodes, each with the weights that it was asked for with."""
+@pytest.mark.slow
+def test_a_node_lost_with_two_pending_chunks(make_vec: MakeVec, tmp_path: Path) -> None:
+    """Its replacement takes both, the first from new episodes, each with the weights of its start."""
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
     env.reset(seed=0)
     policies = [TablePolicy(seed=seed) for seed in range(3)]
@@ -276,7 +280,7 @@ def test_a_node_lost_with_two_chunks_asked_for(make_vec: MakeVec, tmp_path: Path
 
 @pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
 def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec, node: int) -> None:
-    """What it had done stays; whoever takes its place acts with the newest weights, like the others."""
+    """Its part stays; the replacement worker acts with the newest weights, like the others."""
     env = make_vec([CountingEnv] * 4, nodes=2, on_env_error="restart")
     collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
     worker = env.worker_pids()[env.topology.nodes[node].name][1]
@@ -297,7 +301,7 @@ def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec, node:
     assert_acted_with(following, policies[1])
 
 
-def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) -> None:
+def test_what_cannot_be_combined(counting: RayVecEnv, prefetching: Collector) -> None:
     for mistake in (
         partial(Collector, counting, TablePolicy(), "driver", prefetch=True),
         partial(prefetching.collect, n_episode=3),
@@ -308,7 +312,7 @@ def test_what_does_not_go_together(counting: RayVecEnv, prefetching: Collector) 
         counting.rollout_wait()
 
 
-def test_the_last_call_begins_no_chunk(counting: RayVecEnv, prefetching: Collector) -> None:
+def test_the_last_call_starts_no_chunk(counting: RayVecEnv, prefetching: Collector) -> None:
     batches = [prefetching.collect(n_step=50, ahead=ahead) for ahead in (True, False)]
     assert counting.call("unwrapped") and prefetching.drain() is None  # the environments are free
     batches.append(prefetching.collect(n_step=50))

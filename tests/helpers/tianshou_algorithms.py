@@ -280,7 +280,7 @@ class Jitter(torch.nn.Module):
 
 
 class Flicker(torch.nn.Module):
-    """Draws one number for every row, which can't be told from a layer's own noise."""
+    """Draws one number for every row, which looks like a layer's own noise."""
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return obs * (1 + torch.randn(len(obs))[:, None])

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 class Line(gymnasium.Env[Any, Any]):
-    """Counts steps to the right; ends after `size` of them; says what it is told."""
+    """Counts steps to the right; ends after `size` of them; repeats its actions and options in infos."""
 
     observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
     action_space = spaces.Discrete(3)
@@ -136,7 +136,7 @@ class NoGymReset(Line):
 class Held(Line):
     """Waits in a step with action 1 until a file is there; with action 2 it ends its process or hangs.
 
-    Once any has been told to end or to hang, those that are made wait for the file too.
+    Once one has ended or hung, environments that are made afterwards wait for the file too.
     """
 
     def __init__(self, path: str, fault: str = "hang") -> None:
@@ -161,7 +161,7 @@ class Held(Line):
 
 
 class Breaks(Line):
-    """Raises in its third step, once: what is made anew in the same process is well."""
+    """Raises in its third step, once: a replacement in the same process does not."""
 
     broken: set[str] = set()  # noqa: RUF012
 

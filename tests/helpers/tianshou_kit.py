@@ -54,34 +54,27 @@ class Remembers(Policy):
         return Batch(act=value % 2, state=Batch(hidden=count + 1.0, other=Batch(cell=count * 2.0)))
 
 
-class NotFinite(DriftEnv):
-    """Observes NaN after its third step."""
+class Drift(DriftEnv):
+    """A DriftEnv that observes NaN after the step of an episode that `nan_at` names, once a test sets it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps = 0
+    nan_at: int | None = None
 
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
-        self._steps += 1
-        return (np.full_like(obs, np.nan) if self._steps == 3 else obs, *rest)
+        return (np.full_like(obs, np.nan) if self._t == self.nan_at else obs, *rest)
 
 
 class Agents(DriftEnv):
-    """Rewards three agents at once; in the step of an episode that it is told only one, or it raises, but only once."""
+    """Rewards three agents at once; a test may set a step of the episode in which it rewards one alone, or raises."""
 
-    _raised = False
-
-    def __init__(self, alone_at: int | None = None, raise_at: int | None = None) -> None:
-        super().__init__()
-        self._alone_at, self._raise_at = alone_at, raise_at
+    alone_at: int | None = None
+    raise_at: int | None = None
 
     def step(self, action: Any) -> Any:
         obs, rew, terminated, truncated, info = super().step(action)
-        if self._t == self._raise_at and not Agents._raised:
-            Agents._raised = True  # of this process, in which it is made anew
-            raise ValueError("it fails once")
-        if self._t == self._alone_at:
+        if self._t == self.raise_at:
+            raise ValueError("it fails once: the environment that replaces it has no such step")
+        if self._t == self.alone_at:
             return obs, rew, terminated, truncated, info
         return obs, np.array([rew, -rew, self._t]), terminated, truncated, {**info, "t": self._t}
 

@@ -1,9 +1,11 @@
-"""A rank object that algorithms come and go on, so that many tests share the same ranks."""
+"""A rank object that loads one algorithm after another, so that many tests share the same ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import ray
 
 from rayvec.learners.ranks import Ranks
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
@@ -38,3 +40,18 @@ class Stage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._on is not None:
             self._on.load_state_dict(state)
+
+
+class OneRank:
+    """A group of one rank, in this very process."""
+
+    num_ranks = 1
+
+    def __init__(self, pickled: bytes) -> None:
+        self._rank = AlgorithmRank(pickled)
+        self.state_dict = self._rank.state_dict
+        self.load_state_dict = self._rank.load_state_dict
+
+    def run(self, name: str, arguments: list[tuple[Any, Any]]) -> list[Any]:
+        [(update, shard)] = arguments
+        return [getattr(self._rank, name)(ray.get(update) if isinstance(update, ray.ObjectRef) else update, shard)]

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ import pytest
 import tianshou.algorithm
 import torch
 from helpers import tianshou_algorithms as kit
-from helpers.tianshou_stage import Stage
+from helpers.tianshou_stage import OneRank, Stage
+from helpers.waiting import alive, wait_until
 from tianshou.algorithm import NPG, Reinforce
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.algorithm.modelfree.sac import FixedAlpha
-from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.data import Batch, Collector, SequenceSummaryStats, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 
@@ -35,9 +35,16 @@ from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 from rayvec.tianshou.learn.data_parallel import EQUAL, pickle_algorithm, wrap
+from rayvec.tianshou.learn.draws import Cut, SlicedDraws
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Parallel = Callable[..., Any]
+SMOKE = ("ppo_variant", "impala", "sac", "rainbow")
+"""On-policy with everything that ranks patch, V-trace, patched draws, priorities: on 2 ranks; all others are slow."""
+
+
+def slow_unless(is_smoke: bool, *values: Any) -> Any:
+    """One case of a test, slow unless it is one of the smoke tests."""
+    return pytest.param(*values, marks=() if is_smoke else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +93,10 @@ def both(name: str, dtype: torch.dtype, make: Callable[[Any], Any], **how: Any) 
 
 
 class TestRanksEqualOne:
-    @pytest.mark.parametrize("num_ranks", [2, 3])
-    @pytest.mark.parametrize("name", kit.MAKERS)
+    @pytest.mark.parametrize(
+        ("name", "num_ranks"),
+        [slow_unless(n == 2 and name in SMOKE, name, n) for name in kit.MAKERS for n in (2, 3)],
+    )
     def test_in_float64(self, parallel: Parallel, name: str, num_ranks: int) -> None:
         plain, other, stats, other_stats = both(name, torch.float64, lambda each: parallel(each, num_ranks))
         start = kit.make(name)
@@ -96,22 +105,37 @@ class TestRanksEqualOne:
         assert other_stats.get_loss_stats_dict() == pytest.approx(stats.get_loss_stats_dict(), rel=1e-8)
         assert type(other_stats) is type(stats)
 
+    @pytest.mark.usefixtures("ray_cluster")
+    @pytest.mark.parametrize("name", kit.MAKERS)
+    def test_one_rank_in_this_process_and_no_patch_is_left(self, name: str) -> None:
+        patched = [vars(Batch)["split"], vars(SequenceSummaryStats)["from_sequence"]]
+        plain, other, stats, other_stats = both(
+            name, torch.float64, lambda each: wrap(each, OneRank(pickle_algorithm(each))), count=3
+        )
+        assert difference(other, plain) < 1e-9 < 1e-5 < difference(kit.make(name), plain)
+        assert other_stats.get_loss_stats_dict() == pytest.approx(stats.get_loss_stats_dict(), rel=1e-8)
+        assert patched == [vars(Batch)["split"], vars(SequenceSummaryStats)["from_sequence"]]
+        algorithm: Any = other._group._rank.algorithm
+        own = {name for holder in (algorithm, *algorithm._optimizers) for name in vars(holder)}
+        assert not own & {"compute_episodic_return", "compute_vtrace", "step"}
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", kit.MAKERS)
     def test_in_float32(self, parallel: Parallel, name: str) -> None:
         plain, other, _, _ = both(name, torch.float32, lambda each: parallel(each, 3))
         assert difference(other, plain) < 1e-4
 
-    @pytest.mark.parametrize("name", ["ppo", "impala", "sac", "dqn"])
+    @pytest.mark.parametrize("name", [slow_unless(name == "ppo", name) for name in ("ppo", "impala", "sac", "dqn")])
     def test_not_without_averaging(self, parallel: Parallel, name: str) -> None:
         plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 2, averages=False), count=3)
         assert difference(other, plain) > 1e-5
 
-    @pytest.mark.parametrize("name", kit.MAKERS)
-    def test_all_ranks_end_with_the_same_bits(self, parallel: Parallel, name: str) -> None:
-        other = parallel(kit.make(name), 3)
+    @pytest.mark.parametrize(("name", "num_ranks"), [("td3", 2), *(slow_unless(False, name, 3) for name in kit.MAKERS)])
+    def test_all_ranks_end_with_the_same_bits(self, parallel: Parallel, name: str, num_ranks: int) -> None:
+        other = parallel(kit.make(name), num_ranks)
         kit.updates(other, kit.fill(other), count=3)
         first, *others = other._group.ask_all("state_dict")
-        assert len(others) == 2
+        assert len(others) == num_ranks - 1
         start = AlgorithmState(kit.make(name)).capture()["tensors"]
         assert not all(map(torch.equal, first["tensors"], start))
         for state in others:
@@ -121,20 +145,24 @@ class TestRanksEqualOne:
                     assert a.keys() == b.keys()
                     assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
 
-    @pytest.mark.parametrize("name", ["ppo", "impala", "td3"])
-    def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str) -> None:
-        plain, other, _, _ = both(name, torch.float64, lambda each: parallel(each, 3), count=5, rows=2)
+    @pytest.mark.parametrize(
+        ("name", "num_ranks"), [("td3", 2), *(slow_unless(False, name, 3) for name in ("ppo", "impala", "td3"))]
+    )
+    def test_with_fewer_rows_than_ranks(self, parallel: Parallel, name: str, num_ranks: int) -> None:
+        plain, other, _, _ = both(
+            name, torch.float64, lambda each: parallel(each, num_ranks), count=5, rows=num_ranks - 1
+        )
         assert difference(other, plain) < 1e-9
 
     def test_numbers_come_back(self, parallel: Parallel) -> None:
-        plain, other, _, _ = both("td3", torch.float64, lambda each: parallel(each, 3), count=5)
+        plain, other, _, _ = both("td3", torch.float64, lambda each: parallel(each, 2), count=5)
         theirs = AlgorithmState(other.plain()).numbers()
         for place, value in AlgorithmState(plain).numbers().items():
             assert theirs[place] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), place
         assert plain._cnt == 5
 
     def test_moments_and_schedules_come_back(self, parallel: Parallel) -> None:
-        plain, other, _, _ = both("ppo_variant", torch.float64, lambda each: parallel(each, 3), count=5)
+        plain, other, _, _ = both("ppo_variant", torch.float64, lambda each: parallel(each, 2), count=5)
         assert other.ret_rms.count == plain.ret_rms.count == 5 * 2 * 120
         assert other.ret_rms.var == pytest.approx(plain.ret_rms.var, rel=1e-12)
         rates = [each.optim._optim.param_groups[0]["lr"] for each in (plain, other)]
@@ -142,7 +170,7 @@ class TestRanksEqualOne:
 
     def test_generators_come_back(self, parallel: Parallel) -> None:
         left = []
-        for make in (lambda each: each, lambda each: parallel(each, 3)):
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
             algorithm = make(kit.make("sac"))
             kit.updates(algorithm, kit.fill(algorithm), count=2)
             left.append((np.random.random(), torch.rand(1).item()))
@@ -150,7 +178,7 @@ class TestRanksEqualOne:
 
     def test_priorities_come_back(self, parallel: Parallel) -> None:
         weights = []
-        for make in (lambda each: each, lambda each: parallel(each, 3)):
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
             algorithm = make(kit.make("rainbow"))
             buffer: Any = kit.fill(algorithm)
             before = buffer.weight[np.arange(120)]
@@ -257,21 +285,9 @@ class TestDriver:
         with pytest.raises(RuntimeError, match="training step"):
             other.update(buffer=kit.fill(other), sample_size=8)
 
-    def test_what_a_net_raises(self, parallel: Parallel) -> None:
-        other = parallel(kit.make("dqn"), 2)
-        buffer = kit.fill(other)
-        kit.updates(other, buffer, count=1)
-        other.huber_loss_delta = -1.0
-        with pytest.raises(RuntimeError, match="non-positive values for delta") as caught:
-            kit.updates(other, buffer, count=1)
-        assert isinstance(caught.value.__cause__, LearnerError)
-
 
 def wait_for_end(pid: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline_s, "the rank goes on"
-        time.sleep(0.05)
+    wait_until(lambda: not alive(pid), "the rank has ended")
 
 
 def as_class(kind: type[Any]) -> Any:
@@ -335,21 +351,6 @@ class TestRefused:
         with pytest.raises(ConfigError, match="once"):
             data_parallel(parallel(kit.make("dqn"), 2), 2)
 
-    @pytest.mark.parametrize(
-        ("layer", "error"),
-        [
-            (kit.Jitter, "randn_like"),
-            (kit.Dust, "cauchy_"),
-            (kit.Flicker, r"the same state of torch's generators.* Got: 2 different states on 2 ranks"),
-        ],
-    )
-    def test_draws_that_cannot_be_cut(self, parallel: Parallel, layer: Any, error: str) -> None:
-        algorithm = kit.make("dqn")
-        algorithm.policy.model = kit.Layers(layer(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
-        other = parallel(algorithm.float(), 2)
-        with pytest.raises(LearnerError, match=error):
-            kit.updates(other, kit.fill(other, torch.float32), count=1)
-
     def test_tianshou_1(self, tmp_path: Any) -> None:
         (tmp_path / "tianshou").mkdir()
         (tmp_path / "tianshou" / "__init__.py").write_text('__version__ = "1.2.0"\n')
@@ -376,26 +377,43 @@ def test_a_subclass_that_adds(parallel: Parallel) -> None:
     assert type(other.plain()) is kit.Named
 
 
-class TestTrainers:
-    """Tianshou's trainers, unmodified, on ranks of their own."""
+class TestDraws:
+    def test_noise_of_some_rows_is_cut_from_that_of_all(self) -> None:
+        torch.manual_seed(0)
+        whole = torch.randn(5, 2)
+        draws = SlicedDraws()
+        draws.cut = Cut(5, torch.tensor([1, 3]), 0.4)
+        torch.manual_seed(0)
+        with draws:
+            assert torch.equal(torch.randn(2, 2), whole[[1, 3]])
 
-    def test_on_policy(self, ray_cluster: object) -> None:
+    @pytest.mark.parametrize("draw", [torch.randn_like, torch.Tensor.cauchy_, torch.nn.functional.dropout])
+    def test_draws_that_cannot_be_cut_are_refused(self, draw: Any) -> None:
+        draws = SlicedDraws()
+        draws.cut = Cut(5, torch.tensor([1, 3]), 0.4)
+        with draws, pytest.raises(LearnerError, match="can't be cut"):
+            draw(torch.zeros(2, 2))
+
+
+class TestTrainers:
+    """Tianshou's trainers, unmodified."""
+
+    def test_on_policy(self, parallel: Parallel) -> None:
         algorithm = kit.cartpole_ppo()
         start = copy.deepcopy(algorithm)
-        env = DummyVectorEnv([kit.make_cartpole] * 4)
-        with data_parallel(algorithm, 2, num_cpus=0) as other:
-            collector = Collector(other, env, VectorReplayBuffer(400, 4))
-            result = other.run_training(
-                OnPolicyTrainerParams(
-                    training_collector=collector,
-                    test_collector=None,
-                    max_epochs=2,
-                    epoch_num_steps=200,
-                    collection_step_num_env_steps=100,
-                    update_step_num_repetitions=2,
-                    batch_size=32,
-                )
+        other = parallel(algorithm, 2)
+        collector = Collector(other, DummyVectorEnv([kit.make_cartpole] * 4), VectorReplayBuffer(400, 4))
+        result = other.run_training(
+            OnPolicyTrainerParams(
+                training_collector=collector,
+                test_collector=None,
+                max_epochs=2,
+                epoch_num_steps=200,
+                collection_step_num_env_steps=100,
+                update_step_num_repetitions=2,
+                batch_size=32,
             )
+        )
         assert result.update_step == 4
         assert difference(other, start) > 1e-4
         assert difference(other, algorithm) == 0
@@ -403,7 +421,7 @@ class TestTrainers:
     def test_off_policy_as_one(self, parallel: Parallel) -> None:
         """The whole run is that of plain Tianshou from the same generators: what it collects is the same, too."""
         ends = []
-        for make in (lambda each: each, lambda each: parallel(each, 3)):
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
             algorithm = make(kit.pendulum_sac())
             np.random.seed(0)
             torch.manual_seed(0)
@@ -430,8 +448,37 @@ class TestTrainers:
         assert difference(other, plain) < 1e-3
 
 
+class TestErrorsOnRanks:
+    """After an error the group starts its ranks again, which takes seconds: these come last."""
+
+    @pytest.mark.slow
+    def test_what_a_net_raises(self, parallel: Parallel) -> None:
+        other = parallel(kit.make("dqn"), 2)
+        buffer = kit.fill(other)
+        kit.updates(other, buffer, count=1)
+        other.huber_loss_delta = -1.0
+        with pytest.raises(RuntimeError, match="non-positive values for delta") as caught:
+            kit.updates(other, buffer, count=1)
+        assert isinstance(caught.value.__cause__, LearnerError)
+
+    @pytest.mark.parametrize(
+        ("layer", "error"),
+        [
+            slow_unless(False, kit.Jitter, "randn_like"),
+            slow_unless(False, kit.Dust, "cauchy_"),
+            (kit.Flicker, r"the same state of torch's generators.* Got: 2 different states on 2 ranks"),
+        ],
+    )
+    def test_draws_that_cannot_be_cut(self, parallel: Parallel, layer: Any, error: str) -> None:
+        algorithm = kit.make("dqn")
+        algorithm.policy.model = kit.Layers(layer(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
+        other = parallel(algorithm.float(), 2)
+        with pytest.raises(LearnerError, match=error):
+            kit.updates(other, kit.fill(other, torch.float32), count=1)
+
+
 class TestLostRanks:
-    @pytest.mark.parametrize(("name", "how"), [("sac", "SIGKILL"), ("ppo", "SIGSTOP")])
+    @pytest.mark.parametrize(("name", "how"), [("sac", "SIGKILL"), slow_unless(False, "ppo", "SIGSTOP")])
     def test_lost_in_an_update(self, ray_cluster: object, tmp_path: Any, name: str, how: str) -> None:
         """All are started again as they were before the update, which is done again: no number changes."""
         plain, struck = kit.make(name), kit.make(name)
@@ -439,29 +486,26 @@ class TestLostRanks:
         mark = tmp_path / "struck"
         struck.critic.register_module("falls", kit.Falls(str(mark), 4, signal.Signals[how]))
         struck.critic.register_forward_hook(kit.fall)
-        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 5) as other:
+        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 15) as other:
             pids = other.group.pids
             kit.updates(other, kit.fill(other), count=3)
             assert int(mark.read_text()) in pids
             assert not set(other.group.pids) & set(pids)
             assert difference(other, plain) < 1e-9
+            pids = other.group.pids
+        other.close()  # once more
+        for pid in pids:
+            wait_for_end(pid)
+        with pytest.raises(LearnerError, match="closed"):
+            kit.updates(other, kit.fill(other), count=1)
 
     def test_ranks_wait_a_minute_unless_told_otherwise(self) -> None:
         assert inspect.signature(data_parallel).parameters["timeout_s"].default == 60
 
-    def test_closed(self, ray_cluster: object) -> None:
+    @pytest.mark.slow
+    def test_ranks_end_when_the_algorithm_is_collected(self, ray_cluster: object) -> None:
         other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
-        buffer = kit.fill(other)
-        kit.updates(other, buffer, count=1)
-        pid = other.group.pids[0]
-        other.close()
-        other.close()
-        wait_for_end(pid)
-        with pytest.raises(LearnerError, match="closed"):
-            kit.updates(other, buffer, count=1)
-
-    def test_ranks_end_when_the_algorithm_goes(self, ray_cluster: object) -> None:
-        other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
+        kit.updates(other, kit.fill(other), count=1)
         pid = other.group.pids[0]
         del other
         gc.collect()

@@ -17,7 +17,7 @@ import tianshou.data
 import torch
 from helpers.exact import DriftEnv
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_kit import Agents, Exact, NotFinite, Pointed, Remembers
+from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
@@ -44,14 +44,15 @@ from rayvec.tianshou import Collector, RayVectorEnv
 MakeVenv = Callable[..., RayVectorEnv]
 
 
-ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
+ENVS: dict[str, Callable[[], Any]] = {"drift": Drift, "pointed": Pointed, "agents": Agents}
 
 
 @pytest.fixture(scope="module")
 def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
-    """Five environments of each kind on several workers, of two nodes and of one."""
+    """Five environments of each kind on two workers, of two nodes or of one; every test resets those it uses."""
+    settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
     made = {
-        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2, preload=("tianshou_kit",))
+        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2 // nodes, **settings)
         for name, nodes in (("drift", 2), ("pointed", 1), ("agents", 1))
     }
     yield made
@@ -142,6 +143,7 @@ class TestSteps:
         for n_step in (15, 100):
             collect_both(mine, other, n_step=n_step)
         for collector in (mine, other):
+            collector.reset_buffer()  # before the reset, which marks where it cuts episodes that are stored
             collector.reset()
         collect_both(mine, other, n_step=30)
         assert isinstance(mine.buffer.policy.hidden_state.hidden, torch.Tensor)
@@ -172,6 +174,33 @@ class TestEpisodes:
         mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(1000, 5))
         collect_both(mine, other, n_step=35)
         collect_both(mine, other, n_episode=12)
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize(
+        "make_buffer", [lambda: VectorReplayBuffer(1000, 5), lambda: CachedReplayBuffer(ReplayBuffer(800), 5, 60)]
+    )
+    def test_no_transition_joins_two_episodes_where_environments_are_reset(
+        self, venvs: dict[str, RayVectorEnv], make_buffer: Callable[[], Any], inference: Any
+    ) -> None:
+        """Tianshou's own Collector leaves the last transition before a reset open, and `next` crosses it."""
+        mine = Collector(Exact(), venvs["drift"], make_buffer(), inference=inference)
+        mine.reset()
+        mine.collect(n_step=15)
+        cut = sum(sub._ep_len > 0 for sub in mine.buffer.buffers[-2:])
+        with pytest.warns(UserWarning, match="n_episode=3"):
+            mine.collect(n_episode=3)  # the last two environments take no part, and all are reset
+        mine.collect(n_step=20)
+        cut += len(mine.buffer.unfinished_index())
+        mine.reset(reset_buffer=False, reset_stats=False)
+        mine.collect(n_step=25)
+        buffer = mine.buffer
+        rows = buffer.sample_indices(0)
+        following = buffer.next(rows)
+        inner = following != rows
+        assert inner.sum() > 40
+        np.testing.assert_array_equal(buffer.obs[following[inner]], buffer.obs_next[rows[inner]])
+        assert not (buffer.terminated & buffer.truncated)[rows].any()
+        assert cut > 1 and mine.collect_episode == buffer.done[rows].sum() - cut, "cut episodes are not counted"
 
     def test_episode_hook_sees_and_changes_the_same(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(260, 5))
@@ -205,24 +234,24 @@ class TestEpisodes:
         mine.reset()
         mine.collect(n_step=15)
         mine.set_on_step_hook(None)
-        with pytest.raises(ConfigError, match=r"in the midst of one.*reset_before_collect=True"):
+        with pytest.raises(ConfigError, match=r"in mid-episode.*reset_before_collect=True"):
             mine.collect(n_episode=5)
         first = mine.collect(n_episode=5, reset_before_collect=True)
         assert first.n_collected_episodes == mine.collect(n_episode=5).n_collected_episodes == 5
 
-    def test_an_observation_that_is_not_finite_is_told_with_its_place(
-        self, ray_cluster: object, caplog: pytest.LogCaptureFixture
+    def test_an_observation_that_is_not_finite_is_logged_with_its_place(
+        self, venvs: dict[str, RayVectorEnv], caplog: pytest.LogCaptureFixture
     ) -> None:
-        env = RayVectorEnv([NotFinite] * 2, num_nodes=1, workers_per_node=1, preload=("tianshou_kit",))
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), raise_on_nan_in_buffer=True)
+        collector = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5), raise_on_nan_in_buffer=True)
         collector.reset()
+        venvs["drift"].set_env_attr("nan_at", 3, 0)
         with pytest.raises(MalformedBufferError):
-            collector.collect(n_step=20)
+            collector.collect(n_step=50)
+        venvs["drift"].set_env_attr("nan_at", None)
         place = (
             "(observation before step 3|last observation, after step 2,) of environment 0"  # of a chunk of any length
         )
         assert re.search(f"not finite: nan in the {place}", caplog.text)
-        env.close()
 
 
 class TestAgents:
@@ -247,28 +276,27 @@ class TestAgents:
         assert mine.collect(n_episode=6).returns.shape == (6, 3)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_a_failed_step_leaves_no_reward(self, ray_cluster: object, inference: Any) -> None:
-        env = RayVectorEnv(
-            [lambda: Agents(raise_at=3), Agents], num_nodes=1, workers_per_node=1, on_env_error="restart"
-        )
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), inference=inference)
+    def test_a_failed_step_leaves_no_reward(self, venvs: dict[str, RayVectorEnv], inference: Any) -> None:
+        env = venvs["agents"]
+        collector = Collector(Exact(), env, VectorReplayBuffer(500, 5), inference=inference)
         collector.reset()
-        stats = collector.collect(n_step=40)
+        env.set_env_attr("raise_at", 3, 0)
+        stats = collector.collect(n_step=100)
         buffer = collector.buffer
-        assert stats.n_collected_steps == len(buffer) == 39 and buffer.rew.shape == (100, 3)
+        assert stats.n_collected_steps == len(buffer) == 99 and buffer.rew.shape == (500, 3)
         first = buffer[buffer.sample_indices(0)]
         first = first[first.info.env_id == 0]
         assert first.rew[:3, 2].tolist() == [1, 2, 1]  # the third step failed, and the episode before it was cut
         assert first.truncated[:3].tolist() == [False, True, False]
-        env.close()
 
-    def test_a_reward_of_another_shape_is_refused(self, ray_cluster: object) -> None:
-        env = RayVectorEnv([lambda: Agents(alone_at=2)] * 2, num_nodes=1, workers_per_node=1)
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
+    def test_a_reward_of_another_shape_is_refused(self, venvs: dict[str, RayVectorEnv]) -> None:
+        env = venvs["agents"]
+        collector = Collector(Exact(), env, VectorReplayBuffer(500, 5))
         collector.reset()
+        env.set_env_attr("alone_at", 2)
         with pytest.raises(ConfigError, match=r"rewards of one shape.*all numbers of the shape \(3,\)"):
-            collector.collect(n_step=20)
-        env.close()
+            collector.collect(n_step=50)
+        env.set_env_attr("alone_at", None)
 
 
 def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:
@@ -304,41 +332,46 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
     assert "can't be pickled" in caplog.text
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_a_failing_environment_leaves_no_lie_in_the_buffer(ray_cluster: object, inference: Any) -> None:
+@pytest.fixture(scope="module", params=["worker", "driver"])
+def faulty(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Makes collectors on two environments; one of them fails in its seventh step, and after a restart again."""
+    fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
+    preload = ("helpers.tianshou_kit",) if request.param == "worker" else ()
+    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart", preload=preload)) as venv:
+        yield partial(Collector, Exact(), venv, inference=request.param)
+
+
+def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: Callable[..., Any]) -> None:
     """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
     shown: list[Any] = []
-    fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart")) as venv:
-        for first in (12, 4):
-            venv.seed([100, 200])  # episodes of many steps
-            venv.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
-            buffer = VectorReplayBuffer(100, 2)
-            collector = Collector(Exact(), venv, buffer, on_episode_done_hook=shown.append, inference=inference)
-            collector.reset()
-            stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
-            assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
-            rows = collector.buffer[:]
-            steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
-            assert (steps == 1).all()  # every transition is one step of one episode
-            failing = rows.info.env_id == 1
-            assert np.flatnonzero(rows.done[failing]).tolist() == [5, 11]
-            assert np.flatnonzero(rows.truncated[failing]).tolist() == [5, 11]
-            assert not rows.done[~failing].any()
-            assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
-            assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
-            assert len(collector.buffer) == first + 24 - 2
-            assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
-
-
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_an_environment_that_fails_before_anything_is_stored(ray_cluster: object, inference: Any) -> None:
-    fns = [partial(FaultyEnv, "raise", "step", 0), partial(FaultyEnv, "raise", "step", 0)]
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=1, on_env_error="restart")) as venv:
-        venv.seed([100, 200])
-        collector = Collector(Exact(), venv, VectorReplayBuffer(100, 2), inference=inference)
+    for first in (12, 4):
+        buffer = VectorReplayBuffer(100, 2)
+        collector = faulty(buffer, on_episode_done_hook=shown.append)
+        collector.env.seed([100, 200])  # episodes of many steps
+        collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
         collector.reset()
-        assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
+        stats = [collector.collect(n_step=n_step) for n_step in (first, 24)]
+        assert collector.buffer is buffer and all(type(s) is CollectStats for s in stats)
+        rows = collector.buffer[:]
+        steps = rows.obs_next[:, 2:] - rows.obs[:, 2:]
+        assert (steps == 1).all()  # every transition is one step of one episode
+        failing = rows.info.env_id == 1
+        assert np.flatnonzero(rows.done[failing]).tolist() == [5, 11]
+        assert np.flatnonzero(rows.truncated[failing]).tolist() == [5, 11]
+        assert not rows.done[~failing].any()
+        assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
+        assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
+        assert len(collector.buffer) == first + 24 - 2
+        assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
+
+
+def test_environments_that_fail_before_anything_is_stored(faulty: Callable[..., Any]) -> None:
+    collector = faulty(VectorReplayBuffer(100, 2))
+    collector.reset()
+    collector.env.set_env_attr("_fault", "raise")
+    collector.env.set_env_attr("_at", 0)
+    collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
+    assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
 
 
 class TestTrainers:

@@ -44,6 +44,7 @@ def test_an_experiment_runs_on_our_environments_and_collectors() -> None:
     world.envs.test_envs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_off_policy_experiments_prefetch() -> None:
     training = OffPolicyTrainingConfig(

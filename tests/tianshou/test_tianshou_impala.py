@@ -210,7 +210,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
 
 @pytest.fixture(scope="module")
 def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    made = RayVectorEnv([DriftEnv] * 4, num_nodes=2, workers_per_node=1)
+    made = RayVectorEnv([DriftEnv] * 4, num_nodes=1, workers_per_node=1)
     yield made
     with suppress(Exception):
         made.close()

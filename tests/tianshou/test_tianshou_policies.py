@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
-from conftest import MakeVec
 from gymnasium import spaces
 from helpers.exact import DriftEnv
 from helpers.tianshou_kit import Exact, Remembers
@@ -26,6 +25,7 @@ from tianshou.utils.net.discrete import DiscreteActor
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 OBS, BOX = spaces.Box(-9.0, 9.0, (2,), np.float32), spaces.Box(-2.0, 3.0, (3,), np.float32)
 NO_NOISE = np.full((4, 1), 0.5)
@@ -147,8 +147,8 @@ def test_random_actions_depend_on_the_environment_only() -> None:
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_memory_lasts_for_one_episode(make_vec: MakeVec, inference: Any) -> None:
-    env = make_vec([DriftEnv] * 4, workers=2, groups=2, preload=("tianshou_kit",))
+def test_memory_lasts_for_one_episode(inference: Any) -> None:
+    env = RayVecEnv([DriftEnv] * 4, num_nodes=0, groups=2)
     collector = Collector(env, TianshouPolicy(Remembers()), inference, seed=0)
     count = np.zeros(4)
     for _ in range(2):

@@ -33,7 +33,7 @@ SEEDS = [11, 22, 33, 44, 55]
 
 @pytest.fixture(scope="module")
 def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    made = RayVectorEnv([DriftEnv] * 5, num_nodes=2, workers_per_node=2, preload=("tianshou_kit",))
+    made = RayVectorEnv([DriftEnv] * 5, num_nodes=1, workers_per_node=2, preload=("helpers.tianshou_kit",))
     yield made
     with suppress(Exception):
         made.close()
@@ -50,11 +50,6 @@ def pair(venv: RayVectorEnv, make_policy: Callable[[], Any]) -> tuple[Any, Any]:
     return mine, other
 
 
-def land(collector: Any) -> None:
-    """Frees the environments for the next test."""
-    collector.reset_env()
-
-
 @pytest.mark.parametrize("make_policy", [Exact, Remembers])
 def test_steps_are_those_of_the_policy_one_change_ago(venv: RayVectorEnv, make_policy: Callable[[], Any]) -> None:
     mine, other = pair(venv, make_policy)
@@ -69,15 +64,15 @@ def test_steps_are_those_of_the_policy_one_change_ago(venv: RayVectorEnv, make_p
         assert_same_buffer(mine.buffer, other.buffer)
         if learns:
             if change > 0:
-                other.policy.shift.data.fill_(3.0 + change)  # as it was when the chunk now in flight began
+                other.policy.shift.data.fill_(3.0 + change)  # as it was when the pending chunk started
             mine.policy.shift.data.fill_(4.0 + change)
     assert ages == ([0, 1, 1, 1] if learns else [0, 0, 0, 0])
     assert mine.collect_step == other.collect_step == 200
-    land(mine)
+    mine.reset_env()  # frees the environments for the next test
 
 
 def test_other_numbers_of_steps(venv: RayVectorEnv) -> None:
-    """What is in flight counts; what it lacks is taken at once, with the newest policy."""
+    """Pending steps count; missing ones are taken at once, with the newest policy."""
     collector, _ = pair(venv, Exact)
     taken = []
     for n_step in (50, 100, 50, 25, 25):
@@ -87,7 +82,7 @@ def test_other_numbers_of_steps(venv: RayVectorEnv) -> None:
     stats = collector.collect(n_step=60, random=True)
     assert stats.n_collected_steps == 60
     collector.collect(n_step=60)
-    land(collector)
+    collector.reset_env()
 
 
 def test_more_steps_than_a_chunk_has_without_prefetch(venv: RayVectorEnv) -> None:
@@ -95,7 +90,7 @@ def test_more_steps_than_a_chunk_has_without_prefetch(venv: RayVectorEnv) -> Non
     for _ in range(2):
         assert mine.collect(n_step=900).n_collected_steps == other.collect(n_step=900).n_collected_steps
     assert_same_buffer(mine.buffer, other.buffer)
-    land(mine)
+    mine.reset_env()  # frees the environments for the next test
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -133,10 +128,10 @@ def test_an_interrupted_wait_loses_nothing(
         mine.collect(n_step=50)
     assert mine.reset() is not None
     assert venv.step(np.zeros(5, int))[1].shape == (5,)  # the environments are free
-    land(mine)
+    mine.reset_env()  # frees the environments for the next test
 
 
-def test_a_reset_drops_what_is_in_flight(venv: RayVectorEnv) -> None:
+def test_a_reset_drops_the_pending_chunk(venv: RayVectorEnv) -> None:
     collector, _ = pair(venv, Exact)
     collector.collect(n_step=50)
     with pytest.raises(AssertionError, match="prefetching"):
@@ -149,10 +144,11 @@ def test_a_reset_drops_what_is_in_flight(venv: RayVectorEnv) -> None:
     collector.reset()
     starts = collector.collect(n_step=5)
     assert starts.n_collected_steps == 5 and starts.staleness == 0
-    land(collector)
+    collector.reset_env()
 
 
-def test_an_environment_that_raises_in_flight_is_reported(ray_cluster: object) -> None:
+@pytest.mark.slow
+def test_an_environment_that_raises_in_a_pending_chunk_is_reported(ray_cluster: object) -> None:
     env = RayVectorEnv([lambda: FaultyEnv("raise", at=15)] * 2, num_nodes=1, workers_per_node=1)
     collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
     collector.reset()
@@ -162,7 +158,8 @@ def test_an_environment_that_raises_in_flight_is_reported(ray_cluster: object) -
     env.close()
 
 
-def test_environments_close_with_a_chunk_in_flight(ray_cluster: object) -> None:
+@pytest.mark.slow
+def test_environments_close_with_a_pending_chunk(ray_cluster: object) -> None:
     env = RayVectorEnv([DriftEnv] * 2, num_nodes=1, workers_per_node=1)
     collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
     collector.reset()
@@ -185,7 +182,7 @@ def test_stats_of_ones_own(venv: RayVectorEnv) -> None:
         stats = collector.collect(n_step=10)
         assert type(stats) is expected
         assert "staleness" not in dataclasses.asdict(stats) or dataclasses.asdict(stats)["staleness"] in (0, 7)
-        land(collector)
+        collector.reset_env()
 
 
 def actor_critic() -> dict[str, Any]:
@@ -249,4 +246,4 @@ def test_the_unmodified_off_policy_trainer_runs(venv: RayVectorEnv) -> None:
     )
     assert result.timing.train_time > 0
     assert len(ages) == 20 and ages[0] == 0 and set(ages[1:]) == {1}
-    land(collector)
+    collector.reset_env()

@@ -109,7 +109,7 @@ def test_a_run_takes_no_chunk_that_nothing_learns_from(
     class Watched(Collector):
         def collect(self, *args: Any, **kwargs: Any) -> Batch:
             batch = super().collect(*args, **kwargs)
-            seen.append(bool(self._in_flight))
+            seen.append(bool(self._pipeline.pending))
             return batch
 
     monkeypatch.setattr(sys.modules["rayvec.training.progress"], "Collector", Watched)

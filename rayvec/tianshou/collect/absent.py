@@ -1,7 +1,7 @@
-"""Steps that failed, kept out of the buffer while Tianshou's own loop takes one step at a time.
+"""Keeps steps that failed out of the buffer while Tianshou's own loop takes one step at a time.
 
-The loop has a row for every environment in every iteration, also for one that was made anew because its step failed.
-Such a row is not stored; the transition before it is truncated, and its episode is shown to nobody and not counted.
+The loop has a row for every environment in every iteration, also for one that was restarted because its step failed.
+Such a row is not stored. The transition before it is truncated, and no hook and no statistic sees its episode.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["AbsentRows", "without_absent_rows"]
 
 _NOWHERE = -1
 _CUT: Any = Batch()
-"""What the loop finds in the place of an episode that a fault has cut."""
+"""What the loop gets instead of an episode that a fault has cut."""
 
 
 class AbsentRows:
-    """Stands in a buffer's place; everything but steps that failed goes through.
+    """A buffer that does not store steps that failed; everything else goes to the buffer that it wraps.
 
     Args:
-        buffer: Where to.
+        buffer: The buffer to wrap.
 
     Attributes:
         buffer: The same.
@@ -49,11 +49,11 @@ class AbsentRows:
         return _CUT if index is None else self.buffer[index]
 
     def get_buffer_indices(self, start: int, stop: int) -> NDArray[Any] | None:
-        """As of the buffer; None for an episode that was cut."""
+        """As the buffer's own; None for an episode that was cut."""
         return None if start == _NOWHERE else self.buffer.get_buffer_indices(start, stop)
 
     def add(self, batch: Any, buffer_ids: Any = None) -> tuple[NDArray[Any], ...]:
-        """As of the buffer; of a step that failed, all that is returned is that it is nowhere."""
+        """As the buffer's own; a step that failed has index -1 in the result."""
         marks = batch.info.get(RESTARTED, ())
         absent = np.array([bool(mark) for mark in marks]) if len(marks) else np.zeros(len(batch), bool)
         if not absent.any():
@@ -66,7 +66,7 @@ class AbsentRows:
         results = (np.full(count, _NOWHERE), returns, np.zeros(count, int), np.full(count, _NOWHERE))
         if not absent.all():
             kept = batch[~absent]
-            kept.info.pop(RESTARTED, None)  # it is the failed rows', and leaves no column in the buffer
+            kept.info.pop(RESTARTED, None)  # only failed rows have it, so the buffer needs no column
             added = self.buffer.add(kept, buffer_ids=ids[~absent])
             for result, part in zip(results, added, strict=True):
                 result[~absent] = part
@@ -75,7 +75,7 @@ class AbsentRows:
 
 @contextlib.contextmanager
 def without_absent_rows(collector: Any) -> Iterator[AbsentRows]:
-    """Lets a collector's loop run without steps that failed; the caller takes back what it has counted of them."""
+    """Lets a collector's loop run without steps that failed; the caller corrects the loop's counts of them."""
     rows = AbsentRows(collector.buffer)
     shown, stats_class = collector.run_on_episode_done, collector.collect_stats_class
 

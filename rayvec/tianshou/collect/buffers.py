@@ -1,13 +1,12 @@
-"""Whole chunks into Tianshou's replay buffers, as if their steps had been added one after another.
+"""Adds whole chunks to Tianshou's replay buffers, as if their steps had been added one after another.
 
-``ReplayBufferManager.add`` takes one step of some environments, and a Python loop over these. A chunk is many
-steps: what happens to the indices, to the accumulators of the episodes under way and to the data is worked out
-for all of them at once, and is the same to the last bit.
+``ReplayBufferManager.add`` takes one step of some environments, and loops over these in Python. A chunk is many
+steps: indices, accumulators of unfinished episodes and data are computed for all of them at once. The result is the
+same to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +44,7 @@ _IN_BULK = {
         HERReplayBufferManager,
     )
 }
-"""The ways to add a step whose effect is known here; a buffer with another one gets its steps one by one."""
+"""The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Added:
         returns: Returns of the episodes that ended, ``float64 [S, N, *rew_shape]``.
         lens: Their lengths, ``int64 [S, N]``.
         starts: Where the episode of each step begins in the buffer, ``int64 [S, N]``.
-        ended: Where an episode ended that counts, ``bool [S, N]``: not one that a fault has cut.
+        ended: Where an episode ended that counts, ``bool [S, N]``; one that a fault has cut does not.
     """
 
     index: NDArray[np.int64]
@@ -78,8 +77,8 @@ def add_chunk(
     """Adds the valid steps of a chunk, as ``buffer.add`` would in the order of steps, then of environments.
 
     Each row is what Tianshou's Collector adds: observation, action, reward, ends, the true next observation, info
-    with ``env_id``, and the policy's entry. Where an environment was made anew, the transition before is
-    truncated, also if an earlier chunk brought it, and its episode is not counted.
+    with ``env_id``, and the policy's entry. Where an environment was restarted, the transition before is
+    truncated, also if it came with an earlier chunk, and its episode is not counted.
 
     Args:
         buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
@@ -97,15 +96,17 @@ def add_chunk(
 
 
 def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
-    """Ends the episode under way of one environment with its last transition, uncounted.
+    """Marks the last transition of one environment's unfinished episode as truncated; the episode is not counted.
 
     Args:
-        buffer: Which has it.
+        buffer: The buffer; it is left as it is if the environment has no unfinished episode.
         buffer_id: The environment's sub-buffer.
     """
-    (sub,), (offset,) = _sub_buffers(buffer, np.array([buffer_id])), _offsets(buffer, np.array([buffer_id])).tolist()
+    [sub], [offset] = _sub_buffers(buffer, np.array([buffer_id]))
     if sub._ep_len == 0:
         return
+    if isinstance(buffer, HERReplayBuffer | HERReplayBufferManager):
+        buffer._restore_cache()  # of whole rows, which would undo the mark
     if sub._size > 0:
         last = int(sub.last_index[0]) + offset
         buffer._meta.truncated[last] = buffer._meta.done[last] = True
@@ -119,7 +120,7 @@ def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
 
 
 class ChunkInsertion:
-    """A chunk on its way into a buffer, all at once or in several pieces; arguments as of :func:`add_chunk`."""
+    """Adds a chunk to a buffer, all at once or in several pieces; arguments as for :func:`add_chunk`."""
 
     def __init__(
         self,
@@ -133,8 +134,7 @@ class ChunkInsertion:
         self._buffer = buffer
         self._chunk = chunk
         self._ids = chunk.env_ids if buffer_ids is None else np.asarray(buffer_ids)
-        self._subs = _sub_buffers(buffer, self._ids)
-        self._offsets = _offsets(buffer, self._ids)
+        self._subs, self._offsets = _sub_buffers(buffer, self._ids)
         _check_tree(chunk.obs)
         held = buffer._meta.get("info")
         in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
@@ -176,7 +176,7 @@ class ChunkInsertion:
         return added
 
     def _advance(self, steps: slice) -> tuple[Added, NDArray[np.bool_]]:
-        """Moves indices and accumulators on; returns also which steps no later one overwrites."""
+        """Advances indices and accumulators; returns also which steps no later one overwrites."""
         valid, subs = self._chunk.valid[steps], self._subs
         done = self._chunk.done[steps] & valid
         sizes = np.array([sub.maxsize for sub in subs])
@@ -262,7 +262,7 @@ class ChunkInsertion:
                 clear(held, place.index)
 
     def _write_next(self, held: Any, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        """Writes the observations after steps from where they are, without an array of them all."""
+        """Writes the observations after steps from the chunk's arrays, without an array of all of them."""
         chunk = self._chunk
         inner = min(stop, chunk.num_steps - 1) - start
         if inner > 0:
@@ -280,7 +280,7 @@ class ChunkInsertion:
             assign(held, finals, Place(at, np.ones(len(at), bool)))
 
     def _frame(self, leaf: NDArray[Any], axis: int) -> NDArray[Any]:
-        """The last of the frames that are stacked on this axis, where only that is stored."""
+        """The last of the frames that are stacked on this axis, if only that is stored."""
         return leaf[(slice(None),) * axis + (-1,)] if self._last_frame else leaf
 
     # In the order of steps, by the buffer's own `add`.
@@ -309,7 +309,7 @@ class ChunkInsertion:
 def _sums(
     total: NDArray[np.float64], rew: NDArray[np.float64], valid: NDArray[np.bool_], done: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Adds rewards up in the order of steps; returns the sums after each, and those of the episodes under way."""
+    """Adds rewards up in the order of steps; returns the sum after each step, and those of unfinished episodes."""
     rew = rew if valid.all() else np.where(valid, rew, 0.0)
     sums = np.empty(rew.shape)
     ends: Any = done.any(1).tolist()
@@ -327,27 +327,22 @@ def _taken_before(done: NDArray[np.bool_], taken: NDArray[np.int64]) -> NDArray[
     return np.concatenate([np.full((1, done.shape[1]), -1), until[:-1]])
 
 
-def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> Sequence[Any]:
+def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
+    """Returns the sub-buffers of some environments, and where each begins in the buffer."""
+    subs: Any
     if isinstance(buffer, CachedReplayBuffer):
-        subs = list(buffer.cached_buffers)
+        subs, offsets = buffer.cached_buffers, buffer._offset[1:]
     elif isinstance(buffer, ReplayBufferManager):
-        subs = list(buffer.buffers)
+        subs, offsets = buffer.buffers, buffer._offset
     elif isinstance(buffer, ReplayBuffer):
-        subs = [buffer]
+        subs, offsets = [buffer], np.zeros(1, np.int64)
     else:
         raise _buffer_error("one of Tianshou's replay buffers", type(buffer).__name__)
     if len(ids) and int(ids.max()) >= len(subs):
         raise _buffer_error(
             f"a buffer for at least {int(ids.max()) + 1} environments", f"{type(buffer).__name__} for {len(subs)}"
         )
-    return [subs[i] for i in ids.tolist()]
-
-
-def _offsets(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    if not isinstance(buffer, ReplayBufferManager):
-        return np.zeros(len(ids), np.int64)
-    offsets: NDArray[np.int64] = buffer._offset[ids + 1 if isinstance(buffer, CachedReplayBuffer) else ids]
-    return offsets
+    return [subs[i] for i in ids.tolist()], offsets[ids]
 
 
 def _buffer_error(expected: str, got: str) -> ConfigError:

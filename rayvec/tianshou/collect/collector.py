@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, cast
 
 import cloudpickle
@@ -21,13 +21,15 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
+from rayvec.collect.pipeline import ChunkPipeline
+from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk_ops import counted_ends
 from rayvec.errors import ConfigError, check_choice
 from rayvec.pools.weights import WeightStore
-from rayvec.tianshou.collect.absent import without_absent_rows
-from rayvec.tianshou.collect.buffers import Added, ChunkInsertion
-from rayvec.tianshou.collect.schedules import EpisodeQuotas, Schedule, StepCount, TianshouEpisodes
+from rayvec.tianshou.collect.absent import AbsentRows, without_absent_rows
+from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, truncate_open_episode
+from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.env.assembly import assembled_chunk, objects
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
@@ -41,15 +43,20 @@ _made = itertools.count()
 class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     """Collects steps into a buffer, as ``tianshou.data.Collector`` does, a chunk at a time.
 
-    Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and the buffer is filled by whole
-    chunks. It takes one step of all environments at a time, as Tianshou does, where something is asked for that
-    needs it: a hook on steps, rendering, arguments for resets, stats of one's own for every step, observations
-    that are not what their space says, another vector environment.
+    Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and whole chunks go into the buffer.
+    The collector takes one step of all environments at a time, as Tianshou does, where something requires it: a hook
+    on steps, rendering, arguments for resets, a stats class that looks at every step, observations that do not match
+    their space, another vector environment.
+
+    One thing differs from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, or after
+    ``collect(n_episode=n)``, which resets all of them), their last stored transition is marked as truncated. Tianshou
+    leaves it open, and the next transition of another episode follows it: ``buffer.next`` joins the two, and n-step
+    returns and GAE run across the reset. The episode that is cut this way is not counted.
 
     Args:
         policy: A policy or an algorithm of Tianshou.
         env: The environments.
-        buffer: Where to; by default a ``VectorReplayBuffer`` for 10,000 steps of each environment.
+        buffer: Where steps are stored; by default a ``VectorReplayBuffer`` for 10,000 steps of each environment.
         exploration_noise: Whether to add the policy's exploration noise.
         on_episode_done_hook: Called with every whole episode, as in Tianshou.
         on_step_hook: Called with every step, as in Tianshou.
@@ -57,17 +64,17 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         collect_stats_class: What ``collect`` returns.
         inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time. A policy that can't be
             pickled acts in the driver.
-        unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand, instead of
+        unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand, instead of
             Tianshou's rule, by which short episodes come more often.
         prefetch: Whether the workers take the next chunk while the algorithm updates, with the policy as it was before:
-            ``collect(n_step=...)`` returns the steps that the call before began. Stats say how old the policy was
-            that acted (:class:`PrefetchCollectStats`; a class of one's own is told if it has the field). For
+            ``collect(n_step=...)`` returns the steps that the call before started. Stats say how old the policy was
+            that acted (:class:`PrefetchCollectStats`; a class of your own gets it if it has the field). Supported by
             off-policy algorithms and :class:`rayvec.tianshou.IMPALA`, and for ``n_step`` alone. The
-            environments are not free in between.
+            environments are busy in between.
 
     Raises:
-        ConfigError: Settings that can't work together, or `prefetch` for an algorithm that learns from steps of its
-            present policy alone.
+        ConfigError: Settings that can't be combined, or `prefetch` for an algorithm that can learn only from steps
+            of its present policy.
         ValueError: The buffer has no room for so many environments.
     """
 
@@ -104,14 +111,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._inference = inference
         self._unbiased = unbiased
         self._prefetch = prefetch
-        self._in_flight = self._at_random = self._is_amid = self._bad_obs_told = False
+        self._in_mid_episode = self._bad_obs_reported = self._state_in_driver = False
         self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
         self._store: WeightStore | None = None
         self._random_store: WeightStore | None = None
         self._published = np.zeros(0, np.float32)
-        self._state_in_driver = False
-        self._first_step = 0
-        self._noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
+        noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
+        self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
@@ -120,10 +126,16 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         return stats
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Begins new episodes everywhere; returns first observations and infos. A chunk in flight is dropped."""
-        self._state_in_driver = self._is_amid = False
-        if self._in_flight:
-            self._land()
+        """Begins new episodes everywhere; returns first observations and infos.
+
+        A pending chunk is dropped. The last stored transition of an episode that is cut here becomes truncated.
+        """
+        self._state_in_driver = self._in_mid_episode = False
+        for _ in self._pipeline.drain():
+            pass
+        buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
+        for env_id in range(self.env_num):
+            truncate_open_episode(buffer, env_id)
         return super().reset_env(gym_reset_kwargs)
 
     def _collect(
@@ -148,13 +160,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             )
         if self._prefetch and n_episode:
             raise _prefetch_error("n_step", f"n_episode={n_episode}")
-        if n_episode and self._in_flight:
-            self.reset_env()  # a call before was interrupted, and what its chunk had to do with it is not known
-        if n_episode and self._unbiased and self._is_amid:
+        if n_episode and self._pipeline.pending:
+            self.reset_env()  # a call before was interrupted: its chunk need not have been for these episodes
+        if n_episode and self._unbiased and self._in_mid_episode:
             raise ConfigError(
-                "Episodes that count without bias begin in the call that counts them.",
+                "With unbiased=True, episodes begin in the call that counts them.",
                 expected="environments at the beginning of an episode",
-                got="some in the midst of one, begun by an earlier collect",
+                got="some in mid-episode, begun by an earlier collect",
                 remedy="Pass reset_before_collect=True, or call reset() first.",
             )
         return self._collect_chunks(n_step, n_episode, random)
@@ -162,7 +174,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     # A step at a time.
 
     def _takes_chunks(self, random: bool) -> bool:
-        """Whether nothing stands in the way of chunks."""
+        """Whether this collect can be done in whole chunks."""
         env = self.env
         return (
             self._inference == "worker"
@@ -189,9 +201,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 "Unbiased episodes are collected in chunks.",
                 expected="inference='worker', no hook on steps, no rendering, no arguments for resets",
                 got="a collect that takes one step at a time",
-                remedy="Leave unbiased=True out, or what asks for single steps.",
+                remedy="Leave unbiased=True out, or what requires single steps.",
             )
-        self._is_amid = True
+        self._in_mid_episode = True
         with without_absent_rows(self) as rows:
             stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
         stats.__class__ = self.collect_stats_class
@@ -235,9 +247,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         stats = self.collect_stats_class()
         store = self._random() if random else self._store
         assert store is not None
-        ahead = n_step if self._prefetch and not random else None
-        num_next = StepCount(ahead, self.env_num).next_steps() if ahead else 0
-        for chunk, at_random in self._chunks(store, schedule, random, num_next):
+        self._in_mid_episode = True
+        num_next = StepCount(n_step, self.env_num).next_steps() if n_step and self._prefetch and not random else 0
+        for chunk, at_random in self._chunks(store, schedule, num_next):
             self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
                 stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
@@ -249,43 +261,36 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._keep_last(chunk, random)
         return stats
 
-    def _chunks(
-        self, store: WeightStore, schedule: Schedule, random: bool, num_next: int
-    ) -> Iterator[tuple[Chunk, bool]]:
-        """Yields the chunk in flight, then new ones, until all has been taken that the schedule asks for.
+    def _chunks(self, store: WeightStore, schedule: Schedule, num_next: int) -> Iterator[tuple[Chunk, bool]]:
+        """Yields the pending chunk, then new ones, until everything has been taken that the schedule asks for.
 
-        Before the last, which is yet to be inserted, the workers begin to take `num_next` steps for the next call.
+        Before the last, which is yet to be inserted, the workers start to take `num_next` steps for the next call.
 
         Yields:
             A chunk with `valid` cleared where a step does not belong, and whether it was taken at random.
         """
-        while self._in_flight or schedule.next_steps():
-            if not self._in_flight:
-                self._take_off(store, schedule.next_steps(), random)
-            at_random, taken = self._at_random, self._land()
-            chunk = schedule.take(taken, counted_ends(taken))
+        pipeline, is_last = self._pipeline, False
+        while not is_last:
+            if not pipeline.pending:
+                pipeline.start(store, schedule.next_steps())
+            at_random = pipeline.pending[0].store is self._random_store
+            taken = self._finish()
+            chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
             is_last = not schedule.next_steps()
             if num_next and is_last:
-                self._take_off(store, num_next)
+                pipeline.start(store, num_next)
             yield chunk, at_random
-            if is_last:
-                return
 
     def _random(self) -> WeightStore:
         if self._random_store is None:
             self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
         return self._random_store
 
-    def _take_off(self, store: WeightStore, num_steps: int, random: bool = False) -> None:
-        self._pool_env.rollout_async(store, num_steps, self._first_step, self._noise_seed)
-        self._first_step += num_steps
-        self._in_flight, self._at_random, self._is_amid = True, random, True
-
-    def _land(self) -> Chunk:
-        rollout = self._pool_env.rollout_wait()
-        self._in_flight = False  # not before: a wait that was interrupted leaves the chunk to the next call
-        if rollout.summary.bad_obs is not None and not self._bad_obs_told:
-            self._bad_obs_told = True
+    def _finish(self) -> Chunk:
+        """Waits for the pending chunk."""
+        rollout = self._pipeline.finish()
+        if rollout.summary.bad_obs is not None and not self._bad_obs_reported:
+            self._bad_obs_reported = True
             logger.warning("an observation is not finite: %s", rollout.summary.bad_obs.first)
         assert rollout.chunk is not None
         return assembled_chunk(rollout.chunk)
@@ -312,7 +317,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             start = stop
 
     def _looks_at_episodes(self) -> bool:
-        """Whether somebody must be shown every whole episode."""
+        """Whether a hook or a stats class is called with every whole episode."""
         return (
             self._on_episode_done_hook is not None
             or type(self).run_on_episode_done is not tianshou.data.Collector.run_on_episode_done
@@ -328,7 +333,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         stats.n_collected_episodes += int(added.ended.sum())
 
     def _finish_episodes(self, added: Added, stats: CollectStats, with_episodes: bool) -> None:
-        """Shows whoever asked for it the episodes that ended in the last of these steps."""
+        """Calls the hook and the stats class with the episodes that ended in the last of these steps."""
         for column in np.flatnonzero(added.ended[-1]).tolist():
             start, stop = int(added.starts[-1, column]), int(added.index[-1, column]) + 1
             indices = self.buffer.get_buffer_indices(start, stop)
@@ -350,7 +355,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             )
 
     def _keep_last(self, chunk: Chunk, random: bool) -> None:
-        """Remembers where the environments stand, for a collect that takes one step at a time."""
+        """Keeps the last observations and infos for a collect that takes one step at a time."""
         n, last = self.env_num, chunk.num_steps - 1
         obs = chunk.last_obs
         if isinstance(obs, dict):
@@ -370,14 +375,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
 @dataclass(kw_only=True)
 class PrefetchCollectStats(CollectStats):
-    """What one call of ``collect`` of a prefetching collector did."""
+    """Statistics of one call of ``collect`` of a prefetching collector."""
 
     staleness: int = 0
-    """How many times the policy had changed since the one began to act that took the oldest of these steps."""
+    """How many times the policy had changed after it started to take the oldest of these steps."""
 
 
 def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
-    """Refuses what can't be prefetched, or must not be."""
+    """Refuses environments and algorithms that `prefetch` does not support."""
     if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
         raise _prefetch_error(
             "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"

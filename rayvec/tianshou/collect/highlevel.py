@@ -1,4 +1,4 @@
-"""What Tianshou's high-level builder takes in the place of its own collectors."""
+"""A collector factory for Tianshou's high-level builder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RayCollectorFactory(CollectorFactory):
 
     Args:
         inference: Where the policy acts: ``"worker"`` or ``"driver"``.
-        unbiased: Whether ``n_episode`` gives every environment its share of episodes beforehand.
-        prefetch: Whether the workers take the next chunk while the algorithm updates; for training alone, which is
-            what collectors are for that are given a buffer.
+        unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand.
+        prefetch: Whether the workers take the next chunk while the algorithm updates. It applies to training: to
+            collectors that get a buffer.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class RayCollectorFactory(CollectorFactory):
         """Makes a collector.
 
         Args:
-            algorithm: Whose policy acts.
+            algorithm: The algorithm whose policy acts.
             vector_env: A ``RayVectorEnv``, such as ``venv_type=RayVectorEnvType()`` gives, or another.
-            buffer: Where to, for training; by default a new one.
+            buffer: Where steps are stored, for training; by default a new one.
             exploration_noise: Whether to add the policy's exploration noise.
 
         Raises:
-            ConfigError: Settings that can't work together, or `prefetch` for an algorithm that can't have it.
+            ConfigError: Settings that can't be combined, or `prefetch` for an algorithm that does not support it.
         """
         return Collector(
             algorithm,

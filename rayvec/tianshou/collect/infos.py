@@ -1,21 +1,20 @@
 """Infos of a chunk in the form in which Tianshou's Batch holds them, for all steps at once.
 
-Tianshou turns the info dicts of every step into a Batch: values of the environments side by side, and where an
-environment has not got a key, 0 or None. As long as a key's values are of one type, that gives the same for each
-step as for all steps together; where they are not, what comes out depends on the step, and :func:`info_columns`
-says so.
+Tianshou turns the info dicts of every step into a Batch: one row for each environment, with 0 or None where it lacks
+a key. As long as a key's values are of one type, that gives the same step by step as for all steps together.
+Otherwise the result depends on the step, and :func:`info_columns` returns None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch
 
-from rayvec.data import Chunk
+from rayvec.data import Chunk, tree_map
 from rayvec.data.infos import ChunkInfo, ChunkInfos, InfoColumn
 
 __all__ = ["info_columns", "info_rows"]
@@ -24,14 +23,14 @@ _NUMBERS = "biufc"
 
 
 class _IrregularError(Exception):
-    """Some key has values of several types, or of one that is neither number, array, text nor dict."""
+    """A key has values of several types, or of one that is neither number, array, text nor dict."""
 
 
 def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[str, Any] | None:
     """Returns the infos of a chunk's valid steps, ``[T, N, ...]`` for each key, nested as the infos are.
 
     Args:
-        chunk: Whose infos.
+        chunk: The chunk.
         env_ids: What to write under ``env_id``, ``int64 [N]``.
         held: The infos that the buffer holds already, a Batch, or None.
 
@@ -50,15 +49,15 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
         _check_kinds(columns, held)
     except _IrregularError:
         return None
-    return _reshape(columns, lead)
+    return cast(dict[str, Any], tree_map(lambda column: column.reshape(*lead, *column.shape[1:]), columns))
 
 
 def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: NDArray[np.int64]) -> NDArray[Any]:
     """Returns the infos of one step as Tianshou's vector environments do: dicts with ``env_id``, ``object [k]``.
 
     Args:
-        infos: Those of the step that are not empty.
-        columns: Of the environments that took the step, ``[k]``.
+        infos: The infos of the step that are not empty.
+        columns: Columns of the environments that took the step, ``[k]``.
         env_ids: Their indices, ``int64 [k]``.
     """
     by_column = {item.n: item.info for item in infos}
@@ -69,7 +68,7 @@ def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: ND
 
 
 def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], size: int) -> dict[str, Any]:
-    """Spreads the columns of infos over all places; each part says where it belongs."""
+    """Spreads columns of infos over `size` rows; each part comes with the rows that it belongs to."""
     gathered: dict[Any, list[tuple[NDArray[np.int64], InfoColumn]]] = {}
     for places, part in parts:
         for key, column in part.items():
@@ -128,10 +127,3 @@ def _check_kinds(columns: dict[str, Any], held: Any) -> None:
             _check_kinds(column, held[key])
         elif (held[key].dtype == object) != (column.dtype == object):
             raise _IrregularError
-
-
-def _reshape(columns: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        key: _reshape(column, lead) if isinstance(column, dict) else column.reshape(*lead, *column.shape[1:])
-        for key, column in columns.items()
-    }

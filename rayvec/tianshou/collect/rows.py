@@ -1,4 +1,4 @@
-"""Rows of a chunk into the arrays of a buffer, at whatever places, as ``Batch.__setitem__`` would put them there."""
+"""Writes rows of a chunk into the arrays of a buffer, at any places, as ``Batch.__setitem__`` would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Place:
 
 
 def assign(held: Any, value: Any, place: Place) -> None:
-    """Writes rows of `value`; what it lacks becomes 0 or None, as ``Batch.__setitem__`` has it."""
+    """Writes rows of `value`; a key that it lacks becomes 0 or None, as in ``Batch.__setitem__``."""
     if isinstance(held, Batch):
         for key, part in held.items():
             if key in value:
@@ -41,8 +41,7 @@ def assign(held: Any, value: Any, place: Place) -> None:
 def clear(held: Any, index: NDArray[np.int64]) -> None:
     """Writes 0 or None."""
     if isinstance(held, Batch):
-        for part in held.values():
-            clear(part, index)
+        held.empty_(index)
     else:
         held[index] = None if isinstance(held, np.ndarray) and held.dtype == object else 0
 

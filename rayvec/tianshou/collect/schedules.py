@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk
+from rayvec.collect.quotas import EPISODE_CHUNK_STEPS
 
-__all__ = ["EpisodeQuotas", "Schedule", "StepCount", "TianshouEpisodes"]
+__all__ = ["Schedule", "StepCount", "TianshouEpisodes"]
 
 _MOST_STEPS = 128
-"""Steps of a chunk where their number is known beforehand; what bounds the memory that chunks take."""
-_EPISODE_STEPS = 64
-"""Where episodes are counted, so that little is stepped beyond the last."""
+"""Steps of a chunk where their number is known beforehand; it bounds the memory that chunks take."""
 
 
 class Schedule(Protocol):
-    """Says how many steps to take next, and takes from a chunk what was asked for."""
+    """Says how many steps to take next, and which steps of a chunk were asked for; see ``EpisodeQuotas`` too."""
 
     def next_steps(self) -> int:
-        """Returns how many steps the next chunk has; 0 if all has been taken."""
+        """Returns how many steps the next chunk has; 0 once everything has been taken."""
         ...
 
-    def take(self, chunk: Chunk, ended: NDArray[np.bool_]) -> Chunk:
-        """Returns the chunk with `valid` cleared where a step does not belong.
+    def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns which steps of the next chunk were asked for.
 
         Args:
-            chunk: The next.
-            ended: Where episodes ended that count, ``bool [T, N]``.
+            valid: Steps that happened, ``bool [T, N]``.
+            ended: Steps that ended an episode that counts, ``bool [T, N]``.
         """
         ...
 
@@ -45,17 +42,17 @@ class StepCount:
         """See :class:`Schedule`."""
         return max(0, min(self._left, _MOST_STEPS))
 
-    def take(self, chunk: Chunk, ended: NDArray[np.bool_]) -> Chunk:
+    def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """See :class:`Schedule`."""
-        self._left -= chunk.num_steps
-        return chunk
+        self._left -= len(valid)
+        return valid
 
 
 class TianshouEpisodes:
     """A number of episodes, by the rule of Tianshou's Collector.
 
-    No more environments take part than there are episodes to collect. When there are fewer episodes left than
-    environments, the first of those that have just ended one leave, so that short episodes come more often.
+    No more environments take part than there are episodes to collect. When fewer episodes are left than
+    environments take part, the first of those that have just ended one leave, so short episodes come more often.
     """
 
     def __init__(self, n_episode: int, num_envs: int) -> None:
@@ -64,40 +61,15 @@ class TianshouEpisodes:
 
     def next_steps(self) -> int:
         """See :class:`Schedule`."""
-        return _EPISODE_STEPS if self._left > 0 else 0
+        return EPISODE_CHUNK_STEPS if self._left > 0 else 0
 
-    def take(self, chunk: Chunk, ended: NDArray[np.bool_]) -> Chunk:
+    def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """See :class:`Schedule`."""
-        valid = chunk.valid & self._takes_part
+        belongs = valid & self._takes_part
         for t in np.flatnonzero(ended.any(1)).tolist():
             columns = np.flatnonzero(ended[t] & self._takes_part)
-            if not len(columns):
-                continue
             self._left -= len(columns)
-            surplus = int(self._takes_part.sum()) - self._left
-            if surplus > 0:
-                leave = columns[:surplus]
-                self._takes_part[leave] = False
-                valid[t + 1 :, leave] = False
-            if self._left <= 0:
-                valid[t + 1 :] = False
-                break
-        return replace(chunk, valid=valid)
-
-
-class EpisodeQuotas:
-    """A number of episodes, of which every environment is given its share beforehand: none is favoured."""
-
-    def __init__(self, n_episode: int, num_envs: int) -> None:
-        self._left = n_episode // num_envs + (np.arange(num_envs) < n_episode % num_envs).astype(np.int64)
-
-    def next_steps(self) -> int:
-        """See :class:`Schedule`."""
-        return _EPISODE_STEPS if self._left.any() else 0
-
-    def take(self, chunk: Chunk, ended: NDArray[np.bool_]) -> Chunk:
-        """See :class:`Schedule`."""
-        before: NDArray[np.int64] = np.cumsum(ended, axis=0) - ended  # episodes that had ended when a step began
-        valid = chunk.valid & (before < self._left)
-        self._left = np.maximum(self._left - ended.sum(0), 0)
-        return replace(chunk, valid=valid)
+            leaving = columns[: max(0, int(self._takes_part.sum()) - self._left)]
+            self._takes_part[leaving] = False
+            belongs[t + 1 :, leaving] = False
+        return belongs

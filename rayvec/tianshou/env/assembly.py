@@ -1,6 +1,6 @@
-"""From a pool's answers to the arrays that Tianshou would have made of what environments returned.
+"""Turns a pool's answers into the arrays that Tianshou would have made of what environments returned.
 
-The counterpart of :mod:`rayvec.tianshou.env.pool_env`: what travelled apart from the arrays is put in its place.
+The counterpart of :mod:`rayvec.tianshou.env.pool_env`: values that were sent apart from the arrays are put back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StepResult = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArr
 
 
 class Assembler:
-    """Makes Tianshou's arrays of a pool's answers, and keeps what has to be known of earlier ones for that."""
+    """Makes Tianshou's arrays of a pool's answers, and keeps what it needs of earlier answers."""
 
     def __init__(self) -> None:
         self._obs_apart: dict[int, Any] = {}
@@ -38,7 +38,7 @@ class Assembler:
         return bool(self._obs_apart)
 
     def reset(self, batch: StepBatch) -> tuple[NDArray[Any] | list[Any], list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns observations, infos, and what travelled apart, one for each environment, not stacked."""
+        """Returns observations, infos, and what was sent apart, one for each environment, not stacked."""
         for env_id in batch.env_ids.tolist():
             self._rew_chars.pop(env_id, None)
         infos, apart = _split(batch)
@@ -66,7 +66,7 @@ class Assembler:
         for env_id, info, extra in zip(env_ids, infos, apart, strict=True):
             if "obs" in extra:
                 self._obs_apart[env_id] = extra["obs"]
-            elif RESTARTED not in info:  # after a restart it is the last true one, which may have come apart
+            elif RESTARTED not in info:  # after a restart it is the last true one, which may have been sent apart
                 self._obs_apart.pop(env_id, None)
         obs = tree_map(np.copy, batch.obs)
         if isinstance(obs, np.ndarray) and obs.dtype != object and not self._obs_apart:
@@ -102,7 +102,7 @@ class Assembler:
 
 
 def assembled_chunk(chunk: Chunk) -> Chunk:
-    """Returns a chunk with the rewards of several agents in their place, and infos without what travelled apart.
+    """Returns a chunk with the rewards of several agents put back, and infos without what was sent apart.
 
     Rewards that are arrays become ``rew [T, N, *rew_shape]``, 0 where no step happened.
 
@@ -152,14 +152,14 @@ def _chunk_error(expected: str, got: Any) -> ConfigError:
         "Chunks hold observations of the space's shape and data type, and rewards of one shape.",
         expected=expected,
         got=repr(got),
-        remedy="Mend the environment's space or its rewards; observations of any kind come by inference='driver'.",
+        remedy="Correct the environment's space or its rewards; inference='driver' takes observations of any kind.",
     )
 
 
 def _split(batch: StepBatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns, for each row, what the environment said, and what travelled apart."""
-    said = {info.env_id: info.info for info in batch.info}
-    infos = [said.get(env_id) or {} for env_id in batch.env_ids.tolist()]
+    """Returns, for each row, the info of the environment, and what was sent apart."""
+    by_id = {info.env_id: info.info for info in batch.info}
+    infos = [by_id.get(env_id) or {} for env_id in batch.env_ids.tolist()]
     return infos, [info.pop(APART, {}) for info in infos]
 
 

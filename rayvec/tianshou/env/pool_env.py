@@ -1,8 +1,8 @@
-"""Any environment that Tianshou steps, as one that a pool can step: the worker's half of the Tianshou face.
+"""Any environment that Tianshou steps, as one that a pool can step: the worker's half of the Tianshou adapter.
 
-Tianshou takes whatever an environment returns: observations that are not what their space says, rewards of
+Tianshou takes any result of an environment: observations that do not match their space, rewards of
 several agents, a ``reset`` without arguments, no spaces at all. A pool has arrays of the space's shapes and
-data types and rewards in ``float64``. What has no exact place in these travels in the info, under one
+data types, and rewards in ``float64``. A value that does not fit into these exactly is sent in the info, under one
 key, and :mod:`rayvec.tianshou.env.assembly` takes it out again. An environment that keeps to its spaces pays nothing.
 """
 
@@ -20,7 +20,7 @@ from rayvec.pools.memory import ArrayLayout
 __all__ = ["APART", "FLOAT", "AnySpace", "PoolEnv"]
 
 APART = "rayvec_apart"
-"""Key of an info dict: what travels apart from the arrays, by ``obs``, ``rew``, ``rew_char`` and ``seeds``."""
+"""Key of an info dict: what is sent apart from the arrays, by ``obs``, ``rew``, ``rew_char`` and ``seeds``."""
 FLOAT = "d"
 """The ``dtype.char`` that rewards have until an environment says otherwise, and again after a reset."""
 
@@ -29,7 +29,7 @@ _KNOWN = ("action_space", "metadata", "observation_space", "reward_range", "spec
 
 
 class AnySpace(Space[Any]):
-    """A space of which nothing is known, whose elements are handled as objects."""
+    """A space of any objects."""
 
     def __init__(self) -> None:
         super().__init__(None, None)
@@ -44,21 +44,21 @@ class AnySpace(Space[Any]):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """It is not."""
+        """Always False."""
         return False
 
     def __eq__(self, other: object) -> bool:
-        """One is like the other."""
+        """All of them are equal."""
         return isinstance(other, AnySpace)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class PoolEnv(gymnasium.Env[Any, Any]):
-    """Makes an environment fit a pool; its methods beside Gymnasium's are what the face calls.
+    """Makes an environment fit a pool; the adapter calls its methods beside Gymnasium's.
 
     Args:
-        env: Of any kind that Tianshou takes, spaces or not.
+        env: An environment of any kind that Tianshou takes, with spaces or without.
     """
 
     def __init__(self, env: Any) -> None:
@@ -73,11 +73,11 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         self._rew_char = FLOAT
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets with the arguments that the face was given, or seeds as Tianshou does.
+        """Resets with the arguments of :meth:`RayVectorEnv.reset`, or seeds as Tianshou does.
 
         Args:
             seed: Passed on if there is one.
-            options: ``kwargs``: further arguments; or ``seed``: present where :meth:`seed` is meant.
+            options: ``kwargs``: further arguments; or ``seed``: present for :meth:`RayVectorEnv.seed`.
         """
         self._rew_char = FLOAT
         options = options or {}
@@ -107,7 +107,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         return self._blank, {**info, APART: {"obs": obs}}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Steps; what does not fit goes apart."""
+        """Steps; values that do not fit are sent apart."""
         obs, rew, terminated, truncated, info = self._env.step(action)
         apart: dict[str, Any] = {}
         if type(rew) not in _FLOATS or self._rew_char != FLOAT:
@@ -117,7 +117,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         return obs, rew, terminated, truncated, {**info, APART: apart} if apart else info
 
     def _plain_reward(self, rew: Any, apart: dict[str, Any]) -> float:
-        """Returns a reward as a float, and says what it was if that is not what it was before."""
+        """Returns a reward as a float, and puts its type into `apart` where that has changed."""
         array = np.asarray(rew)
         if array.shape != () or array.dtype.kind not in "biuf" or array.dtype.type(float(array)) != array:
             apart["rew"] = rew
@@ -156,16 +156,16 @@ def _space(env: Any, name: str) -> Space[Any]:
 
 
 def _is_something(obs: Any) -> bool:
-    return obs is not None  # which a pool takes for no observation at all
+    return obs is not None  # a pool takes None for no observation at all
 
 
 def fits(space: Space[Any], *, inner: bool = False) -> Callable[[Any], bool]:
-    """Returns a function that says whether an observation comes back from arrays of this space as it was.
+    """Returns a function that says whether an observation stays exactly the same in arrays of this space.
 
     Args:
-        space: One that has an :class:`~rayvec.pools.memory.ArrayLayout`.
-        inner: Whether it stands within another. A number by itself is stacked, and only its data type shows;
-            one in a dict is seen as it is, and comes back from an array as a NumPy scalar.
+        space: A space that has an :class:`~rayvec.pools.memory.ArrayLayout`.
+        inner: Whether it is part of another space. A number by itself is stacked, and only its data type matters.
+            One in a dict is kept as it is, and comes back from an array as a NumPy scalar.
     """
     if isinstance(space, spaces.Dict):
         by_key = {key: fits(child, inner=True) for key, child in space.spaces.items()}

@@ -1,4 +1,4 @@
-"""One environment of a vector environment by itself, in the form of a Tianshou worker."""
+"""A single environment of a vector environment, in the form of a Tianshou worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["RemoteEnv"]
 
 
 class RemoteEnv(EnvWorker):
-    """One environment of a :class:`RayVectorEnv`, for code that looks at a vector environment's workers.
+    """A single environment of a :class:`RayVectorEnv`, for code that uses a vector environment's workers.
 
-    What it does is done at once.
+    ``send`` steps at once, and ``recv`` returns the result.
     """
 
     # noinspection PyMissingConstructor

@@ -1,9 +1,10 @@
-"""The Tianshou face of a cluster of environments."""
+"""RayVectorEnv: a cluster of environments as a Tianshou vector environment."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import gymnasium
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
 from rayvec.cluster.ray_pool import RayPool
-from rayvec.data import Chunk, Rollout, StepBatch, Topology
+from rayvec.data import Rollout, StepBatch, Topology
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
@@ -33,22 +34,22 @@ Ids = int | list[int] | NDArray[Any] | None
 class RayVectorEnv(BaseVectorEnv):
     """Environments on every core of a Ray cluster, as one Tianshou vector environment.
 
-    It takes the place of ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
-    their order, types and errors are Tianshou's. Environments are made on the workers, never here, so that only
-    the callables must be picklable. As in Tianshou, no cores are claimed from Ray: several may share them, as
-    training and test environments do.
+    It replaces ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
+    their order, types and errors are Tianshou's. Environments are made on the workers, never in this process, so only
+    the callables must be picklable. As in Tianshou, no cores are claimed from Ray: several vector environments may
+    share them, as training and test environments do.
 
-    Where `wait_num` or `timeout` ask for asynchronous stepping, every environment has a process of its own.
+    With `wait_num` or `timeout`, stepping is asynchronous, and every environment has a process of its own.
 
     Args:
         env_fns: One callable for each environment.
-        wait_num: A step returns when so many environments have answered; all of them by default.
-        timeout: A step returns after so many seconds with what has answered, if anything has.
+        wait_num: A step returns when this many environments have answered; all of them by default.
+        timeout: A step returns after this many seconds with the answers that are there, at least one.
         num_nodes: How many nodes to use; by default all.
         workers_per_node: Worker processes on each; by default one for each core.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
-            observation, reward 0, truncated, and ``info["env_restarted"]``; the caller resets, as after any end.
+            observation, reward 0, truncated, and ``info["env_restarted"]``. The caller resets, as after any episode.
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
         preload: As for :class:`rayvec.RayVecEnv`.
         address: As for :class:`rayvec.RayVecEnv`.
@@ -59,7 +60,7 @@ class RayVectorEnv(BaseVectorEnv):
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
 
-    # No attribute of ours needs Tianshou's detour, which costs every access; the reserved ones are properties.
+    # Tianshou's own costs time at every access; the attributes that it serves are properties here.
     __getattribute__ = object.__getattribute__
 
     # noinspection PyMissingConstructor
@@ -77,7 +78,7 @@ class RayVectorEnv(BaseVectorEnv):
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        self.is_closed = True  # until everything stands; __del__ asks
+        self.is_closed = True  # until the constructor is done; __del__ reads it
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         supervision = Supervision.of(on_env_error, step_timeout_s)
         factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
@@ -119,6 +120,15 @@ class RayVectorEnv(BaseVectorEnv):
         """How each node is reached: ``"shm"`` or ``"tcp"``."""
         return self._pool.transports
 
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids of each node's actor and, after it, of its workers, by the node's name.
+
+        Raises:
+            AssertionError: A chunk is pending, or the environments are closed.
+        """
+        self._assert_is_free()
+        return self._pool.worker_pids()
+
     @property
     def action_space(self) -> list[Any]:
         """The space of each environment's actions."""
@@ -141,24 +151,24 @@ class RayVectorEnv(BaseVectorEnv):
 
     @property
     def reward_range(self) -> list[Any]:
-        """The range of each environment's rewards, which Gymnasium has given up."""
+        """The range of each environment's rewards, which Gymnasium no longer has."""
         return self.get_env_attr("reward_range")
 
     @property
     def workers(self) -> list[RemoteEnv]:  # type: ignore[override]
-        """Each environment by itself, in the form of a Tianshou worker."""
+        """Each single environment, in the form of a Tianshou worker."""
         return [RemoteEnv(self, index) for index in range(self.env_num)]
 
     @property
     def worker_class(self) -> type[RemoteEnv]:  # type: ignore[override]
-        """Of :attr:`workers`."""
+        """The class of :attr:`workers`."""
         return RemoteEnv
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
         """Returns an attribute of some environments, each from the outermost wrapper that has it.
 
         Raises:
-            AttributeError: An environment has not got it.
+            AttributeError: An environment does not have it.
             AssertionError: One of them is stepping.
         """
         return self._call("get_env_attr", key, id=id)
@@ -168,18 +178,14 @@ class RayVectorEnv(BaseVectorEnv):
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
-        self._assert_is_free()
-        ids = self._wrap_id(id)
-        if self.is_async:
-            self._assert_id(ids)
-        pool_ids = self._pool_ids(ids)
+        pool_ids = self._pool_ids(self._free_ids(id))
         return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), KeyboardInterrupt)
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
 
         Args:
-            env_id: Which; all by default.
+            env_id: Which environments; all by default.
             **kwargs: Passed to ``reset`` of each environment: ``seed``, ``options``, or what it takes.
 
         Returns:
@@ -189,10 +195,7 @@ class RayVectorEnv(BaseVectorEnv):
             TypeError: Observations are tuples, which Tianshou does not take.
             AssertionError: One of them is stepping.
         """
-        self._assert_is_free()
-        ids = self._wrap_id(env_id)
-        if self.is_async:
-            self._assert_id(ids)
+        ids = self._free_ids(env_id)
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
         seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
@@ -205,19 +208,15 @@ class RayVectorEnv(BaseVectorEnv):
     def _reset(
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> StepBatch:
-        def whole() -> StepBatch:
-            self._pool.reset(ids, seeds, options)
-            return self._pool.recv(ids)
-
-        return self._guarded(whole)
+        return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
         """Steps some environments.
 
         Args:
-            action: One action for each; NumPy arrays travel as they are, lists and tensors more slowly. Where
+            action: One action for each; NumPy arrays are sent as they are, lists and tensors more slowly. Where
                 stepping is asynchronous, None starts nothing.
-            id: Which, each once, in any order; all by default.
+            id: Which environments, each once, in any order; all by default.
 
         Returns:
             Observations, rewards, terminated, truncated and infos with ``env_id``: in the order of `id`, or, where
@@ -234,7 +233,9 @@ class RayVectorEnv(BaseVectorEnv):
                 raise ValueError("action must be not-None for non-async")
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
-            return self._assembler.step(self._step(*self._checked(action, ids)), ids)
+            pool_ids, actions = self._checked(action, ids)
+            start = partial(self._pool.send, pool_ids, actions, Autoreset.DISABLED)
+            return self._assembler.step(self._exchange(pool_ids, start), ids)
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
@@ -244,15 +245,8 @@ class RayVectorEnv(BaseVectorEnv):
             self.ready_id = [x for x in self.ready_id if x not in ids]
         return self._step_async()
 
-    def _step(self, ids: NDArray[np.int64], actions: Any) -> StepBatch:
-        def whole() -> StepBatch:
-            self._pool.send(ids, actions, Autoreset.DISABLED)
-            return self._pool.recv(ids)
-
-        return self._guarded(whole)
-
     def _checked(self, action: Any, ids: list[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Any]:
-        """Returns ids as the pool knows them, and actions as it takes them."""
+        """Returns the pool's ids, and actions in a form that it takes."""
         assert len(action) == len(ids)
         pool_ids = self._pool_ids(ids)
         if hasattr(action, "detach"):
@@ -265,7 +259,7 @@ class RayVectorEnv(BaseVectorEnv):
         if not self.waiting_id:
             raise RuntimeError(
                 message(
-                    "A step returns what environments that are stepping have answered.",
+                    "A step without actions returns the answers of environments that are stepping.",
                     expected="at least one of them",
                     got="none",
                     remedy="Pass actions, or look at waiting_id first.",
@@ -291,13 +285,13 @@ class RayVectorEnv(BaseVectorEnv):
                 continue
 
     def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
-        """Seeds the action space and the random numbers of each environment, which resets most.
+        """Seeds the action space and the random numbers of each environment, which resets most environments.
 
         Args:
             seed: A base, to which each environment's index is added; a list with one for each; or None.
 
         Returns:
-            What ``seed`` of each environment returned, or else the seed that it was reset with, in a list.
+            The result of each environment's ``seed``, or else the seed that it was reset with, in a list.
         """
         self._assert_is_free()
         self._assert_id(self._wrap_id(None))
@@ -309,7 +303,7 @@ class RayVectorEnv(BaseVectorEnv):
         """Returns what each environment renders.
 
         Raises:
-            RuntimeError: Some are stepping.
+            RuntimeError: An environment is stepping.
         """
         self._assert_is_not_closed()
         if self.waiting_id:
@@ -322,7 +316,7 @@ class RayVectorEnv(BaseVectorEnv):
         Raises:
             AssertionError: It has been called before.
         """
-        if self._failed:  # and is closed already, of which the caller need not know
+        if self._failed:  # it is closed already, which the caller need not know
             self._failed = False
             return
         self._assert_is_not_closed()
@@ -331,9 +325,7 @@ class RayVectorEnv(BaseVectorEnv):
 
     def __del__(self) -> None:
         """Closes what was not closed."""
-        if (
-            not getattr(self, "is_closed", True) and not sys.is_finalizing()
-        ):  # at the end of the process all ends anyway
+        if not getattr(self, "is_closed", True) and not sys.is_finalizing():
             self.close()
 
     # Chunks, for rayvec.tianshou.Collector.
@@ -344,30 +336,24 @@ class RayVectorEnv(BaseVectorEnv):
         return self._pool.layout is not None and not self._assembler.any_apart
 
     def publish(self, policy: ActingPolicy) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights."""
+        """Sends a policy to every worker; returns the store that publishes its weights."""
         self._assert_is_not_closed()
         return WeightStore(self._pool, policy, guarded=self._guarded)
 
-    def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Chunk:
-        """Lets the workers act with a published policy; environments are reset within the step that ends an episode."""
-        self.rollout_async(weights, num_steps, first_step, noise_seed)
-        chunk = self.rollout_wait().chunk
-        assert chunk is not None
-        return chunk
-
     def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Starts what :meth:`rollout_workers` does; until :meth:`rollout_wait` the environments are not free.
+        """Starts a chunk of steps that the workers take with a published policy; :meth:`rollout_wait` returns it.
 
-        Weights may be published meanwhile: the next chunk begins with them.
+        Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
+        published meanwhile: the next chunk starts with them.
         """
         self._assert_is_free()
         self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
         self._in_chunk = True
 
     def rollout_wait(self) -> Rollout:
-        """Waits for the chunk that :meth:`rollout_async` started; may be called again if the wait was interrupted."""
+        """Waits for the chunk that :meth:`rollout_async` started; call it again if the wait was interrupted."""
         self._assert_is_not_closed()
-        rollout = self._guarded(self._pool.finish_rollout, Exception)  # Ctrl-C leaves it under way
+        rollout = self._guarded(self._pool.finish_rollout, Exception)  # Ctrl-C leaves it pending
         self._in_chunk = False
         return rollout
 
@@ -378,9 +364,9 @@ class RayVectorEnv(BaseVectorEnv):
         assert not self._in_chunk, "Cannot interact with environments that take a chunk for a prefetching collector."
 
     def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes everything.
+        """Calls the pool: a timeout leaves it as it is, any other error closes everything.
 
-        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        So does Ctrl-C, because a call may still be pending then: the next one could get its answer.
         """
         try:
             return function()
@@ -391,8 +377,25 @@ class RayVectorEnv(BaseVectorEnv):
             self._failed = True
             raise
 
+    def _exchange(self, ids: NDArray[np.int64], start: Callable[[], None]) -> StepBatch:
+        """Starts a step or a reset of some environments, and waits for all of them."""
+
+        def whole() -> StepBatch:
+            start()
+            return self._pool.recv(ids)
+
+        return self._guarded(whole)
+
+    def _free_ids(self, id: Ids) -> list[int] | NDArray[Any]:
+        """Returns ids of environments that are not stepping."""
+        self._assert_is_free()
+        ids = self._wrap_id(id)
+        if self.is_async:
+            self._assert_id(ids)
+        return ids
+
     def _pool_ids(self, ids: list[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Returns ids as the pool knows them; as in a list, -1 is the last environment."""
+        """Returns the pool's ids; as in a list, -1 is the last environment."""
         pool_ids = np.asarray(ids, np.int64)
         if len(pool_ids) and not -self.env_num <= pool_ids.min() <= pool_ids.max() < self.env_num:
             raise IndexError(f"environments are numbered from 0 to {self.env_num - 1}, but got {pool_ids.tolist()}")
@@ -408,11 +411,11 @@ class RayVectorEnv(BaseVectorEnv):
 
 
 class RayVectorEnvType:
-    """Stands where Tianshou's high-level builder wants a ``VectorEnvType``: its environments are :class:`RayVectorEnv`.
+    """A ``VectorEnvType`` for Tianshou's high-level builder that makes :class:`RayVectorEnv`.
 
     Args:
-        **options: Keywords of :class:`RayVectorEnv`. Unless they name another `preload`, each node imports once what
-            the builder's factories need, rather than every worker.
+        **options: Keywords of :class:`RayVectorEnv`. By default `preload` lets each node import the modules of the
+            builder's factories once, rather than every worker.
 
     >>> RayVectorEnvType(num_nodes=2)
     RayVectorEnvType(num_nodes=2)
@@ -430,7 +433,7 @@ class RayVectorEnvType:
 
 
 def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:
-    """Returns a space whose arrays hold the observations of every environment, or one of anything."""
+    """Returns a space whose arrays hold the observations of every environment, or a space of any objects."""
     every = (spaces.observation, *spaces.observations)
     if all(ArrayLayout.of(space) is not None for space in every) and all(
         is_space_dtype_shape_equiv(space, spaces.observation) for space in every

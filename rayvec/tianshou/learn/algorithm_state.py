@@ -1,7 +1,7 @@
-"""Everything that an update of a Tianshou algorithm reads and changes, apart from the batch.
+"""Everything that an update of a Tianshou algorithm reads and changes, except for the batch.
 
-Tianshou's ``state_dict`` leaves out what it steps outside of its own optimizers (the optimizer of a learned entropy
-coefficient) and counters (gradient steps, target updates, running moments). Ranks that stay identical need these.
+Tianshou's ``state_dict`` leaves out optimizers that it does not wrap (the one of a learned entropy
+coefficient) and counters (gradient steps, target updates, running moments). Ranks need these to stay identical.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.utils import RunningMeanStd
 from torch import Tensor, nn
 
-__all__ = ["AlgorithmState", "Numbers"]
+__all__ = ["AlgorithmState", "Numbers", "stepped"]
 
 Numbers = dict[tuple[str, str], Any]
-"""Plain numbers, and tuples of them, by where they stand: a part of the algorithm, and a name."""
+"""Plain numbers, and tuples of them, by place: a part of the algorithm, and a name."""
 
 _PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class AlgorithmState:
-    """Looks into an algorithm whose structure stays as it is.
+    """The state of an algorithm whose structure does not change.
 
     Args:
-        algorithm: It is looked into, and changed in place by `restore` and `set_numbers`.
+        algorithm: The algorithm; `restore` and `set_numbers` change it in place.
 
     Attributes:
         optimizers: All torch optimizers: those that Tianshou wraps, then those that the algorithm or its parts step
-            themselves.
+            directly.
     """
 
     def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
@@ -52,19 +52,19 @@ class AlgorithmState:
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
     def capture(self) -> dict[str, Any]:
-        """Returns what the tensors hold, as the tensors themselves.
+        """Returns the state, with the tensors themselves.
 
-        Under ``"tensors"`` stand :attr:`tensors`; under ``"optimizers"``, for every one of :attr:`optimizers`, what it
-        keeps of each of its parameters, by name.
+        ``"tensors"`` holds :attr:`tensors`; ``"optimizers"``, for every one of :attr:`optimizers`, its state of each
+        parameter, by name.
         """
         kept = [
-            [dict(optimizer.state.get(parameter, {})) for parameter in _stepped(optimizer)]
+            [dict(optimizer.state.get(parameter, {})) for parameter in stepped(optimizer)]
             for optimizer in self.optimizers
         ]
         return {"tensors": [tensor.detach() for tensor in self.tensors], "optimizers": kept}
 
     def is_at(self, state: Mapping[str, Any]) -> bool:
-        """Says whether tensors and optimizers hold what was captured, whoever has written to them since."""
+        """Says whether tensors and optimizers still hold what was captured."""
         now = self.capture()
         entries = zip(_flat(now["optimizers"]), _flat(state["optimizers"]), strict=True)
         return all(map(_equal, now["tensors"], state["tensors"])) and all(
@@ -73,7 +73,7 @@ class AlgorithmState:
         )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what was captured of another copy, in place: every tensor stays the object it is."""
+        """Loads what was captured of another copy, in place: every tensor stays the same object."""
         with torch.no_grad():
             for tensor, value in zip(self.tensors, state["tensors"], strict=True):
                 tensor.copy_(value)
@@ -83,10 +83,10 @@ class AlgorithmState:
                     optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
 
     def numbers(self) -> Numbers:
-        """Returns every plain number by where it stands.
+        """Returns every plain number by its place.
 
         These are the numbers of every module (counters, coefficients, whether it is training), of running moments, of
-        a fixed entropy coefficient, and what the groups of optimizers say (learning rates, pairs of momenta).
+        a fixed entropy coefficient, and the settings of optimizer groups (learning rates, pairs of momenta).
         """
         return {
             (place, name): value
@@ -96,7 +96,7 @@ class AlgorithmState:
         }
 
     def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
-        """Takes over numbers of another copy."""
+        """Sets numbers of another copy."""
         holders = dict(self._holders())
         for (place, name), value in values.items():
             holders[place][name] = value
@@ -108,7 +108,7 @@ class AlgorithmState:
         if isinstance(moments, RunningMeanStd):
             yield "moments", vars(moments)
         alpha = self._modules[""].__dict__.get("alpha")
-        if isinstance(alpha, FixedAlpha):  # which is no module, unlike a learned one
+        if isinstance(alpha, FixedAlpha):  # it is no module, unlike a learned coefficient
             yield "alpha", vars(alpha)
         for place, optimizer in enumerate(self.optimizers):
             for group, settings in enumerate(optimizer.param_groups):
@@ -130,8 +130,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> bool:
-    """Copies into the tensors that the optimizer has; returns whether it has them all."""
-    own = [optimizer.state.get(parameter, {}) for parameter in _stepped(optimizer)]
+    """Copies into the tensors of the optimizer; returns whether it has them all."""
+    own = [optimizer.state.get(parameter, {}) for parameter in stepped(optimizer)]
     if any(mine.keys() != theirs.keys() for mine, theirs in zip(own, kept, strict=True)):
         return False
     for mine, theirs in zip(own, kept, strict=True):
@@ -143,5 +143,6 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> 
     return True
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -68,25 +68,26 @@ def data_parallel(
     timeout_s: float = 60.0,
     address: str | None = None,
 ) -> Any:
-    """Returns an algorithm whose updates are computed by several learner ranks, Ray actors, together.
+    """Returns an algorithm whose updates are computed by several learner ranks (Ray actors) together.
 
-    It is of the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
-    take it as they take `algorithm`. Its ``update`` hands every rank a contiguous part of the buffer, or of the sampled
-    batch. A rank computes the losses of its rows, the gradients of all are summed before they are clipped, and every
-    rank takes the same step. In the end the policy, the nets, the states of optimizers and the lagged networks here
-    are those of the ranks. N ranks do what plain Tianshou does with the same data, the same order of minibatches and
-    the same noise, up to rounding: NumPy's and torch's global generators go to the ranks and (torch's off-policy only)
-    come back as an update of plain Tianshou would have left them. On ``"cuda"`` noise is drawn by the GPU and equal in
-    distribution.
+    It has the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
+    use it like `algorithm`. Its ``update`` sends every rank a contiguous part of the buffer, or of the sampled
+    batch. A rank computes the losses of its rows, the gradients of all ranks are summed before they are clipped, and
+    every rank takes the same step. Afterwards the policy, the nets, the states of optimizers and the lagged networks
+    of this process are those of the ranks.
 
-    Numbers that are changed here between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
+    N ranks do what plain Tianshou does with the same data, the same order of minibatches and the same noise, up to
+    rounding. For that, NumPy's and torch's global generators are sent to the ranks, and come back as an update of plain
+    Tianshou would have left them (torch's off-policy only). On ``"cuda"`` the GPU draws noise of the same distribution.
+
+    Numbers that you change between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
     ranks with the next update; so do weights and states of optimizers, however they are changed.
-    Structure must stay as it is. A copy or a pickle of the returned algorithm is a plain one.
+    The structure must not change. A copy or a pickle of the returned algorithm is a plain one.
 
     Args:
-        algorithm: One of :data:`EQUAL`, by its exact class or a subclass that changes none of its methods. Its nets
+        algorithm: An algorithm of :data:`EQUAL`, or of a subclass that changes none of its methods. Its nets
             must treat rows one by one: batch normalisation and dropout are refused.
-        num_learners: Ranks. A batch with fewer rows than ranks leaves some without work, and changes nothing.
+        num_learners: Number of ranks. With fewer rows than ranks, some have no work; the result is the same.
         device: Where each rank computes; ``"cuda"`` gives each a GPU. The algorithm itself stays where it is.
         learner_threads: How many threads torch may use on each rank.
         num_cpus: Cores that each rank claims from Ray; by default as many as `learner_threads`.
@@ -94,12 +95,12 @@ def data_parallel(
         address: Of a running Ray cluster.
 
     Returns:
-        The algorithm, a :class:`DataParallel` and a ``type(algorithm)``; end its ranks by ``close()``, by using it as
-        a context manager, or by letting go of it.
+        The algorithm, a :class:`DataParallel` and a ``type(algorithm)``. Its ranks end with ``close()``, with the block
+        of a ``with`` statement, or when it is garbage-collected.
 
     Raises:
         ConfigError: `algorithm` is not one that can be computed on several ranks, or the ranks can't be placed.
-        LearnerError: From ``update``: ranks were lost again while an update was repeated after a loss.
+        LearnerError: From ``update``: ranks died again while an update was repeated after ranks had died.
     """
     check_count("num_learners", num_learners)
     check_choice("device", device, ("cpu", "cuda"))
@@ -124,12 +125,12 @@ def data_parallel(
 
 
 def _end(group: RankGroup) -> None:
-    if ray.is_initialized():  # or the ranks have ended with Ray, and asking it for them would start another
+    if ray.is_initialized():  # otherwise the ranks have ended with Ray, and a call would start another Ray
         group.close()
 
 
 def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
-    """Returns an algorithm whose updates a group computes that has a copy of it on every rank."""
+    """Returns an algorithm whose updates are computed by a group with a copy of it on every rank."""
     parallel: Any = object.__new__(_parallel_class(type(algorithm)))
     vars(parallel).update(vars(algorithm))
     parallel._group, parallel._device, parallel._pending = group, device, None
@@ -137,19 +138,19 @@ def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") 
     parallel._on_ranks = copy.deepcopy(parallel._state.capture())
     for optimizer in parallel._state.optimizers:
         vars(optimizer)["_opt_called"] = (
-            True  # by the ranks; a schedule of learning rates warns where nobody has stepped
+            True  # by the ranks; a schedule of learning rates warns about an optimizer that has not stepped
         )
     return parallel
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """What an update began with.
+    """What an update starts with.
 
     Attributes:
-        buffer: Where the batch comes from.
-        indices: Of its rows in the buffer.
-        numbers: Those of the algorithm before Tianshou switches it to training mode.
+        buffer: The buffer that the batch comes from.
+        indices: Indices of its rows in the buffer.
+        numbers: Numbers of the algorithm before Tianshou switches it to training mode.
     """
 
     buffer: ReplayBuffer
@@ -158,16 +159,16 @@ class _Pending:
 
 
 class DataParallel:
-    """What :func:`data_parallel` puts before an algorithm's own class: its updates are computed by ranks.
+    """First base class of what :func:`data_parallel` returns: ranks compute its updates.
 
-    Sampling, learning-rate schedules and new priorities stay with Tianshou's own ``update``, in the driver.
+    Tianshou's own ``update`` samples, steps learning-rate schedules and sets new priorities, in the driver.
     """
 
     _group: RankGroup
     _device: str
     _pending: _Pending | None
     _state: AlgorithmState
-    _on_ranks: dict[str, Any]  # what the ranks have
+    _on_ranks: dict[str, Any]  # the state of the ranks
 
     @property
     def num_learners(self) -> int:
@@ -176,11 +177,11 @@ class DataParallel:
 
     @property
     def group(self) -> RankGroup:
-        """The ranks themselves: where they are, and their processes."""
+        """The ranks: where they are, and their processes."""
         return self._group
 
     def close(self) -> None:
-        """Ends the ranks; the algorithm can't be updated after it. May be called again."""
+        """Ends the ranks; the algorithm can't be updated afterwards. May be called again."""
         self._group.close()
 
     def __enter__(self) -> Any:
@@ -210,7 +211,7 @@ class DataParallel:
         pending, self._pending = self._pending, None
         assert pending is not None
         seed = int(torch.randint(2**62, ())) if self._device == "cuda" else None
-        generators = Generators(np.random.get_state(), torch.get_rng_state().numpy(), seed)
+        generators = Generators.capture(seed)
         update: OnPolicyUpdate | OffPolicyUpdate
         ahead = None
         if isinstance(self, OnPolicyAlgorithm):
@@ -230,21 +231,19 @@ class DataParallel:
             ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
             update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
         shards = cut_batch(batch, self.num_learners, ahead)
-        if not self._state.is_at(self._on_ranks):  # somebody changed weights or optimizers
+        if not self._state.is_at(self._on_ranks):  # weights or optimizers were changed between updates
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
-        told = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
-        return self._take(batch, self._group.run("update", [(told, shard) for shard in shards]))
+        sent = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
+        return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards]))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
-        """Takes over what an update changed."""
+        """Loads what an update changed."""
         first = replies[0]
         self._on_ranks = self._group.state_dict()
         self._state.restore(self._on_ranks)
         self._state.set_numbers(first.changed)
-        np.random.set_state(first.generators.numpy)
-        if not isinstance(self, OnPolicyAlgorithm):
-            torch.set_rng_state(torch.from_numpy(first.generators.torch.copy()))
+        first.generators.restore(numpy_alone=isinstance(self, OnPolicyAlgorithm))
         if first.weight is not None:
             batch.weight = torch.from_numpy(np.concatenate([reply.weight for reply in replies]))
         stats: TrainingStats = first.stats
@@ -261,7 +260,7 @@ def _parallel_class(base: type[Any]) -> type[Any]:
 
 
 def pickle_algorithm(algorithm: Any) -> bytes:
-    """Returns an algorithm for the ranks; schedules of learning rates stay here."""
+    """Pickles an algorithm for the ranks, without schedules of learning rates: the driver steps these."""
     sent = copy.copy(algorithm)
     sent.lr_schedulers = []
     try:
@@ -278,18 +277,18 @@ def pickle_algorithm(algorithm: Any) -> bytes:
 
 def _check_algorithm(algorithm: Any) -> None:
     if not isinstance(algorithm, Algorithm):
-        raise _refusal(
+        raise ConfigError(
             "An algorithm of Tianshou 2 is computed on several ranks.",
-            "a tianshou.algorithm.Algorithm",
-            f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
-            "Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
+            expected="a tianshou.algorithm.Algorithm",
+            got=f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
+            remedy="Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
         )
     if isinstance(algorithm, DataParallel):
-        raise _refusal(
+        raise ConfigError(
             "An algorithm is made data-parallel once.",
-            "a plain algorithm",
-            type(algorithm).__name__,
-            "Pass algorithm.plain() to make another of it.",
+            expected="a plain algorithm",
+            got=type(algorithm).__name__,
+            remedy="Pass algorithm.plain() to make another of it.",
         )
     _check_class(type(algorithm))
     _check_parts(algorithm)
@@ -299,22 +298,22 @@ def _check_class(kind: type[Any]) -> None:
     base = next((each for each in kind.__mro__ if each in EQUAL), None)
     names = ", ".join(each.__name__ for each in EQUAL)
     if base is None:
-        raise _refusal(
+        raise ConfigError(
             "Only algorithms for which N ranks were shown to equal one are computed on several.",
-            f"one of {names}",
-            kind.__name__,
-            "Use the plain algorithm, which takes the same collectors.",
+            expected=f"one of {names}",
+            got=kind.__name__,
+            remedy="Use the plain algorithm, which takes the same collectors.",
         )
     own = {name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each)}
     changed = sorted(
         name for name in own if name != "__init__" and callable(getattr(base, name, None)) and name not in vars(object)
     )
     if changed:
-        raise _refusal(
+        raise ConfigError(
             "A subclass that changes methods of its algorithm was not shown to be the same on N ranks as on one.",
-            f"{base.__name__}, or a subclass that adds to it",
-            f"{kind.__name__}, which changes {', '.join(changed)}",
-            "Use the plain algorithm, or bring the change into the policy or the nets.",
+            expected=f"{base.__name__}, or a subclass that adds to it",
+            got=f"{kind.__name__}, which changes {', '.join(changed)}",
+            remedy="Use the plain algorithm, or bring the change into the policy or the nets.",
         )
 
 
@@ -322,21 +321,17 @@ def _check_parts(algorithm: Any) -> None:
     mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
     for path, module in algorithm.named_modules():
         if isinstance(module, mixing):
-            raise _refusal(
+            raise ConfigError(
                 "Nets treat rows one by one, or N ranks are not one.",
-                "no batch normalisation and no dropout",
-                f"{type(module).__name__} at {path}",
-                "Use LayerNorm, or leave it out.",
+                expected="no batch normalisation and no dropout",
+                got=f"{type(module).__name__} at {path}",
+                remedy="Use LayerNorm, or leave it out.",
             )
     alpha = getattr(algorithm, "alpha", None)
     if alpha is not None and type(alpha) not in (AutoAlpha, FixedAlpha):
-        raise _refusal(
+        raise ConfigError(
             "The entropy coefficient is updated by the mean over all rows.",
-            "a number or an AutoAlpha",
-            type(alpha).__name__,
-            "Pass one of these.",
+            expected="a number or an AutoAlpha",
+            got=type(alpha).__name__,
+            remedy="Pass one of these.",
         )
-
-
-def _refusal(rule: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError(rule, expected=expected, got=got, remedy=remedy)

@@ -1,7 +1,8 @@
 """Random numbers of a whole batch, cut into the rows of a rank.
 
 A loss that draws noise for every row is the same on N ranks as on one only if the noise of a row does not depend on
-who computes it. All ranks therefore hold generators in the same state, draw for the whole batch, and keep their rows.
+the rank that computes it. So all ranks have generators in the same state, draw for the whole batch, and keep their
+rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Cut:
     Attributes:
         total: Rows of the batch on all ranks.
         mine: Positions of this rank's rows in the batch, ``[n]`` int64, in the batch's order. Never empty: a rank
-            without a row borrows one, with a share of 0.
-        share: Rows of this rank over `total`, by which a mean over its rows enters the mean over all.
+            without a row computes one, with a share of 0.
+        share: Rows of this rank over `total`: the weight of a mean over its rows in the mean over all.
     """
 
     total: int
@@ -36,19 +37,19 @@ class Cut:
 
 
 class SlicedDraws(TorchFunctionMode):
-    """Makes draws with one row for each row of this rank's part those of the whole batch, while it is entered.
+    """While it is entered, draws with one row for each of this rank's rows are cut from draws for the whole batch.
 
-    A draw whose first dimension is not the number of rows (the noise of a layer, say) stays as it is: every rank draws
-    the same. `torch.normal`, `torch.randn`, `torch.rand`, `torch.multinomial` and filling by `normal_`, `uniform_` and
-    `exponential_` are cut, with the bits that one rank would have drawn. A draw of one dimension is not, however long,
-    since it may as well be a layer's, nor is one whose rows are a later dimension: where ranks have different numbers
-    of rows, their generators differ afterwards.
+    `torch.normal`, `torch.randn`, `torch.rand`, `torch.multinomial` and filling by `normal_`, `uniform_` and
+    `exponential_` are cut, with the bits that one rank would have drawn. A draw whose first dimension is not the number
+    of rows (the noise of a layer, for example) stays as it is: every rank draws the same. A draw of one dimension is
+    never cut, since it may be a layer's, nor one whose rows are a later dimension. Where ranks have different numbers
+    of rows, their generators differ after such a draw.
 
     Attributes:
         cut: The rows of the batch that is being computed; None: nothing is cut.
 
     Raises:
-        LearnerError: Something draws for every row in a way that can't be cut, as dropout does.
+        LearnerError: A net or a loss draws for every row in a way that can't be cut, as dropout does.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ def _multinomial(cut: Cut, weights: Tensor, num_samples: int, replacement: bool 
 
 def _refusal(function: Any) -> LearnerError:
     return LearnerError(
-        "What a net or a loss draws for every row is drawn for the whole batch and cut.",
+        "Ranks draw for all rows of a batch and keep their own; this draw can't be cut into rows.",
         expected="torch.normal, randn, rand, normal_, uniform_, exponential_, or multinomial with one sample",
         got=f"{getattr(function, '__name__', function)}",
         remedy="Draw with one of these, leave the noise out, or update with the plain algorithm.",

@@ -28,12 +28,12 @@ __all__ = ["IMPALA", "IMPALATrainingStats"]
 
 @dataclass(kw_only=True)
 class IMPALATrainingStats(A2CTrainingStats):
-    """What one update of IMPALA came to.
+    """Statistics of one update of IMPALA.
 
     Attributes:
-        importance_weight: Mean of the policy's probability of an action over that by which it was chosen, before the
-            update; 1 where the policy has not changed since it acted.
-        rho_clip_fraction: How many of these weights are above `rho_bar`, 0 to 1.
+        importance_weight: Mean importance weight before the update: the policy's probability of an action over that
+            of the policy that acted. It is 1 where the policy has not changed since.
+        rho_clip_fraction: Fraction of these weights above `rho_bar`, 0 to 1.
     """
 
     importance_weight: float
@@ -50,14 +50,14 @@ class IMPALABatchProtocol(LogpOldProtocol, Protocol):
 class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
     """Importance-weighted actor-learner architecture (Espeholt et al., 2018), arXiv:1802.01561.
 
-    An actor-critic whose targets, by V-trace, are right also for steps that an older policy has taken. It runs in
+    An actor-critic whose V-trace targets are correct also for steps that an older policy has taken. It runs in
     Tianshou's on-policy trainer, with a buffer that is emptied after each update, and with
     ``rayvec.tianshou.Collector(..., prefetch=True)``, which collects while the algorithm updates.
 
-    From its construction on, the policy notes the log-probability of each action that it draws, and every
+    From its construction on, the policy records the log-probability of each action that it draws, and every
     collector, Tianshou's own included, puts it into the buffer as ``policy.logp``. Steps of a buffer without it are
-    taken for those of the policy as it is when the update begins, as PPO does; steps taken at random must not be mixed
-    with recorded ones.
+    treated as steps of the policy as it is when the update begins, as in PPO. Do not mix steps that were taken at
+    random with recorded ones.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         gamma: float = 0.99,
         return_scaling: bool = False,
     ) -> None:
-        """Makes the optimizer, and lets the policy note log-probabilities.
+        """Makes the optimizer, and lets the policy record log-probabilities.
 
         Args:
             policy: the policy containing the actor network.
@@ -122,7 +122,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         buffer: ReplayBuffer,
         indices: NDArray[np.int64],
     ) -> IMPALABatchProtocol:
-        """Adds by whom the steps were taken, and which of them follow each other."""
+        """Adds the log-probabilities of the policy that acted, and where the steps of an environment end."""
         batch = cast(IMPALABatchProtocol, batch)
         like = next(self.critic.parameters())
         batch.act = to_torch_as(batch.act, like)
@@ -142,7 +142,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         return logp, v_s, v_s_
 
     def _add_targets(self, batch: IMPALABatchProtocol) -> torch.Tensor:
-        """Adds V-trace targets and advantages by the policy and the critic as they are; returns importance weights."""
+        """Adds V-trace targets and advantages by the present policy and critic; returns importance weights."""
         logp, batch.v_s, v_s_ = self._evaluate(batch)
         scale = np.sqrt(self.ret_rms.var + np.finfo(np.float32).eps) if self.return_scaling else 1.0
         log_ratio = logp - batch.logp_old
@@ -159,8 +159,8 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns the V-trace target and the advantage of each step of a batch, ``[B]``.
 
-        An episode's end is not crossed, nor is the end of what was collected: there the value of the observation
-        after it stands in, unless the episode terminated.
+        Targets do not cross the end of an episode, nor the end of what was collected: the value of the observation
+        after it bootstraps them, unless the episode terminated.
 
         Args:
             batch: Steps of one environment after another, with rewards, ends of episodes and ``is_last``.
@@ -194,7 +194,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         batch_size: int | None,
         repeat: int,
     ) -> IMPALATrainingStats:
-        """Passes `repeat` times over the batch, with targets anew for each pass; None makes a pass one step."""
+        """Passes `repeat` times over the batch, with new targets for each pass; None makes a pass one step."""
         losses, actor_losses, vf_losses, ent_losses, weights = [], [], [], [], []
         split_batch_size = batch_size or -1
         for _ in range(repeat):
@@ -227,7 +227,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
 
 
 def _places(is_last: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns row and column of each step in a table with a column for each environment's steps, one after another.
+    """Returns row and column of each step in a table with one column for the steps of each environment.
 
     >>> _places(np.array([False, True, False, False, True]))
     (array([0, 1, 0, 1, 2]), array([0, 0, 1, 1, 1]))

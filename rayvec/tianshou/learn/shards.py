@@ -1,14 +1,17 @@
-"""What the driver sends to the ranks of a data-parallel algorithm: rows, and what they need of the buffer."""
+"""What the driver sends to the ranks of a data-parallel algorithm: rows, and their surroundings in the buffer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tianshou.data import Batch, ReplayBuffer
 
+from rayvec.data.partition import even_bounds
 from rayvec.tianshou.learn.algorithm_state import Numbers
 
 __all__ = [
@@ -19,7 +22,6 @@ __all__ = [
     "OnPolicyUpdate",
     "Shard",
     "WholeView",
-    "bounds",
     "cut_batch",
     "writable",
 ]
@@ -30,29 +32,43 @@ class Generators:
     """The states of NumPy's and torch's global generators, which Tianshou draws permutations and noise from.
 
     Attributes:
-        numpy: As of ``numpy.random.get_state``.
-        torch: As of ``torch.get_rng_state``, uint8.
-        cuda_seed: For the generators of accelerators, which have a state of another kind.
+        numpy: State from ``numpy.random.get_state``.
+        torch: State from ``torch.get_rng_state``, uint8.
+        cuda_seed: Seed of the generators of GPUs, whose states are of another kind.
     """
 
     numpy: Any
     torch: NDArray[np.uint8]
     cuda_seed: int | None = None
 
+    @classmethod
+    def capture(cls, cuda_seed: int | None = None) -> Generators:
+        """Returns their states as they are now."""
+        return cls(np.random.get_state(), torch.get_rng_state().numpy(), cuda_seed)
+
+    def restore(self, *, numpy_alone: bool = False) -> None:
+        """Puts the generators of this process into these states."""
+        np.random.set_state(self.numpy)
+        if not numpy_alone:
+            torch.set_rng_state(torch.from_numpy(self.torch.copy()))
+        if self.cuda_seed is not None and torch.cuda.is_available():
+            torch.cuda.manual_seed_all(self.cuda_seed)
+
 
 @dataclass(frozen=True)
 class OnPolicyUpdate:
-    """What every rank is told about an on-policy update of a batch of ``n`` rows.
+    """What every rank knows of an on-policy update of a batch of ``n`` rows.
 
     Attributes:
-        numbers: Those of the driver's algorithm, see :class:`rayvec.tianshou.learn.algorithm_state.AlgorithmState`.
-        generators: Of the driver.
+        numbers: Numbers of the driver's algorithm, see
+            :class:`rayvec.tianshou.learn.algorithm_state.AlgorithmState`.
+        generators: Generators of the driver.
         rew: Rewards, ``[n]``.
         terminated: ``[n]`` bool.
         truncated: ``[n]`` bool.
-        is_last: Where what the buffer holds of an environment ends, ``[n]`` bool.
+        is_last: Where an environment's steps in the buffer end, ``[n]`` bool.
         batch_size: Rows of a minibatch; None: all.
-        repeat: How often the batch is gone through.
+        repeat: Number of passes over the batch.
     """
 
     numbers: Numbers
@@ -69,16 +85,20 @@ class OnPolicyUpdate:
         """Rows of the batch on all ranks."""
         return len(self.rew)
 
+    def rows(self) -> Any:
+        """Returns what returns and advantages depend on beside values, of all rows."""
+        return Batch(rew=self.rew, terminated=self.terminated, truncated=self.truncated, is_last=self.is_last)
+
 
 @dataclass(frozen=True)
 class OffPolicyUpdate:
-    """What every rank is told about an off-policy update of a sampled batch.
+    """What every rank knows of an off-policy update of a sampled batch.
 
     Attributes:
-        numbers: Those of the driver's algorithm.
-        generators: Of the driver.
+        numbers: Numbers of the driver's algorithm.
+        generators: Generators of the driver.
         total: Rows of the batch on all ranks.
-        with_weight: Whether the buffer wants to know new priorities.
+        with_weight: Whether the buffer takes new priorities.
     """
 
     numbers: Numbers
@@ -94,8 +114,8 @@ class Ahead:
     Attributes:
         rew: Rewards of each row and the N - 1 steps after it, ``[N, n]``.
         end: Where an episode ends, or is not finished yet, ``[N, n]`` bool.
-        terminated: Of the last of the N steps, ``[n]`` bool.
-        obs_next: After the last of the N steps, ``n`` rows; None: that of the rows themselves (N = 1).
+        terminated: Whether the last of the N steps terminated, ``[n]`` bool.
+        obs_next: Observation after the last of the N steps, ``n`` rows; None: that of the rows themselves (N = 1).
     """
 
     rew: NDArray[Any]
@@ -131,9 +151,9 @@ class Shard:
 
     Attributes:
         start: First of them in the batch.
-        stop: The one after the last; equal to `start` on a rank without rows, which then borrows one.
+        stop: The one after the last; equal to `start` on a rank without rows, which computes the first with share 0.
         batch: The rows, at least one.
-        ahead: Of these rows, off-policy.
+        ahead: The steps that follow these rows, off-policy.
     """
 
     start: int
@@ -142,21 +162,10 @@ class Shard:
     ahead: Ahead | None = None
 
 
-def bounds(total: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Returns where the rows of each rank start and stop; they differ by one row at most.
-
-    >>> bounds(7, 3)
-    [(0, 3), (3, 5), (5, 7)]
-    """
-    short, longer = divmod(total, num_ranks)
-    stops = np.cumsum([short + (rank < longer) for rank in range(num_ranks)]).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
 def cut_batch(batch: Batch, num_ranks: int, ahead: Ahead | None = None) -> list[Shard]:
-    """Cuts a batch into one shard for each rank."""
+    """Cuts a batch into one shard for each rank; they differ by one row at most."""
     shards = []
-    for start, stop in bounds(len(batch), num_ranks):
+    for start, stop in pairwise(even_bounds(len(batch), num_ranks)):
         rows = slice(start, stop) if stop > start else slice(0, 1)
         shards.append(Shard(start, stop, batch[rows], None if ahead is None else ahead.cut(rows)))
     return shards
@@ -167,7 +176,7 @@ class WholeView:
 
     Attributes:
         terminated: ``[n]`` bool.
-        last_index: The rows where what the buffer holds of an environment ends.
+        last_index: The rows where an environment's steps in the buffer end.
     """
 
     def __init__(self, update: OnPolicyUpdate) -> None:
@@ -176,14 +185,14 @@ class WholeView:
         self._unfinished = np.flatnonzero(update.is_last & ~(update.terminated | update.truncated))
 
     def unfinished_index(self) -> NDArray[np.int64]:
-        """Returns those of them after which an episode goes on."""
+        """Returns the rows of `last_index` whose episode is unfinished."""
         return self._unfinished
 
 
 class AheadView:
     """The part of a buffer's interface that Tianshou's n-step returns read, over the rows of one shard.
 
-    Row i of step k stands at ``k * n + i``.
+    Row i of step k is at ``k * n + i``.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -198,7 +207,7 @@ class AheadView:
         self._obs_next = shard.batch.obs_next if ahead.obs_next is None else ahead.obs_next
 
     def next(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns where the following steps stand."""
+        """Returns the indices of the following steps."""
         following: NDArray[np.int64] = index + self._rows
         return following
 
@@ -211,9 +220,5 @@ class AheadView:
 
 
 def writable(batch: Batch) -> Batch:
-    """Returns a batch with arrays of its own, which what came from Ray has not."""
-    return batch.apply_values_transform(_own)
-
-
-def _own(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else value
+    """Returns a batch with arrays of its own: those that come from Ray can't be written."""
+    return batch.apply_values_transform(lambda value: value.copy() if isinstance(value, np.ndarray) else value)

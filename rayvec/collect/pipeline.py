@@ -1,0 +1,80 @@
+"""Chunks that workers take for a collector: started ahead of use, finished in the order in which they started."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from rayvec.data import Rollout
+from rayvec.pools.weights import WeightStore
+
+__all__ = ["ChunkPipeline", "PendingChunk"]
+
+
+class _RolloutEnv(Protocol):
+    """The part of :class:`rayvec.RayVecEnv` and :class:`rayvec.tianshou.RayVectorEnv` that takes chunks."""
+
+    @property
+    def rollout_async(self) -> Callable[..., None]: ...
+
+    def rollout_wait(self) -> Rollout: ...
+
+
+class PendingChunk(NamedTuple):
+    """A chunk that has been started and not finished.
+
+    Attributes:
+        store: The weights of the policy that takes it.
+        num_steps: T.
+    """
+
+    store: WeightStore
+    num_steps: int
+
+
+class ChunkPipeline:
+    """Starts chunks and finishes them in order; numbers their steps, so that no noise is used twice.
+
+    A wait that is interrupted leaves its chunk pending.
+
+    Args:
+        env: Takes the chunks.
+        noise_seed: Seed of the policy's noise.
+        **options: Passed on to ``env.rollout_async``.
+
+    Attributes:
+        pending: Chunks that have been started and not finished, oldest first.
+        first_step: How many steps each environment has taken in the chunks that are finished.
+        noise_seed: Seed of the policy's noise.
+    """
+
+    def __init__(self, env: _RolloutEnv, noise_seed: int, **options: bool) -> None:
+        self._env = env
+        self._options = options
+        self.pending: deque[PendingChunk] = deque()
+        self.first_step = 0
+        self.noise_seed = noise_seed
+
+    @property
+    def pending_steps(self) -> int:
+        """How many steps each environment takes in the pending chunks."""
+        return sum(chunk.num_steps for chunk in self.pending)
+
+    def start(self, store: WeightStore, num_steps: int) -> None:
+        """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
+        first_step = self.first_step + self.pending_steps
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, **self._options)
+        self.pending.append(PendingChunk(store, num_steps))
+
+    def finish(self) -> Rollout:
+        """Waits for the oldest pending chunk and returns it."""
+        rollout = self._env.rollout_wait()
+        self.pending.popleft()  # after the wait: an interrupted one leaves the chunk pending
+        self.first_step += rollout.summary.num_steps
+        return rollout
+
+    def drain(self) -> Iterator[Rollout]:
+        """Yields every pending chunk as it is finished; the environments are free afterwards."""
+        while self.pending:
+            yield self.finish()

@@ -1,0 +1,39 @@
+"""Episodes that are assigned to environments before any step is taken, so that short ones are not favoured."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EPISODE_CHUNK_STEPS", "EpisodeQuotas"]
+
+EPISODE_CHUNK_STEPS = 64
+"""Steps of a chunk where episodes are counted: few, so that little is stepped beyond the last episode."""
+
+
+class EpisodeQuotas:
+    """Gives each environment its share of a number of episodes beforehand.
+
+    Args:
+        n_episode: Episodes in all; the first environments take one more where it is not divisible.
+        num_envs: N.
+    """
+
+    def __init__(self, n_episode: int, num_envs: int) -> None:
+        self._left = n_episode // num_envs + (np.arange(num_envs) < n_episode % num_envs).astype(np.int64)
+
+    def next_steps(self) -> int:
+        """Returns how many steps the next chunk has; 0 once every environment has ended its episodes."""
+        return EPISODE_CHUNK_STEPS if self._left.any() else 0
+
+    def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns which steps of a chunk belong to the episodes that were assigned.
+
+        Args:
+            valid: Steps that happened, ``bool [T, N]``.
+            ended: Steps that ended an episode that counts, ``bool [T, N]``.
+        """
+        before: NDArray[np.int64] = np.cumsum(ended, axis=0) - ended  # episodes that had ended when a step began
+        belongs = valid & (before < self._left)
+        self._left = np.maximum(self._left - ended.sum(0), 0)
+        return belongs
