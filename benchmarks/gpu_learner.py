@@ -48,7 +48,7 @@ def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callab
         alpha_lr=1e-3,
     )
 
-    def update(nets: Nets, rows: sac_math.Rows, noise: Tensor, correction: Tensor) -> Tensor:
+    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, correction: Tensor) -> Tensor:
         grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
         critic_norm = math.critic_step(nets, grad, correction)
         grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
@@ -60,7 +60,7 @@ def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callab
         critic, actor = 0.05 * draw(math.critic.num_params), 0.05 * draw(math.actor.num_params + 1)
         adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
         nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
-        rows = sac_math.Rows(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
+        rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
         return nets, rows, draw(2, B, A), torch.ones(2, device=device)
 
     return math, update, arguments

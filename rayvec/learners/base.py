@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rayvec.data import Batch
 from rayvec.errors import ConfigError
 
-__all__ = ["FlatParameters", "KeepsOwnState", "Learner", "keep_freed_memory", "torch_device"]
+__all__ = ["FlatParameters", "KeepsRankLocalState", "Learner", "keep_freed_memory", "torch_device"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
@@ -59,17 +59,17 @@ class Learner(Protocol):
 
 
 @runtime_checkable
-class KeepsOwnState(Protocol):
-    """What a learner offers besides, part of whose state belongs to its own rank, such as the replay of SAC.
+class KeepsRankLocalState(Protocol):
+    """What a learner offers besides, part of whose state is rank-local, such as the replay of SAC.
 
     Its ``state_dict()`` is both parts together, and its ``load_state_dict`` takes the shared part alone, too: then
-    what is its own begins anew. It begins anew on all ranks or on none.
+    the rank-local part is empty. It is empty on all ranks or on none.
     """
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns a copy of the part that is the same on all ranks; it is kept after every update."""
+        """Returns a copy of the part that is the same on all ranks; a group keeps it after every update."""
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_local_state(self) -> dict[str, Any]:
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
 
 

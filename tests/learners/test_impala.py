@@ -223,6 +223,7 @@ def test_more_minibatches_than_environments_are_refused() -> None:
         impala_config(num_minibatches=5)
 
 
+@pytest.mark.slow
 def test_it_learns_from_steps_of_older_weights() -> None:
     """CartPole, two updates behind all the time."""
     with torch_threads(1):
