@@ -25,7 +25,7 @@ from torch import Tensor
 from rayvec.config import PPOConfig
 from rayvec.learners import sac_math
 from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.learners.ppo import PPOLearner, Rows
+from rayvec.learners.ppo import PPOLearner, Samples
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
 
@@ -79,7 +79,7 @@ def ppo(
     sample = torch.from_numpy(learner.module.distribution.recorded(rng.integers(0, 4, minibatch), {}))
     numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
     logp = torch.full((minibatch,), -float(np.log(4)))
-    rows = Rows(*(column.to(device) for column in (obs, sample, logp, *numbers)))
+    rows = Samples(*(column.to(device) for column in (obs, sample, logp, *numbers)))
     return learner, lambda: learner._step(learner._gradients(rows, minibatch))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import keep_freed_memory, torch_device
-from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, gather_counts
+from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import SACActor, initial_nets, make_math, make_sac_distribution
@@ -84,7 +84,7 @@ class SACLearner:
 
     Attributes:
         module: The actor.
-        ranks: Who computes each update together; each rank gets the chunks of its own environments.
+        ranks: The ranks that compute each update together; each rank gets the chunks of its own environments.
 
     Raises:
         ConfigError: There is no soft actor-critic for these spaces, or no GPU that torch can use.
@@ -113,7 +113,7 @@ class SACLearner:
         self._num_steps = 0
         self._num_filled = 0
         self._num_credited = 0
-        self._bounds = (0, 0, 0)
+        self._own_environments = range(0)
         self._sizes = np.zeros(0, np.int64)
         self._update = SACUpdate(self._math, config)
 
@@ -139,9 +139,9 @@ class SACLearner:
         return self._metrics(stats) if stats else {}
 
     def _store(self, batch: Batch) -> None:
-        """Puts the steps of a batch into the replay, and lets all ranks know how many there are now.
+        """Stores the steps of a batch in the replay, and tells all ranks how many there are now.
 
-        A reward that is not finite is refused before anything changes: it would lie in the replay, and so in every
+        A reward that is not finite raises before anything changes: it would lie in the replay, and so in every
         checkpoint, until an update happens to draw it.
         """
         known = self._replay.env_ids
@@ -161,15 +161,14 @@ class SACLearner:
         self._num_filled = after
         self._num_steps += num_steps
 
-        counts = gather_counts(self.ranks, len(self._replay.sizes))
-        first = sum(counts[: self.ranks.rank])
-        self._bounds = (first, first + len(self._replay.sizes), sum(counts))
-        sizes = torch.zeros(sum(counts), dtype=torch.int64, device=self._device)
-        sizes[first : self._bounds[1]] = torch.from_numpy(self._replay.sizes)
+        own, total = global_range(self.ranks, len(self._replay.sizes))
+        self._own_environments = own
+        sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
+        sizes[own.start : own.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
 
     def _refuse(self, bad: tuple[int, int, float] | None) -> NoReturn:
-        """Raises the same on all ranks for a reward that this one, or another, found."""
+        """Raises the same error on all ranks for a reward that one of them found."""
         found = torch.zeros(self.ranks.size, 4, dtype=torch.float64, device=self._device)
         if bad is not None:
             found[self.ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
@@ -178,7 +177,7 @@ class SACLearner:
             "A replay holds finite rewards, or updates would fail at some later time.",
             expected="rewards that are finite in float32",
             got=f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch",
-            remedy="Mend the environment's reward, or wrap it in one that replaces such rewards",
+            remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
         )
 
     def _step(self, inputs: UpdateInputs) -> Tensor:
@@ -198,9 +197,9 @@ class SACLearner:
 
     def _plan_rows(self, count: int) -> _RowPlan:
         """Draws which rows the next minibatches have."""
-        size, (first, stop, num_envs) = self.config.batch_size, self._bounds
-        begin = first * size // num_envs
-        end = -(-stop * size // num_envs) if stop > first else begin
+        size, num_envs, here = self.config.batch_size, len(self._sizes), self._own_environments
+        begin = here.start * size // num_envs
+        end = -(-here.stop * size // num_envs) if here else begin
         numbers = range(self._num_updates, self._num_updates + count)
         adam_steps = [self._adam_steps(number) for number in numbers]
         draws, noises = zip(
@@ -212,7 +211,7 @@ class SACLearner:
         weight = (counts > 0) / np.count_nonzero(counts, 1).clip(min=1)[:, None]
         own = slice(begin, end)
         return _RowPlan(
-            environments[:, own] - first,
+            environments[:, own] - here.start,
             (age * counts).astype(np.int64)[:, own],
             weight[:, own],
             [noise[:, own] for noise in noises],
@@ -309,10 +308,10 @@ class SACLearner:
         return {"replay": self._replay.state_dict() if self.config.checkpoint_replay else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the learner was that `state` was taken from: exactly, if the replay is part of it.
+        """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 
-        A state without a replay, such as `shared_state`, or with that of other environments, lets the replay refill:
-        `learning_starts` more steps are collected before updates go on.
+        With a state without a replay, such as `shared_state`, or with that of other environments, the replay refills:
+        updates resume after `learning_starts` more steps.
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other nets.
@@ -338,11 +337,11 @@ class SACLearner:
         if state.get("replay") is not None:
             self._replay.load_state_dict(state["replay"])
         elif self._num_filled:
-            self._refill("the state that this goes on from does not hold it")
+            self._refill("the state that was loaded does not contain it")
 
     def _refill(self, reason: str) -> None:
-        """Begins the replay anew, and with it the wait for `learning_starts`."""
-        _log.warning("the replay refills, since %s: updates go on after %d steps", reason, self.config.learning_starts)
+        """Empties the replay, and waits for `learning_starts` steps again."""
+        _log.warning("the replay refills, since %s: updates resume after %d steps", reason, self.config.learning_starts)
         self._replay = self._empty_replay()
         self._num_filled = 0
 

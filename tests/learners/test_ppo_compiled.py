@@ -70,8 +70,8 @@ def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytes
 def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
     learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True))
-    rows = learner._rows(make_batch(Policy(learner.module)))
-    shares = learner._gradients(rows[torch.zeros(0, dtype=torch.int64)], 16)
+    rows = learner._samples(make_batch(Policy(learner.module)))
+    shares = learner._gradients(rows.at(torch.zeros(0, dtype=torch.int64)), 16)
     assert not shares.any() and not learner._flat.grad.any()
     learner._gradients(rows, 16)
     assert learner._flat.grad.any()
@@ -83,8 +83,8 @@ def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyP
     learner = PPOLearner(OBS, spaces.Box(-1, 1, (20,), np.float32), ppo_config(compile=True))
     assert learner.module.log_std is not None
     learner.module.log_std.data.fill_(-6.0)
-    rows = learner._rows(make_batch(Policy(learner.module)))
-    learner._gradients(rows[torch.arange(5)], 5)
+    rows = learner._samples(make_batch(Policy(learner.module)))
+    learner._gradients(rows.at(torch.arange(5)), 5)
     assert learner._flat.grad.any() and learner._flat.grad.isfinite().all()
 
 
