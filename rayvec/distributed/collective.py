@@ -59,6 +59,7 @@ class CollectiveRanks:
         self._timeout_s = timeout_s
         self._device = torch.device(device)
         check_device(device)
+        self._store = store  # NCCL may look into it later
         try:
             self._group: Any = self._make_group(store, host)
         except RuntimeError as error:
