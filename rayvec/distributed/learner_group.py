@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, spl
 from rayvec.errors import ConfigError, LearnerError, check_count
 from rayvec.learners.base import KeepsRankLocalState, Learner
 from rayvec.learners.ranks import Ranks
+from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
 
@@ -162,7 +162,7 @@ class LearnerGroup:
         """
         self._weights = None
         shared = dict(state)
-        rank_local = shared.pop("rank_local", shared.pop("of_ranks", None))  # its name in checkpoints of version 0.1
+        rank_local = shared.pop("rank_local", shared.pop("of_ranks", None))  # its former name in checkpoints
         own = {name: shared.pop(name) for name in self._group.ask("rank_local_names") if name in shared}
         if rank_local is None and own:
             rank_local = [own]
@@ -210,11 +210,7 @@ class _RankLearner:
         return self._learner.weights()
 
     def module(self) -> nn.Module:
-        """Returns a copy on the CPU; its parameters are its own, since a view would carry the whole flat buffer."""
-        module = copy.deepcopy(self._learner.module).cpu()
-        for parameter in module.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.clone()
+        module: nn.Module = copy_to_cpu(self._learner.module)
         return module
 
     def state_dict(self) -> dict[str, Any]:

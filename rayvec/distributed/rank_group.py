@@ -327,27 +327,16 @@ class RankGroup:
         first = self._await_first(refs) if limit_s is None else ray.wait(refs, num_returns=1, timeout=limit_s)[0]
         if not first:
             raise _lost(self._ranks[0], f"no answer within {limit_s:g} s")
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s if _succeeded(first[0]) else _GRACE_S)
-        results, losses = [], []
-        for rank, ref in zip(self._ranks, refs, strict=False):
-            if ref in late:
-                losses.append(_lost(rank, "it did not return in time"))
-                continue
-            try:
-                result = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                reason = str(error).splitlines()[0] if str(error) else "no reason given"
-                losses.insert(0, _lost(rank, f"{type(error).__name__}: {reason}"))
-                continue
-            if isinstance(result, RemoteFailure):
-                failure = result.rebuild(LearnerError)
-                if not isinstance(failure, RankLostError):
-                    raise failure
-                losses.append(failure)
-            results.append(result)
-        if losses:
-            raise losses[0]
-        return results
+        has_failed = isinstance(_outcome(self._ranks[0], first[0]), Exception)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_GRACE_S if has_failed else self._timeout_s)
+        outcomes = [
+            _outcome(rank, ref) if ref in ready else _lost(rank, "it did not return in time")
+            for rank, ref in zip(self._ranks, refs, strict=False)
+        ]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if errors:
+            raise min(errors, key=_consequence)
+        return outcomes
 
     def _await_first(self, refs: list[Any]) -> list[Any]:
         """Waits for the first result as long as any rank uses CPU time: one that hangs uses none."""
@@ -400,12 +389,23 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _succeeded(ref: Any) -> bool:
-    """Says whether a call that has ended brought a result."""
+def _outcome(rank: _Rank, ref: Any) -> Any:
+    """Returns the result of a call that has ended, or the exception that it ended with."""
     try:
-        return not isinstance(ray.get(ref), RemoteFailure)
-    except ray.exceptions.RayError:
-        return False
+        result = ray.get(ref)
+    except ray.exceptions.RayError as error:
+        reason = str(error).splitlines()[0] if str(error) else "no reason given"
+        lost = _lost(rank, f"{type(error).__name__}: {reason}")
+        lost.__cause__ = error
+        return lost
+    return result.rebuild(LearnerError) if isinstance(result, RemoteFailure) else result
+
+
+def _consequence(error: Exception) -> int:
+    """Orders errors of one call: what an object raised and what ended a process make other ranks fail."""
+    if not isinstance(error, RankLostError):
+        return 0
+    return 1 if isinstance(error.__cause__, ray.exceptions.RayError) else 2
 
 
 def _lost(rank: _Rank, reason: str) -> RankLostError:

@@ -1,8 +1,8 @@
 """IMPALA (Espeholt et al., 2018), readable from top to bottom: an actor-critic that learns from older weights' steps.
 
-Sampling need not wait for learning: the policy that acted is some updates old, and V-trace weighs its steps by how
-much likelier, or less likely, the policy that learns would have acted so. Targets are computed from the values of the
-critic as it is at each step of the optimizer. Losses are means over steps, where the paper has sums.
+Sampling need not wait for learning: the policy that acted is some updates old, and V-trace weights each step by the
+ratio of the probabilities of its action, under the policy that learns and the one that acted. Targets are computed from
+the values of the critic as it is at each step of the optimizer. Losses are means over steps, where the paper has sums.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class IMPALALearner(ActorCriticLearner):
         observation_space: Of one environment.
         action_space: Of one environment.
         config: IMPALA's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a net after the settings; it then belongs to the learner.
-        device: Where to, in place of ``config.learner_device``.
+        module: What to train, in place of a network built from the settings; the learner then owns it.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
@@ -94,7 +94,7 @@ class IMPALALearner(ActorCriticLearner):
             numbered over all ranks, so that all together compute what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces, or no such device.
+        ConfigError: There is no network for these spaces, or no such device.
     """
 
     config: IMPALAConfig

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PPOLearner"]
 
 _ROWS_AT_ONCE = 2048
-"""Images whose values are computed at once: of each, the first layer puts out 50 kB."""
+"""Images whose values are computed at once; the first layer outputs 50 kB for each."""
 
 _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
@@ -67,8 +67,8 @@ class PPOLearner(ActorCriticLearner):
         observation_space: Of one environment.
         action_space: Of one environment.
         config: PPO's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a net after the settings; it then belongs to the learner.
-        device: Where to, in place of ``config.learner_device``.
+        module: What to train, in place of a network built from the settings; the learner then owns it.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
@@ -76,7 +76,7 @@ class PPOLearner(ActorCriticLearner):
             are numbered over all ranks, so that all together compute what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces, or no such device.
+        ConfigError: There is no network for these spaces, or no such device.
     """
 
     config: PPOConfig

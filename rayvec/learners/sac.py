@@ -71,10 +71,10 @@ class SACLearner:
     A minibatch of B rows is drawn environment by environment: of N environments row j belongs to environment
     ``floor((j + v) * N / B)`` with v uniform in [0, 1), and its step is uniform among those of that environment. Every
     environment is drawn equally often, which for equally many steps of each is uniform sampling with less variance.
-    A rank holds the replay of its own environments, and knows from this rule which rows are its own: always
-    equally many, so that compiled graphs keep their shapes. At most one row at either end may turn out to be its
-    neighbour's; it then has weight 0. All random numbers come from (seed, number of the update), for the whole
-    minibatch: N ranks do what one does.
+    A rank holds the replay of its own environments, and by this rule always fetches the same number of rows, so that
+    compiled graphs keep their shapes. The first and the last of them may belong to another rank; such a row has
+    weight 0. All random numbers come from (seed, number of the update), for the whole
+    minibatch: N ranks compute what one does.
 
     Args:
         observation_space: Of one environment; without images.

@@ -2,8 +2,8 @@
 
 Haarnoja et al., "Soft actor-critic algorithms and applications" (2018, arXiv:1812.05905), and Christodoulou, "Soft
 actor-critic for discrete action settings" (2019, arXiv:1910.07207). Gradients are written by hand: an update then is
-plain tensor algebra that compiles into one graph and that CUDA captures, nothing is computed that nobody uses, and the
-same lines serve eager execution. Tests hold them against autograd.
+plain tensor algebra that compiles into one graph and that CUDA captures, without unused results, and the same lines
+serve eager execution. Tests compare them with autograd.
 
 E is the number of critics, B of rows, D of features, C of numbers that describe an action (components of a Box, or
 the choices of a Discrete, one-hot), P of parameters. A net's parameters are one flat vector, layer after layer, the
@@ -217,7 +217,7 @@ class SACMath:
         return _flatten(backward(layers, inputs, grad)), stats
 
     def critic_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
-        """Lets the critics' optimizer step, and the targets follow; returns ``critic_grad_norm``, ``[1]``."""
+        """Takes a step of the critics' optimizer and updates the targets; returns ``critic_grad_norm``, ``[1]``."""
         norm = _check(nets, grad)
         adam_(nets.critic, grad, self.q_lr, correction, nets.healthy)
         nets.target.copy_(torch.lerp(nets.target, nets.critic.param, self.tau * nets.healthy))
@@ -247,7 +247,7 @@ class SACMath:
         return _flatten([*backward(layers, inputs, grad.unsqueeze(0)), alpha_grad]), stats
 
     def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
-        """Lets the optimizer of actor and temperature step; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
+        """Takes a step of actor and temperature; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
         norm = _check(nets, grad)
         is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
         learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
@@ -326,7 +326,7 @@ def _flatten(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _check(nets: Nets, grad: Tensor) -> Tensor:
-    """Notes whether a gradient is finite; returns its norm, ``[1]``."""
+    """Clears `healthy` where a gradient is not finite; returns its norm, ``[1]``."""
     norm = (grad * grad).sum().sqrt().reshape(1)
     nets.healthy.mul_(torch.isfinite(norm).to(norm))
     return norm

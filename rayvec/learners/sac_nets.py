@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder
-from rayvec.policies.networks import flat_weights
+from rayvec.policies.networks import flat_weights, linear_places
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -38,7 +37,6 @@ class SACActor(nn.Module):
     def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
         super().__init__()
         self.encoder, self.distribution = encoder, distribution
-        self._layout = layout
         modules: list[nn.Module] = []
         for weight, bias in layout.layers(flat[: layout.num_params]):
             layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
@@ -58,12 +56,9 @@ class SACActor(nn.Module):
 
     def make_actor(self) -> MLPActor:
         """Returns the actor with the present weights, free of torch."""
-        layers, start = [], 0
-        for ins, outs in pairwise(self._layout.sizes):
-            layers.append((start, start + outs * ins, outs, ins))
-            start += outs * (ins + 1)
-        actor = MLPActor(self.encoder, self.distribution, tuple(layers), start, slice(0), activation="relu")
-        actor.load_weights(self.weights())
+        weights, layers = self.weights(), linear_places(self.net)
+        actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
+        actor.load_weights(weights)
         return actor
 
 

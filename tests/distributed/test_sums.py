@@ -29,7 +29,7 @@ def in_rank_order(size: int, number: int, dtype: torch.dtype, shape: tuple[int, 
     return total
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shared_memory_sums_in_rank_order(size: int) -> None:
     for sums in on_processes(size, sum_each, CASES, kind="shared memory"):
         for number, (case, total) in enumerate(zip(CASES, sums, strict=True)):
