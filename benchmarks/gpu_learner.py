@@ -25,7 +25,7 @@ from torch import Tensor
 from rayvec.config import PPOConfig
 from rayvec.learners import sac_math
 from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.learners.ppo import PPOLearner, Rows
+from rayvec.learners.ppo import PPOLearner, Samples
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
 
@@ -48,7 +48,7 @@ def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callab
         alpha_lr=1e-3,
     )
 
-    def update(nets: Nets, rows: sac_math.Rows, noise: Tensor, correction: Tensor) -> Tensor:
+    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, correction: Tensor) -> Tensor:
         grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
         critic_norm = math.critic_step(nets, grad, correction)
         grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
@@ -60,7 +60,7 @@ def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callab
         critic, actor = 0.05 * draw(math.critic.num_params), 0.05 * draw(math.actor.num_params + 1)
         adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
         nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
-        rows = sac_math.Rows(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
+        rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
         return nets, rows, draw(2, B, A), torch.ones(2, device=device)
 
     return math, update, arguments
@@ -79,7 +79,7 @@ def ppo(
     sample = torch.from_numpy(learner.module.distribution.recorded(rng.integers(0, 4, minibatch), {}))
     numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
     logp = torch.full((minibatch,), -float(np.log(4)))
-    rows = Rows(*(column.to(device) for column in (obs, sample, logp, *numbers)))
+    rows = Samples(*(column.to(device) for column in (obs, sample, logp, *numbers)))
     return learner, lambda: learner._step(learner._gradients(rows, minibatch))
 
 

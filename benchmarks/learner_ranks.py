@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from rayvec.config import PPOConfig
 from rayvec.data import Batch, Chunk, CollectStats
-from rayvec.distributed.collective import CollectiveRanks, RankStore
+from rayvec.distributed.collective import CollectiveRanks
 from rayvec.distributed.shared_memory import SharedMemoryRanks
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.ranks import ALONE, Ranks
@@ -86,16 +87,12 @@ def make_ranks(way: str, rank: int, size: int, pipe: Connection) -> Any:
         if rank == 0:
             pipe.send(ranks.path)
         return ranks
+    path = f"{tempfile.mkdtemp(prefix='rayvec-ranks-')}/store" if rank == 0 else pipe.recv()
     if rank == 0:
-        store = RankStore("127.0.0.1")
-        globals()["_store"] = store  # which lives as long as the process
-        pipe.send(store.address)
-        address = store.address
-    else:
-        address = pipe.recv()
+        pipe.send(path)
     if way == "ddp":
-        dist.init_process_group("gloo", store=dist.TCPStore(*address, is_master=False), rank=rank, world_size=size)
-    return CollectiveRanks(rank, size, address)
+        dist.init_process_group("gloo", store=dist.FileStore(f"{path}-ddp", size), rank=rank, world_size=size)
+    return CollectiveRanks(rank, size, dist.FileStore(path, size))
 
 
 class _Averaged(nn.Module):

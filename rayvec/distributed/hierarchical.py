@@ -1,4 +1,4 @@
-"""Ranks on several nodes: those of a node sum among themselves, then one of each node with the others."""
+"""Ranks on several nodes: the ranks of a node sum among themselves, then one rank of each node sums with the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class TwoLevelRanks:
 
     Args:
         rank: Number of this rank among all.
-        size: How many there are.
+        size: Number of ranks.
         node: This rank among those of its node; its rank 0 leads the node.
-        leaders: This rank among the leaders of nodes; None for one that does not lead.
+        leaders: This rank among the leaders of nodes; None for a rank that does not lead.
 
     Attributes:
         rank: Number of this rank among all.
-        size: How many there are.
+        size: Number of ranks.
     """
 
     def __init__(self, rank: int, size: int, node: ClosableRanks, leaders: ClosableRanks | None) -> None:
@@ -30,10 +30,10 @@ class TwoLevelRanks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
-        What a leader brings back reaches the others of its node as a sum to which they add zeros.
+        The sum of the leaders reaches the other ranks of a node by a second sum, to which these add zeros.
 
         Raises:
-            RankLostError: A rank is gone, or did not come in time.
+            RankLostError: A rank exited, or did not call `sum_` in time.
         """
         self._node.sum_(tensor)
         if self._leaders is None:
@@ -43,7 +43,7 @@ class TwoLevelRanks:
         return self._node.sum_(tensor)
 
     def close(self) -> None:
-        """Gives up, on both levels. May be called again."""
+        """Leaves, on both levels. May be called again."""
         self._node.close()
         if self._leaders is not None:
             self._leaders.close()

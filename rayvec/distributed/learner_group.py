@@ -1,8 +1,7 @@
-"""The same learner on several ranks, which together do what one does."""
+"""A learner on several ranks, which together compute the updates of one learner."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -17,8 +16,9 @@ from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
 from rayvec.errors import ConfigError, LearnerError, check_count
-from rayvec.learners.base import KeepsOwnState, Learner
+from rayvec.learners.base import KeepsRankLocalState, Learner
 from rayvec.learners.ranks import Ranks
+from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
 
@@ -28,30 +28,30 @@ logger = logging.getLogger(__name__)
 class LearnerGroup:
     """A learner on several ranks, each a Ray actor, which divide every batch among themselves.
 
-    All ranks together do what one learner does with the whole batch: they begin with the weights of rank 0, each gets
-    a range of the batch's columns, and gradients are summed before they are clipped. All have the same weights after
-    every update. A rank that is lost in an update costs time, but changes no number: all are started again with the
-    state before the update, and the update is done again. See :class:`~rayvec.distributed.rank_group.RankGroup`.
+    All ranks together compute what one learner computes from the whole batch. They begin with the weights of rank 0,
+    each gets a range of the batch's environments, and gradients are summed before they are clipped, so that all ranks
+    have the same weights after every update. The loss of a rank in an update costs time, but changes no number: all
+    ranks restart with the state before the update and repeat it. See :class:`~rayvec.distributed.rank_group.RankGroup`.
 
-    What a learner keeps on its own rank, SAC its replay, is not among that state: whenever ranks are started again, all
-    of it begins anew, with a warning. It is in `state_dict`, and goes to as many ranks as it came from.
+    Rank-local state, such as the replay of SAC, is not part of that state: it is empty after a restart, with a
+    warning. It is part of `state_dict`, and can be loaded into as many ranks as it came from.
 
     Args:
-        make_learner: Makes the learner, on each rank; with several, it has an attribute ``ranks``, as those of rayvec
-            do.
-        num_learners: How many ranks.
-        device: Where the learner computes, ``"cpu"`` or ``"cuda"``, with a GPU for each rank. `make_learner` must put
+        make_learner: Makes the learner, on each rank. With several ranks the learner has an attribute ``ranks``, as
+            those of rayvec do.
+        num_learners: Number of ranks.
+        device: Where the learner computes, ``"cpu"``, or ``"cuda"`` with a GPU for each rank. `make_learner` must put
             its module there.
-        learner_threads: How many threads torch may use on each rank.
+        learner_threads: Number of threads that torch may use on each rank.
         num_cpus: Cores that each rank claims; by default as many as `learner_threads`.
-        ranks_per_node: The most ranks of a node; by default as many as there is room for, on as few nodes as possible.
+        ranks_per_node: The most ranks of a node; by default as many as fit, on as few nodes as possible.
         nodes: Ray's ids of the nodes that may be used; by default all.
         avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
         timeout_s: How long ranks wait for each other, in seconds.
         address: Of a running Ray cluster.
 
     Raises:
-        ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without room.
+        ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without capacity.
         Exception: What `make_learner` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
     """
 
@@ -104,11 +104,11 @@ class LearnerGroup:
         """Learns from a batch on all ranks; returns the metrics of the whole batch.
 
         Args:
-            batch: Its chunks here, or in the object store, from where each rank fetches what it needs.
+            batch: Its chunks are here, or in the object store, from where each rank fetches what it needs.
 
         Raises:
-            LearnerError: As the learner raises it, or ranks were lost again and again, or a chunk was lost with its
-                node; the ranks are then as before the update.
+            LearnerError: As the learner raises it; or ranks were lost again and again; or a chunk was lost with its
+                node. The ranks are then as before the update.
         """
         if not batch.chunks and not batch.chunk_refs:
             raise LearnerError(
@@ -123,17 +123,14 @@ class LearnerGroup:
             shards = list(split_refs(batch, self.num_learners))
         else:
             shards = [ray.put(shard) for shard in split_batch(batch, self.num_learners)]
-        results = self._group.run("update", [(shard,) for shard in shards])
-        metrics, self._weights = results[0]
-        self._warn_of_losses()
+        metrics, self._weights = self._group.run("update", [(shard,) for shard in shards])[0]
+        if self._num_starts != self._group.num_starts:
+            self._num_starts = self._group.num_starts
+            if names := self._group.ask("rank_local_names"):
+                logger.warning(
+                    "all ranks were restarted without their rank-local state: the %s refills", ", ".join(names)
+                )
         return dict(metrics)
-
-    def _warn_of_losses(self) -> None:
-        if self._num_starts == self._group.num_starts:
-            return
-        if names := self._group.ask("own_names"):
-            logger.warning("all ranks were started again, without what each kept: the %s refills", ", ".join(names))
-        self._num_starts = self._group.num_starts
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
@@ -144,36 +141,36 @@ class LearnerGroup:
     def state_dict(self) -> dict[str, Any]:
         """Returns the learner's state: tensors and plain values only.
 
-        It is what all ranks share; one learner can go on from it, too. What each of several ranks keeps is in
-        ``of_ranks``, a list, if a learner keeps anything there.
+        It is the state that all ranks share; one learner can continue from it, too. With several ranks, the
+        rank-local parts are in the list ``rank_local``, if the learner has such parts.
         """
         parts = [unpack(part) for part in self._group.ask_all("parts")]
         shared: dict[str, Any] = parts[0][0]
-        of_ranks = [own for _, own in parts]
+        rank_local = [local for _, local in parts]
         if self.num_learners == 1:
-            return {**shared, **of_ranks[0]}
-        return {**shared, "of_ranks": of_ranks} if any(of_ranks) else shared
+            return {**shared, **rank_local[0]}
+        return {**shared, "rank_local": rank_local} if any(rank_local) else shared
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets all ranks go on exactly where the learner was that `state` was taken from.
+        """Lets all ranks continue exactly where the learner was when `state` was taken.
 
-        What ranks kept, such as a replay, goes to as many ranks; if there are more or fewer now, it refills, with a
-        warning.
+        Rank-local state, such as a replay, goes to as many ranks as it came from; into another number of ranks it is
+        not loaded, with a warning.
 
         Raises:
-            CheckpointError: `state` is of another kind of learner or net.
+            CheckpointError: `state` is of another kind of learner or network.
         """
         self._weights = None
         shared = dict(state)
-        of_ranks = shared.pop("of_ranks", None)
-        own = {name: shared.pop(name) for name in self._group.ask("own_names") if name in shared}
-        if of_ranks is None and own:
-            of_ranks = [own]
-        if of_ranks is not None and len(of_ranks) != self.num_learners:
-            names, count = ", ".join(of_ranks[0]), len(of_ranks)
+        rank_local = shared.pop("rank_local", shared.pop("of_ranks", None))  # its former name in checkpoints
+        own = {name: shared.pop(name) for name in self._group.ask("rank_local_names") if name in shared}
+        if rank_local is None and own:
+            rank_local = [own]
+        if rank_local is not None and len(rank_local) != self.num_learners:
+            names, count = ", ".join(rank_local[0]), len(rank_local)
             logger.warning("the %s of %d rank(s) does not fit %d, and refills", names, count, self.num_learners)
-            of_ranks = None
-        self._group.load_state_dict(shared, of_ranks)
+            rank_local = None
+        self._group.load_state_dict(shared, rank_local)
         self._num_starts = self._group.num_starts
 
     def close(self) -> None:
@@ -204,7 +201,7 @@ class _RankLearner:
             )
 
     def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
-        """Learns; returns metrics, and on rank 0 the weights, so that nobody has to ask for them."""
+        """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call."""
         batch = fetch_shard(shard, _fetch) if isinstance(shard, RemoteShard) else shard
         metrics = self._learner.update(batch)
         return metrics, self._learner.weights() if self._ranks.rank == 0 else None
@@ -213,47 +210,38 @@ class _RankLearner:
         return self._learner.weights()
 
     def module(self) -> nn.Module:
-        """Returns a copy on the CPU; its parameters are its own, since a view would carry the whole flat buffer."""
-        learning = self._learner.module
-        module = copy.deepcopy(learning).cpu()
-        for parameter in module.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.clone()
+        module: nn.Module = copy_to_cpu(self._learner.module)
         return module
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what all ranks share."""
         learner = self._learner
-        return learner.shared_state() if isinstance(learner, KeepsOwnState) else learner.state_dict()
+        return learner.shared_state() if isinstance(learner, KeepsRankLocalState) else learner.state_dict()
 
-    def own_names(self) -> tuple[str, ...]:
-        """Returns the names of what belongs to this rank alone."""
-        return tuple(self._own_state())
+    def rank_local_names(self) -> tuple[str, ...]:
+        """Returns the names of the rank-local parts of the state."""
+        return tuple(self._rank_local_state())
 
     def parts(self) -> Any:
-        """Returns what all ranks share, on rank 0 only, and what belongs to this one, packed."""
-        return pack((self.state_dict() if self._ranks.rank == 0 else None, self._own_state()))
+        """Returns what all ranks share, on rank 0 only, and what is rank-local, packed."""
+        return pack((self.state_dict() if self._ranks.rank == 0 else None, self._rank_local_state()))
 
-    def _own_state(self) -> dict[str, Any]:
-        return self._learner.own_state() if isinstance(self._learner, KeepsOwnState) else {}
+    def _rank_local_state(self) -> dict[str, Any]:
+        return self._learner.rank_local_state() if isinstance(self._learner, KeepsRankLocalState) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learner.load_state_dict(state)
 
 
 def _fetch(ref: Any) -> Chunk:
-    """Returns a chunk that lies in the object store.
-
-    Raises:
-        LearnerError: It is gone, with the node or the process where it was taken.
-    """
+    """Returns a chunk from the object store; raises a LearnerError where it was lost with its node or process."""
     try:
         chunk: Chunk = ray.get(ref)
     except ray.exceptions.ObjectLostError as error:
         raise LearnerError(
-            "A chunk that was left in the object store lies there until the update is done.",
+            "A chunk stays in the object store until the update is done.",
             expected="a chunk from each node where environments step",
             got=f"{type(error).__name__}: a node or a process was lost with its part of the batch",
-            remedy="Leave this batch out and collect the next one, or go on from the last checkpoint",
+            remedy="Leave this batch out and collect the next one, or resume from the last checkpoint",
         ) from error
     return chunk

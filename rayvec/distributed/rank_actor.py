@@ -1,4 +1,4 @@
-"""One rank of a group: what runs in its Ray actor. Nothing here imports Ray."""
+"""One rank of a group: what runs in its Ray actor."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.distributed.collective import CollectiveRanks, RankStore, check_device
+from rayvec.distributed.collective import CollectiveRanks, check_device
 from rayvec.distributed.hierarchical import TwoLevelRanks
+from rayvec.distributed.rendezvous import RayStore
 from rayvec.distributed.shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
 
-__all__ = ["Meeting", "RankActor", "Seat", "pack", "unpack"]
+__all__ = ["RankActor", "RankOffer", "RankPlacement", "pack", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPlacement:
     """Where a rank runs, and its place among the others.
 
     Attributes:
         rank: Its number among all ranks.
-        size: How many there are.
+        size: Number of ranks.
         node_id: Ray's id of its node.
         host: That node's own address.
         node_rank: Its number among the ranks of its node.
-        node_size: How many those are.
+        node_size: Number of ranks on its node.
         node: Number of its node among those that have ranks.
-        num_nodes: How many those are.
+        num_nodes: Number of nodes that have ranks.
     """
 
     rank: int
@@ -46,104 +47,92 @@ class Seat:
     node: int
     num_nodes: int
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         """The rank for a person."""
         return f"rank {self.rank} on {self.host}/{self.node_id[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What a rank offers to the others, and what all of them then know.
+class RankOffer:
+    """What a rank offers to the others before they connect.
 
     Attributes:
         pid: Process of the rank.
         shares_memory: Whether its machine lets ranks share memory.
         path: Of the shared memory that the first rank of a node holds for the others.
-        store: Address of the store at rank 0.
     """
 
     pid: int
     shares_memory: bool
-    path: str | None = None
-    store: tuple[str, int] | None = None
+    path: str | None
 
 
 class RankActor:
     """Holds one object and calls its methods.
 
-    No method raises what the object raised: it returns a :class:`~rayvec.errors.RemoteFailure`. A rank on which
-    something was raised takes leave of the others, so that none waits for it.
+    No method raises what the object raised: it returns a :class:`~rayvec.errors.RemoteFailure`. A rank whose object
+    raised leaves the others, so that no rank waits for it.
 
     Args:
-        seat: Where this is.
+        placement: Where this rank is.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: How many torch may use.
+        threads: Number of threads that torch may use.
         timeout_s: How long ranks wait for each other, in seconds.
     """
 
-    def __init__(self, seat: Seat, device: str, threads: int, timeout_s: float) -> None:
-        self._seat, self._device, self._timeout_s = seat, device, timeout_s
+    def __init__(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> None:
+        self._placement, self._device, self._timeout_s = placement, device, timeout_s
         self._ranks: ClosableRanks = ALONE
-        self._store: RankStore | None = None
         self._block: SharedMemoryRanks | None = None
         self._object: Any = None
         torch.set_num_threads(threads)
 
-    def offer(self) -> Meeting | RemoteFailure:
+    def offer(self) -> RankOffer | RemoteFailure:
         """Prepares what the other ranks will need from this one."""
 
-        def prepare() -> Meeting:
+        def prepare() -> RankOffer:
             check_device(self._device)
-            seat = self._seat
-            if seat.rank == 0 and seat.size > 1:
-                self._store = RankStore(seat.host, self._timeout_s)
-            if seat.node_rank == 0 and seat.node_size > 1 and self._device == "cpu" and can_share_memory():
-                self._block = SharedMemoryRanks(0, seat.node_size, timeout_s=self._timeout_s)
-            path = self._block.path if self._block else None
-            return Meeting(os.getpid(), can_share_memory(), path, self._store.address if self._store else None)
+            place = self._placement
+            if place.node_rank == 0 and place.node_size > 1 and self._device == "cpu" and can_share_memory():
+                self._block = SharedMemoryRanks(0, place.node_size, timeout_s=self._timeout_s)
+            return RankOffer(os.getpid(), can_share_memory(), self._block.path if self._block else None)
 
         return self._guard(prepare)  # type: ignore[no-any-return]
 
-    def join(self, meeting: Meeting, make: bytes) -> RemoteFailure | None:
-        """Meets the other ranks and makes the object.
+    def join(self, rendezvous: str, path: str | None, share_memory: bool, make: bytes) -> RemoteFailure | None:
+        """Connects to the other ranks and makes the object.
 
         Args:
-            meeting: The block of this node and the store of all; whether all ranks share memory.
+            rendezvous: Where ranks of several nodes exchange addresses, see :class:`RayStore`.
+            path: Of the shared memory of this node.
+            share_memory: Whether all ranks can share memory.
             make: Pickled function of this rank's `Ranks` that returns the object.
         """
 
         def begin() -> None:
-            self._ranks = self._meet(meeting)
+            self._ranks = self._connect(rendezvous, path, share_memory)
             self._object = pickle.loads(make)(self._ranks)
 
         return self._guard(begin)  # type: ignore[no-any-return]
 
-    def _meet(self, meeting: Meeting) -> ClosableRanks:
-        seat = self._seat
-        if seat.size == 1:
-            return ALONE
-        if self._device == "cuda" or not meeting.shares_memory or seat.num_nodes == seat.size:
-            return self._collective(meeting, seat.rank, seat.size)
-        node = self._node_ranks(meeting)
-        if seat.num_nodes == 1:
-            return node
-        leaders = self._collective(meeting, seat.node, seat.num_nodes) if seat.node_rank == 0 else None
-        return TwoLevelRanks(seat.rank, seat.size, node, leaders)
+    def _connect(self, rendezvous: str, path: str | None, share_memory: bool) -> ClosableRanks:
+        place, timeout_s = self._placement, self._timeout_s
 
-    def _collective(self, meeting: Meeting, rank: int, size: int) -> CollectiveRanks:
-        assert meeting.store is not None
-        return CollectiveRanks(
-            rank, size, meeting.store, host=self._seat.host, device=self._device, timeout_s=self._timeout_s
-        )
+        def collective(rank: int, size: int) -> CollectiveRanks:
+            store = RayStore(rendezvous, timeout_s)
+            return CollectiveRanks(rank, size, store, host=place.host, device=self._device, timeout_s=timeout_s)
 
-    def _node_ranks(self, meeting: Meeting) -> ClosableRanks:
-        seat = self._seat
-        if seat.node_size == 1:
+        if place.size == 1:
             return ALONE
-        if self._block is not None:
-            return self._block
-        return SharedMemoryRanks(seat.node_rank, seat.node_size, meeting.path, timeout_s=self._timeout_s)
+        if self._device == "cuda" or not share_memory or place.num_nodes == place.size:
+            return collective(place.rank, place.size)
+        on_node: ClosableRanks = ALONE
+        if place.node_size > 1:
+            on_node = self._block or SharedMemoryRanks(place.node_rank, place.node_size, path, timeout_s=timeout_s)
+        if place.num_nodes == 1:
+            return on_node
+        leaders = collective(place.node, place.num_nodes) if place.node_rank == 0 else None
+        return TwoLevelRanks(place.rank, place.size, on_node, leaders)
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the object."""
@@ -153,16 +142,18 @@ class RankActor:
         """Returns the object's ``state_dict()`` in a form that Ray carries without copies."""
         return self._guard(lambda: pack(self._object.state_dict()))
 
-    def load_state_dict(self, state: Any, own: Any = None) -> Any:
-        """Hands the object what `state_dict` returned, together with what belongs to this rank alone."""
-        return self._guard(lambda: self._object.load_state_dict({**unpack(state), **(unpack(own) if own else {})}))
+    def load_state_dict(self, *states: Any) -> Any:
+        """Hands the object one state: what `state_dict` returned, then rank-local parts, all packed."""
+        return self._guard(
+            lambda: self._object.load_state_dict({key: part for each in states for key, part in unpack(each).items()})
+        )
 
     def _guard(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except Exception as error:
             self._ranks.close()
-            return RemoteFailure.capture(error, f"{self._seat.name} (process {os.getpid()})")
+            return RemoteFailure.capture(error, f"{self._placement} (process {os.getpid()})")
 
 
 _SMALL_BYTES = 65536

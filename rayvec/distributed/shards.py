@@ -1,4 +1,4 @@
-"""Which rank gets which columns of a batch. Nothing here imports Ray: `fetch` is given what does."""
+"""Which rank gets which environments of a batch. Nothing here imports Ray: the caller passes `fetch`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ChunkPart", "RemoteShard", "fetch_shard", "split_batch", "split_refs
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Columns of a chunk that was left in the object store.
+    """Some environments of a chunk in the object store.
 
     Attributes:
-        ref: Where it lies.
-        start: The first of these columns among those that lie there.
+        ref: Reference to the chunk.
+        start: The first of these environments among those of the chunk.
         stop: One after the last.
     """
 
@@ -30,10 +30,10 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class RemoteShard:
-    """A rank's columns of a batch whose chunks were left in the object store.
+    """A rank's environments of a batch whose chunks lie in the object store.
 
     Attributes:
-        parts: For every chunk in time, what to fetch and put side by side.
+        parts: For every chunk in time, what to fetch and join.
         stats: Those of the batch.
     """
 
@@ -42,9 +42,9 @@ class RemoteShard:
 
 
 def split_batch(batch: Batch, num_ranks: int) -> list[Batch]:
-    """Divides a batch by columns, ascending with rank, as evenly as possible; a rank may get none.
+    """Divides a batch by environments, ascending with rank, as evenly as possible; a rank may get none.
 
-    Every rank gets arrays of its own, since a range of columns is scattered in memory.
+    Every rank gets copies, since the arrays of a range of environments are scattered in memory.
     """
     bounds = even_bounds(batch.chunks[0].num_envs, num_ranks)
 
@@ -56,7 +56,7 @@ def split_batch(batch: Batch, num_ranks: int) -> list[Batch]:
 
 
 def split_refs(batch: Batch, num_ranks: int) -> list[RemoteShard]:
-    """Divides a batch in the object store as `split_batch` does; each rank is told only of what it needs."""
+    """Divides a batch in the object store as `split_batch` does; each rank gets the references that it needs."""
     bounds = even_bounds(sum(len(ref.env_ids) for ref in batch.chunk_refs[0]), num_ranks)
     return [
         RemoteShard(tuple(overlap(refs, *bounds[rank : rank + 2]) for refs in batch.chunk_refs), batch.stats)
@@ -65,9 +65,9 @@ def split_refs(batch: Batch, num_ranks: int) -> list[RemoteShard]:
 
 
 def overlap(refs: Sequence[ChunkRef], start: int, stop: int) -> tuple[ChunkPart, ...]:
-    """Returns what the columns `start` to ``stop - 1`` take of chunks that lie side by side.
+    """Returns the parts of joined chunks that hold the environments `start` to ``stop - 1``.
 
-    Where there is none, no columns of the first chunk are returned, since its arrays have shapes and dtypes.
+    Where there is none, the result is an empty part of the first chunk, since its arrays have shapes and dtypes.
 
     >>> import numpy as np
     >>> refs = [ChunkRef(np.arange(3), 8, "a"), ChunkRef(np.arange(3, 7), 8, "b")]
@@ -85,6 +85,6 @@ def overlap(refs: Sequence[ChunkRef], start: int, stop: int) -> tuple[ChunkPart,
 
 
 def fetch_shard(shard: RemoteShard, fetch: Callable[[Any], Chunk]) -> Batch:
-    """Returns a rank's columns as a batch; `fetch` gets a chunk by its reference."""
+    """Returns a rank's environments as a batch; `fetch` returns a chunk by its reference."""
     chunks = [join_chunks([fetch(part.ref).columns(part.start, part.stop) for part in parts]) for parts in shard.parts]
     return Batch(tuple(chunks), shard.stats)

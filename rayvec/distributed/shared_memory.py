@@ -1,22 +1,22 @@
-"""Ranks on one machine that sum through a piece of shared memory.
+"""Ranks on one machine that sum through a block of shared memory.
 
-A sum of a thousand numbers between two ranks takes microseconds here and a third of a millisecond through sockets,
-which decides whether a small net gains anything from a second rank.
+A sum of a thousand numbers over two ranks takes microseconds here and a third of a millisecond through sockets. That
+decides whether a small network gains anything from a second rank.
 
 The block is an anonymous file: it has no name that could be left behind, and ends with the last process that maps it.
-Each rank has a *mark* in it, a counter of the steps it has come to; a rank that must wait for another looks at its
-mark. There are two ways to sum:
+Each rank has a *mark* in it, a counter of the steps that it has reached. A rank that waits for another reads its mark.
+There are two ways to sum:
 
-*   A tensor of at most `_SMALL_BYTES` is written by every rank into a slot of its own; when all have come to the next
-    mark, each adds up all slots. There are two sets of slots in turns, so that a rank that goes on never overwrites
-    what a slower one still reads.
-*   A larger one is divided: rank k adds up part k of what all others have written, and hands its sum to all. Inputs
-    and sums lie apart and each sum has two marks, so that here too nothing is overwritten that is still read. What is
-    larger than the slot of a rank goes in pieces.
+*   A small tensor, of at most `_SMALL_BYTES`: every rank writes it into its own slot. When all marks are at the next
+    step, each rank adds up all slots. Two sets of slots alternate, so that a fast rank never overwrites what a slower
+    one still reads.
+*   A larger tensor is divided: rank k adds up part k of what the other ranks wrote, and writes the sum for all. Inputs
+    and sums lie apart and each sum has two steps, so that here too no rank overwrites what another still reads. A
+    tensor that is larger than a slot is summed in pieces.
 
-Either way numbers are added in the order of ranks, by one operation for each rank, so that all have the same bits.
+Either way numbers are added in the order of ranks, by one operation for each rank, so that all ranks get the same bits.
 
-That a mark is seen only after what was written before it is a promise of x86 processors. On others, use
+x86 processors promise that another core sees a mark only after what was written before it. On other processors, use
 :class:`~rayvec.distributed.collective.CollectiveRanks`.
 """
 
@@ -39,10 +39,10 @@ _LINE_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 _SLOT_BYTES = 16 * 1024 * 1024
 _LEFT = 1 << 62
-_LOOKS = 400
+_NUM_READS = 400
 _YIELD_S = 0.005
 _SLEEP_S = 0.0005
-_LOOK_AFTER_S = 0.05
+_CHECK_AFTER_S = 0.05
 
 
 def can_share_memory() -> bool:
@@ -53,23 +53,23 @@ def can_share_memory() -> bool:
 class SharedMemoryRanks:
     """One of several ranks on one machine; see :class:`~rayvec.learners.ranks.Ranks`.
 
-    Rank 0 is made first and tells the others its `path`. Tensors of any dtype and size may be summed, also those that
-    lie elsewhere than in memory, which are copied there and back.
+    Rank 0 is made first; the other ranks are made with its `path`. Tensors of any dtype and size may be summed. Those
+    of another device are copied to memory and back.
 
     Args:
         rank: Number of this rank.
-        size: How many there are.
-        path: Where to find rank 0's block; None for rank 0 itself.
+        size: Number of ranks.
+        path: Of rank 0's block; None for rank 0 itself.
         timeout_s: How long to wait for another rank, in seconds.
 
     Attributes:
         rank: Number of this rank.
-        size: How many there are.
-        path: Where the others find the block, as long as rank 0 lives.
+        size: Number of ranks.
+        path: Of the block, as long as rank 0 lives.
 
     Raises:
         ConfigError: The machine is not one on which ranks can share memory.
-        RankLostError: Rank 0 is gone.
+        RankLostError: Rank 0 exited.
     """
 
     def __init__(self, rank: int, size: int, path: str | None = None, *, timeout_s: float = 60.0) -> None:
@@ -100,11 +100,11 @@ class SharedMemoryRanks:
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise _lost("rank 0 to hold the shared memory", f"rank 0 is gone ({error.strerror})") from error
+            raise _lost("rank 0 to hold the shared memory", f"rank 0 exited ({error.strerror})") from error
 
     @property
     def _num_bytes(self) -> int:
-        """Size of the block; pages that nobody touches take no memory."""
+        """Size of the block; pages that no rank writes to take no memory."""
         return 2 * self.size * _LINE_BYTES + 2 * self.size * _SMALL_BYTES + (self.size + 1) * _SLOT_BYTES
 
     def _map(self, fd: int) -> None:
@@ -122,7 +122,7 @@ class SharedMemoryRanks:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
         Raises:
-            RankLostError: A rank has ended, has given up, or did not come in time.
+            RankLostError: A rank exited, has left, or did not call `sum_` in time.
         """
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return tensor.copy_(self.sum_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
@@ -140,13 +140,13 @@ class SharedMemoryRanks:
         slots = (self._views.get(key) or self._make_views(key))[self._num_small & 1]
         self._num_small += 1
         slots[self.rank].copy_(flat)
-        self._meet()
+        self._wait_for_all()
         torch.add(slots[0], slots[1], out=flat)
         for slot in slots[2:]:
             flat.add_(slot)
 
     def _make_views(self, key: tuple[torch.dtype, int]) -> list[list[Tensor]]:
-        """Returns the slots of both sets for tensors of this dtype and length, and keeps them."""
+        """Returns the slots of both sets for tensors of this dtype and length, and stores them."""
         views = [
             [
                 self._view(self._small_start + (which * self.size + rank) * _SMALL_BYTES, *key)
@@ -167,24 +167,24 @@ class SharedMemoryRanks:
         own, total = slots[self.rank], slots[self.size]
         for other in self._others:
             own[parts[other]].copy_(flat[parts[other]])
-        self._meet()
+        self._wait_for_all()
         mine = parts[self.rank]
         terms = [flat[mine] if rank == self.rank else slots[rank][mine] for rank in range(self.size)]
         torch.add(terms[0], terms[1], out=total[mine])
         for term in terms[2:]:
             total[mine].add_(term)
-        self._meet()
+        self._wait_for_all()
         flat.copy_(total)
 
-    def _meet(self) -> None:
-        """Says that this rank has come so far, and waits until all have."""
+    def _wait_for_all(self) -> None:
+        """Sets this rank's mark to the next step, and waits until all marks are there."""
         marks = self._marks
         self._num_steps += 1
         marks[self.rank * 8] = num_steps = self._num_steps
         begin_s = 0.0
         for other in self._others:
             place = other * 8
-            for _ in range(_LOOKS):
+            for _ in range(_NUM_READS):
                 if marks[place] >= num_steps:
                     break
             else:
@@ -193,7 +193,7 @@ class SharedMemoryRanks:
                 begin_s = self._wait_for(other, begin_s)
 
     def _wait_for(self, other: int, begin_s: float) -> float:
-        """Waits for one rank: lets others have the core at first, then sleeps, and looks whether the rank lives.
+        """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
 
         Args:
             other: The rank.
@@ -204,43 +204,43 @@ class SharedMemoryRanks:
         """
         place = other * 8
         begin_s = begin_s or time.monotonic()
-        looked_s = begin_s
+        checked_s = begin_s
         while (mark := self._marks[place]) < self._num_steps:
             now_s = time.monotonic()
             if now_s - begin_s < _YIELD_S:
                 os.sched_yield()
                 continue
             if now_s - begin_s > self._timeout_s:
-                raise self._late(other)
-            if now_s - looked_s > _LOOK_AFTER_S:
-                looked_s = now_s
-                self._look_after(other)
+                here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
+                raise _lost(
+                    f"rank {other} in a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
+                )
+            if now_s - checked_s > _CHECK_AFTER_S:
+                checked_s = now_s
+                self._check_process(other)
             time.sleep(_SLEEP_S)
         if mark >= _LEFT and mark - _LEFT < self._num_steps:
-            raise _lost(f"rank {other} to come to a sum", f"rank {other} gave up")
+            raise _lost(f"rank {other} in a sum", f"rank {other} left")
         return begin_s
 
-    def _late(self, other: int) -> RankLostError:
-        here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
-        return _lost(
-            f"rank {other} to come to a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
-        )
-
-    def _look_after(self, other: int) -> None:
-        """Raises if the process of a rank that has come to the block once has ended."""
-        if other not in self._pidfds:
-            pid = self._pids[other * 8]
-            if pid == 0:
-                return
-            try:
+    def _check_process(self, other: int) -> None:
+        """Raises if the process of a rank that has mapped the block has ended."""
+        pid = self._pids[other * 8]
+        if pid == 0:
+            return
+        try:
+            if other not in self._pidfds:
                 self._pidfds[other] = os.pidfd_open(pid)
-            except ProcessLookupError as error:
-                raise _ended(other, pid) from error
-        if _is_over(self._pidfds[other]) and self._marks[other * 8] < self._num_steps:
-            raise _ended(other, self._pids[other * 8])
+            poll = select.poll()
+            poll.register(self._pidfds[other], select.POLLIN)
+            has_ended = bool(poll.poll(0))
+        except ProcessLookupError:
+            has_ended = True
+        if has_ended and self._marks[other * 8] < self._num_steps:
+            raise _lost(f"rank {other} to live", f"its process {pid} has ended")
 
     def close(self) -> None:
-        """Gives up: whoever waits for this rank, or comes to wait for it, is told so. May be called again."""
+        """Leaves: a rank that waits for this one, now or later, raises. May be called again."""
         if self._fd is None:
             return
         self._marks[self.rank * 8] = _LEFT + self._num_steps
@@ -251,21 +251,10 @@ class SharedMemoryRanks:
         self._pidfds = {}
 
 
-def _is_over(pidfd: int) -> bool:
-    """Says whether the process has ended, waited for or not."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _ended(rank: int, pid: int) -> RankLostError:
-    return _lost(f"rank {rank} to live", f"its process {pid} has ended")
-
-
 def _lost(expected: str, got: str) -> RankLostError:
     return RankLostError(
-        "All ranks come to every sum.",
+        "All ranks take part in every sum.",
         expected=expected,
         got=got,
-        remedy="Look into the log of that rank; a LearnerGroup starts its ranks again by itself",
+        remedy="Look into the log of that rank; a LearnerGroup restarts its ranks",
     )

@@ -1,4 +1,4 @@
-"""What learners of an actor-critic have in common: the net in flat buffers, its optimizer, and the state of both."""
+"""What all actor-critic learners share: the network in flat buffers, its optimizer, and the state of both."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["ActorCriticLearner"]
 
 
 class ActorCriticLearner:
-    """Holds an actor-critic and everything that its updates depend on; a subclass says what an update is.
+    """Holds an actor-critic and everything that its updates depend on; a subclass defines the update.
 
     Args:
         observation_space: Of one environment.
         action_space: Of one environment.
         config: The algorithm's own settings, ``total_steps`` and ``seed``.
         make_optimizer: From the flat parameters to what steps them.
-        module: What to train, in place of a net after the settings; it then belongs to the learner.
-        device: Where to, in place of ``config.learner_device``.
-        normalize_obs: Whether a net after the settings normalises its observations.
+        module: What to train, in place of a network built from the settings; the learner then owns it.
+        device: Where to train, in place of ``config.learner_device``.
+        normalize_obs: Whether a network built from the settings normalises its observations.
 
     Attributes:
         config: The settings.
         module: The actor-critic in training.
-        ranks: Who computes each update together.
+        ranks: The ranks that compute each update together.
 
     Raises:
-        ConfigError: There is no net for these spaces, or no such device.
+        ConfigError: There is no network for these spaces, or no such device.
     """
 
     config: PPOConfig | IMPALAConfig
@@ -90,7 +90,7 @@ class ActorCriticLearner:
             )
 
     def _not_finite(self, metrics: Mapping[str, float]) -> LearnerError:
-        """Returns what to raise where a loss or its gradient is not finite."""
+        """Returns the error for a loss or gradient that is not finite."""
         return LearnerError(
             f"A loss and its gradient are finite numbers (update {self._num_updates}).",
             expected="finite numbers",
@@ -101,10 +101,10 @@ class ActorCriticLearner:
     def _reward(
         self, first: Chunk, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Returns the rewards to learn from; what is logged and evaluated are the environment's own.
+        """Returns the rewards to learn from; logs and evaluations show those of the environment.
 
         Args:
-            first: The chunk that they begin with.
+            first: The first chunk of the batch.
             rew: ``[T, N]``.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
@@ -117,14 +117,14 @@ class ActorCriticLearner:
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _anneal(self) -> float:
-        """Lets the learning rate fall in proportion to the steps that are left; returns it."""
+        """Sets the learning rate in proportion to the remaining steps; returns it."""
         left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
         learning_rate = self.config.learning_rate * max(left, 0.0)
         self._optimizer.param_groups[0]["lr"] = learning_rate
         return learning_rate
 
     def _normalize(self) -> None:
-        """Sets what the net and its actors normalise observations with."""
+        """Sets the mean and scale with which the network and its actors normalise observations."""
         moments, module = self._obs_moments, self.module
         if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
             measured = torch.from_numpy(module.encoder.measured)
@@ -138,7 +138,7 @@ class ActorCriticLearner:
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
 
-        There is no random state: minibatches are drawn from (seed, number of the update).
+        There is no random state: minibatches depend on (seed, number of the update).
         """
         return copy.deepcopy(
             {
@@ -152,15 +152,15 @@ class ActorCriticLearner:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the learner was that `state` was taken from.
+        """Continues exactly where the learner was when `state` was taken.
 
         Raises:
-            CheckpointError: `state` is of another kind of learner, or of another net.
+            CheckpointError: `state` is of another kind of learner, or of another network.
         """
         expected, got = (_shape(each) for each in (self.state_dict(), state))
         if got != expected:
             raise CheckpointError(
-                "A learner continues from the state of one with the same net and the same statistics.",
+                "A learner continues from the state of one with the same network and the same statistics.",
                 expected=expected,
                 got=got,
                 remedy="Use the configuration that the checkpoint was written with",
@@ -177,7 +177,7 @@ class ActorCriticLearner:
 
 
 def _shape(state: Mapping[str, Any]) -> str:
-    """Returns what two states of the same kind of learner have in common, for comparison and for a person."""
+    """Describes a state; states of the same kind of learner have the same description."""
     statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
     optimizer = f"optimizer of {', '.join(sorted(state.get('optimizer', ())))}"
     return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics, optimizer])

@@ -13,8 +13,8 @@ __all__ = ["Adam"]
 class Adam:
     """Adam (Kingma and Ba, 2015, algorithm 1), by the fused kernel that ``torch.optim.Adam(fused=True)`` calls.
 
-    ``torch.optim`` imports torch's compiler with the first optimizer that is made. That takes as long as importing the
-    rest of torch, seconds in which a run does nothing yet. Where no gradient is compiled this does without.
+    ``torch.optim`` imports torch's compiler with the first optimizer. That takes seconds, as long as importing the rest
+    of torch. This class does not import it, for runs that compile no gradient.
 
     Args:
         parameter: What to step, in place, by its ``.grad``.
@@ -59,7 +59,7 @@ class Adam:
         return {"step": self._step, "exp_avg": self._mean, "exp_avg_sq": self._square, "lr": self.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the optimizer was that `state` was taken from."""
+        """Continues where the optimizer was when `state` was taken."""
         self._step.copy_(state["step"])
         self._mean.copy_(state["exp_avg"])
         self._square.copy_(state["exp_avg_sq"])

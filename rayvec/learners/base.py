@@ -1,4 +1,4 @@
-"""What every learner offers, and the flat buffers that all of them keep their parameters in."""
+"""The interface of a learner, and the flat buffers that learners keep their parameters in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from rayvec.data import Batch
 from rayvec.errors import ConfigError
 
-__all__ = ["FlatParameters", "KeepsOwnState", "Learner", "keep_freed_memory", "torch_device"]
+__all__ = ["FlatParameters", "KeepsRankLocalState", "Learner", "keep_freed_memory", "torch_device"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
 _MMAP_THRESHOLD_MAX = 32 << 20
-"""What is larger than this, some versions of glibc always give back."""
+"""Some versions of glibc always return larger blocks to the system."""
 
 
 class Learner(Protocol):
@@ -32,53 +32,53 @@ class Learner(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What acts once it is wrapped, with whatever weights: ``rayvec.Policy(learner.module)``."""
+        """The module that acts in ``rayvec.Policy(learner.module)``."""
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch and returns metrics by name.
 
-        One that only took note of the batch (a replay that is still too small) returns no metrics: the weights
-        are then those before, and are not published.
+        A learner that only stored the batch (its replay is still too small) returns no metrics: its weights have
+        not changed and are not published.
 
         Raises:
             LearnerError: The loss or its gradient is not finite; the weights are those before the failed step.
         """
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
+        """Returns a copy of the weights, flat, as ``Policy.load_weights`` takes them; the caller may keep it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of everything that the next update depends on: tensors and plain values only."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the learner was that `state` was taken from.
+        """Continues exactly where the learner was when `state` was taken.
 
         Raises:
-            CheckpointError: `state` is of another kind of learner or net.
+            CheckpointError: `state` is of another kind of learner or network.
         """
 
 
 @runtime_checkable
-class KeepsOwnState(Protocol):
-    """What a learner offers besides, part of whose state belongs to its own rank, such as the replay of SAC.
+class KeepsRankLocalState(Protocol):
+    """What a learner offers besides, part of whose state is rank-local, such as the replay of SAC.
 
     Its ``state_dict()`` is both parts together, and its ``load_state_dict`` takes the shared part alone, too: then
-    what is its own begins anew. It begins anew on all ranks or on none.
+    the rank-local part is empty. It is empty on all ranks or on none.
     """
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns a copy of the part that is the same on all ranks; it is kept after every update."""
+        """Returns a copy of the part that is the same on all ranks; a group keeps it after every update."""
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_local_state(self) -> dict[str, Any]:
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep blocks of up to 512 MiB that are freed, and as much at the end of the heap, in the whole process.
+    """Tells glibc to keep freed blocks of up to 512 MiB, and as much at the end of the heap, in the whole process.
 
-    An update frees all its activations and gradients, and the next one takes as much again. Left to itself glibc gives
-    most of that back to the system each time, and every page costs a fault when it is touched next: a fifth of an
-    update of SAC with 256 units, and of one of PPO with a Nature-CNN. Other C libraries are left alone.
+    An update frees all its activations and gradients, and the next update allocates as much again. By default glibc
+    returns most of that to the system each time, and each page costs a fault at its next use: a fifth of an update of
+    SAC with 256 units, and of PPO with a Nature-CNN. With other C libraries this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -110,8 +110,8 @@ class FlatParameters:
     more), but they and their ``.grad`` are views. One fused optimizer step, one norm, one array to average or
     broadcast then serve them all. Parameters are laid out in the order of ``module.parameters()``.
 
-    The views hold as long as nobody replaces them: not ``module.to(...)``, and not ``zero_grad(set_to_none=True)``,
-    which is the default of modules and optimizers; use `zero_grad`.
+    ``module.to(...)`` and ``zero_grad(set_to_none=True)``, the default of modules and optimizers, would replace the
+    views: use `zero_grad`.
 
     Attributes:
         param: The flat parameters as the one leaf to give to an optimizer, ``[P]``; its ``.grad`` is `grad`.

@@ -16,26 +16,26 @@ Update = Callable[..., Tensor]
 
 
 _CONCATENATE_FIRST = {"max_complex_pointwise_cat_inputs": 1, "max_pointwise_cat_inputs": 1}
-"""Writes a flat gradient out before it is read. Fused into the optimizer, each number would be looked for in all
-pieces, without vector instructions."""
+"""Writes a flat gradient to memory before the optimizer reads it. Fused, the optimizer would select each number from
+all pieces, without vector instructions."""
 
 
 _CHECKED = ("TENSOR_MATCH", "GLOBAL_STATE")
-"""What torch looks at before it runs a graph: shapes of tensors, numbers of threads. By itself it would also compare
-every constant that the function read when it was compiled, a hundred in an update of SAC, again at each call."""
+"""What torch checks before it runs a graph: shapes of tensors, numbers of threads. By default it would also compare, at
+each call, every constant that the function read when it was compiled: a hundred in an update of SAC."""
 
 
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
-    Its arguments are tensors, or sequences of them. Whatever else it reads must stay as it is at the first call: nobody
-    looks at it again.
+    Its arguments are tensors, or sequences of them. Everything else that it reads is read at the first call only, and
+    must not change.
 
-    On a CPU what calls the kernels is compiled too, as C++: for nets of 128 units that saved 8 % in a prototype.
-    Compiling takes ten to thirty seconds, loading what an earlier run has compiled a few; torch keeps that in a
-    temporary directory, or where ``TORCHINDUCTOR_CACHE_DIR`` says. The function must not break the graph.
-    Where compiling fails, at the first call or at a later one with other shapes, the function runs as it is from then
-    on, after one warning.
+    On a CPU the code that calls the kernels is compiled too, as C++: for networks of 128 units that saved 8 %.
+    Compiling takes ten to thirty seconds; loading what an earlier run compiled takes a few. torch keeps compiled code
+    in a temporary directory, or in ``TORCHINDUCTOR_CACHE_DIR``. The function must not break the graph. Where compiling
+    fails, at the first call or at a later one with other shapes, the function runs uncompiled from then on, after one
+    warning.
 
     Args:
         function: May change tensors in place.
@@ -75,7 +75,7 @@ class Compiled:
         return result
 
     def _fall_back(self, error: Exception, *args: Any) -> Tensor:
-        """Calls the function as it is, now and from now on."""
+        """Calls the function uncompiled, now and from now on."""
         self._call, self._is_compiled = self._function, False
         reason = " ".join(str(error).split())
         remedy = "Install a C++ compiler such as g++, or pass" if "C++ compiler" in reason else "To do without, pass"
@@ -88,7 +88,7 @@ class Compiled:
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Says whether compiling failed, not the function. torch's compiler takes seconds to import: not for all runs."""
+    """Says whether compiling failed, not the function. It imports torch's compiler, which takes seconds, only here."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
@@ -101,8 +101,8 @@ def _checked(guards: Sequence[Any]) -> list[bool]:
 def _with_own_code(function: Any) -> Update:
     """Returns the function with a copy of its code.
 
-    torch keeps graphs by code object, at most ``torch._dynamo.config.recompile_limit`` (8) for each: learners of one
-    process would share them, and the ninth graph would be refused.
+    torch keeps at most ``torch._dynamo.config.recompile_limit`` (8) graphs for each code object: learners of one
+    process would share the limit, and torch would refuse the ninth graph.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_own_code(function.__func__), function.__self__)

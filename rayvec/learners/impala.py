@@ -1,8 +1,8 @@
 """IMPALA (Espeholt et al., 2018), readable from top to bottom: an actor-critic that learns from older weights' steps.
 
-Sampling need not wait for learning: the policy that acted is some updates old, and V-trace weighs its steps by how
-much likelier, or less likely, the policy that learns would have acted so. Targets are computed from the values of the
-critic as it is at each step of the optimizer. Losses are means over steps, where the paper has sums.
+Sampling need not wait for learning: the policy that acted is some updates old, and V-trace weights each step by the
+ratio of the probabilities of its action, under the policy that learns and the one that acted. Targets are computed from
+the values of the critic as it is at each step of the optimizer. Losses are means over steps, where the paper has sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
-from rayvec.learners.ranks import deal, gather_counts
+from rayvec.learners.ranks import global_range, stratified_shuffle
 from rayvec.learners.returns import vtrace
 from rayvec.policies.networks import ActorCritic
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["IMPALALearner"]
 
 _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fraction", "approx_kl")
-"""What a step of the optimizer adds up over its rows; beside that the moments of targets and their errors."""
+"""What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Trajectories:
     Attributes:
         obs: Encoded observations, tree of ``[T, n, ...]``.
         last_obs: Those that the policy would see next, tree of ``[n, ...]``.
-        final_index: ``(t, column)`` of each step that ended an episode, ``int64 [F, 2]``.
+        final_index: ``(t, environment)`` of each step that ended an episode, ``int64 [F, 2]``.
         final_obs: Encoded true last observations of these episodes, tree of ``[F, ...]``.
         sample: What the policy drew, ``[T, n, C]``.
         logp: Its log-probability by the policy that acted, ``[T, n]``.
@@ -62,13 +62,13 @@ class Trajectories:
     truncated: NDArray[np.bool_]
     valid: NDArray[np.bool_]
 
-    def __getitem__(self, columns: NDArray[np.int64]) -> Trajectories:
-        """Returns some of the environments, whose columns are given in ascending order."""
+    def of(self, environments: NDArray[np.int64]) -> Trajectories:
+        """Returns those of some environments, given in ascending order."""
         place = np.full(self.valid.shape[1], -1)
-        place[columns] = np.arange(len(columns))
+        place[environments] = np.arange(len(environments))
         t, n = self.final_index.T
         ended = np.flatnonzero(place[n] >= 0)
-        index = as_slice(columns)
+        index = as_slice(environments)
         return Trajectories(
             tree_map(lambda leaf: leaf[:, index], self.obs),
             tree_map(lambda leaf: leaf[index], self.last_obs),
@@ -85,16 +85,16 @@ class IMPALALearner(ActorCriticLearner):
         observation_space: Of one environment.
         action_space: Of one environment.
         config: IMPALA's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a net after the settings; it then belongs to the learner.
-        device: Where to, in place of ``config.learner_device``.
+        module: What to train, in place of a network built from the settings; the learner then owns it.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
-        ranks: Who computes each update together. Each rank gets the chunks of its own environments, which are numbered
-            through over the ranks, so that all together do what one does with the whole batch.
+        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments, which are
+            numbered over all ranks, so that all together compute what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces, or no such device.
+        ConfigError: There is no network for these spaces, or no such device.
     """
 
     config: IMPALAConfig
@@ -166,17 +166,16 @@ class IMPALALearner(ActorCriticLearner):
     ) -> Iterator[tuple[Trajectories, int]]:
         """Yields this rank's share of each minibatch, and how many steps that minibatch has on all ranks.
 
-        Environments are dealt out over all ranks alike; a minibatch without a valid step is left out.
+        The environments of all ranks are shuffled into minibatches; a minibatch without a valid step is left out.
         """
-        num_columns = gather_counts(self.ranks, trajectories.valid.shape[1])
-        first, last = sum(num_columns[: self.ranks.rank]), sum(num_columns[: self.ranks.rank + 1])
-        dealt = deal(sum(num_columns), self.config.num_minibatches, generator)
-        own = [columns[slice(*columns.searchsorted([first, last]))] - first for columns in dealt]
+        own, total = global_range(self.ranks, trajectories.valid.shape[1])
+        shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
+        shares = [numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start for numbers in shuffled]
         valid = trajectories.valid.sum(0)
-        counts = self.ranks.sum_(torch.tensor([int(valid[columns].sum()) for columns in own]))
-        for columns, count in zip(own, counts.tolist(), strict=True):
+        counts = self.ranks.sum_(torch.tensor([int(valid[environments].sum()) for environments in shares]))
+        for environments, count in zip(shares, counts.tolist(), strict=True):
             if count:
-                yield trajectories[columns], count
+                yield trajectories.of(environments), count
 
     def _gradients(self, part: Trajectories, count: int) -> Tensor:
         """Adds up the gradient of a minibatch's loss over all ranks, in the flat buffer; returns this rank's sums.
@@ -204,7 +203,7 @@ class IMPALALearner(ActorCriticLearner):
         with torch.no_grad():
             ratio, error = log_ratio.exp(), target - value
             is_clipped = (ratio > config.rho_bar).to(ratio)
-            of_rows = [
+            terms = [
                 policy_loss,
                 value_loss,
                 entropy,
@@ -214,7 +213,7 @@ class IMPALALearner(ActorCriticLearner):
                 torch.ones_like(ratio),
             ]
             moments = [target, target.square(), error, error.square()]
-            return torch.stack([each.double().sum() for each in (*of_rows, *moments)])
+            return torch.stack([each.double().sum() for each in (*terms, *moments)])
 
     def _targets(self, part: Trajectories, values: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Returns V-trace targets and advantages of the valid steps, ``[B]`` each.

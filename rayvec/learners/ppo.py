@@ -2,15 +2,14 @@
 
 The details are those of Huang et al., "The 37 implementation details of proximal policy optimization" (ICLR blog
 track, 2022), with two differences: an episode that was truncated bootstraps from the value of its true final
-observation, and the minibatches of an epoch differ in size by at most one row, so that none is left over.
+observation, and the minibatches of an epoch differ in size by at most one sample, so that none is left over.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
-from rayvec.learners.ranks import check_minibatch, deal, gather_counts, global_moments
+from rayvec.learners.ranks import check_minibatch, global_moments, global_range, stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.policies.networks import ActorCritic
 
@@ -32,14 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["PPOLearner"]
 
 _ROWS_AT_ONCE = 2048
-"""Images whose values are computed at once: of each, the first layer puts out 50 kB."""
+"""Images whose values are computed at once; the first layer outputs 50 kB for each."""
 
 _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """B steps that happened; those of a batch column by column, and in each column in time.
+class Samples(NamedTuple):
+    """B steps that happened; those of a batch environment by environment, and of each environment in time.
 
     Attributes:
         obs: Encoded observations, tree of ``[B, ...]``.
@@ -57,18 +55,9 @@ class Rows:
     advantage: Tensor
     target: Tensor
 
-    def __len__(self) -> int:
-        """B."""
-        return len(self.logp)
-
-    @property
-    def columns(self) -> tuple[Tree, ...]:
-        """All of them, `obs` first."""
-        return tuple(getattr(self, name) for name in self.__slots__)
-
-    def __getitem__(self, index: Tensor) -> Rows:
-        """Returns the rows that `index` selects."""
-        return Rows(*tree_map(lambda leaf: leaf[index], self.columns))
+    def at(self, index: Tensor) -> Samples:
+        """Returns the samples that `index` selects."""
+        return Samples(*tree_map(lambda leaf: leaf[index], tuple(self)))
 
 
 class PPOLearner(ActorCriticLearner):
@@ -78,16 +67,16 @@ class PPOLearner(ActorCriticLearner):
         observation_space: Of one environment.
         action_space: Of one environment.
         config: PPO's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a net after the settings; it then belongs to the learner.
-        device: Where to, in place of ``config.learner_device``.
+        module: What to train, in place of a network built from the settings; the learner then owns it.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor-critic in training.
-        ranks: Who computes each update together. Each rank gets the chunks of its own environments; rows are
-            numbered through over the ranks, so that all together do what one does with the whole batch.
+        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments; samples
+            are numbered over all ranks, so that all together compute what one does with the whole batch.
 
     Raises:
-        ConfigError: There is no net for these spaces, or no such device.
+        ConfigError: There is no network for these spaces, or no such device.
     """
 
     config: PPOConfig
@@ -126,18 +115,17 @@ class PPOLearner(ActorCriticLearner):
         Raises:
             LearnerError: The loss or its gradient is not finite, or the chunks lack what the policy records. The
                 weights are those before the failed step.
-            ConfigError: There are more ranks than a minibatch has rows.
+            ConfigError: There are more ranks than samples in a minibatch.
         """
         config = self.config
         check_minibatch(self.ranks, config.minibatch_size)
-        rows = self._rows(batch)
-        counts = gather_counts(self.ranks, len(rows))
-        first, total = sum(counts[: self.ranks.rank]), sum(counts)
+        samples = self._samples(batch)
+        own, total = global_range(self.ranks, len(samples.logp))
         learning_rate = self._anneal()
         generator = np.random.default_rng([config.seed, self._num_updates])
         steps: list[Tensor] = []
         for _ in range(config.num_epochs if total else 0):
-            minibatches = self._minibatches(rows, first, total, generator)
+            minibatches = self._minibatches(samples, own, total, generator)
             epoch = self._whole([self._step(self._gradients(part, count)) for part, count in minibatches])
             steps += epoch
             if config.target_kl is not None and _mean(epoch)["approx_kl"] > config.target_kl:
@@ -147,28 +135,28 @@ class PPOLearner(ActorCriticLearner):
         self._measure(batch)
         return {
             **_mean(steps),
-            "explained_variance": self._explained_variance(rows, total),
+            "explained_variance": self._explained_variance(samples, total),
             "learning_rate": learning_rate,
         }
 
-    def _rows(self, batch: Batch) -> Rows:
+    def _samples(self, batch: Batch) -> Samples:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
-        obs, *columns = zip(*map(self._columns, batch.chunks), strict=True)
-        sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, columns)
-        truncated[_cuts(batch.chunks)] = True
+        obs, *arrays = zip(*map(self._inputs, batch.chunks), strict=True)
+        sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, arrays)
+        truncated[_episodes_cut_by_restarts(batch.chunks)] = True
         rew = self._reward(batch.chunks[0], rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
         kept = torch.from_numpy(valid.T)
 
-        def by_column(*parts: Tensor) -> Tensor:
+        def by_environment(*parts: Tensor) -> Tensor:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             return whole.swapaxes(0, 1)[kept.to(whole.device)].to(self._device)
 
-        others = (by_column(torch.from_numpy(column)) for column in (sample, logp, value, advantage, target))
-        return Rows(tree_map(by_column, *obs), *others)
+        others = (by_environment(torch.from_numpy(array)) for array in (sample, logp, value, advantage, target))
+        return Samples(tree_map(by_environment, *obs), *others)
 
-    def _columns(self, chunk: Chunk) -> tuple[Tree, ...]:
+    def _inputs(self, chunk: Chunk) -> tuple[Tree, ...]:
         """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
 
         The observation after a step is what the policy saw next, except where an episode ended: each
@@ -197,57 +185,56 @@ class PPOLearner(ActorCriticLearner):
         return values
 
     def _measure(self, batch: Batch) -> None:
-        """Lets the observations of a batch, all used by now, count in how later ones are normalised."""
+        """Adds the observations of a batch, all used by now, to the moments that normalise later ones."""
         if self._obs_moments is not None:
             rows = [self.module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
             self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)
             self._normalize()
 
     def _minibatches(
-        self, rows: Rows, first: int, total: int, generator: np.random.Generator
-    ) -> Iterator[tuple[Rows, int]]:
-        """Yields the rows of all ranks once, dealt at random into parts of about ``minibatch_size``.
+        self, samples: Samples, own: range, total: int, generator: np.random.Generator
+    ) -> Iterator[tuple[Samples, int]]:
+        """Yields the samples of all ranks once, shuffled into parts of about ``minibatch_size``.
 
         Args:
-            rows: Those of this rank.
-            first: The number of its first row among those of all ranks.
-            total: How many rows there are on all ranks.
+            samples: Those of this rank.
+            own: Their numbers among those of all ranks.
+            total: Number of samples on all ranks.
             generator: In the same state on every rank.
 
         Yields:
-            This rank's rows of a minibatch, advantages normalised by the whole minibatch's moments, and how many
-            rows the whole one has.
+            This rank's samples of a minibatch, advantages normalised by the whole minibatch's moments, and the size
+            of the whole one.
         """
-        dealt = deal(total, max(1, round(total / self.config.minibatch_size)), generator)
-        counts = [len(numbers) for numbers in dealt]
-        bounds = [numbers.searchsorted([first, first + len(rows)]) for numbers in dealt]
-        own = [
-            torch.from_numpy(numbers[start:stop] - first).to(self._device)
-            for numbers, (start, stop) in zip(dealt, bounds, strict=True)
+        shuffled = stratified_shuffle(total, max(1, round(total / self.config.minibatch_size)), generator)
+        counts = [len(numbers) for numbers in shuffled]
+        places = [
+            torch.from_numpy(numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start).to(self._device)
+            for numbers in shuffled
         ]
-        advantages = [rows.advantage[index] for index in own]
+        advantages = [samples.advantage[index] for index in places]
         if self.config.normalize_advantage:
             mean, variance = global_moments(self.ranks, advantages, counts)
             scale = 1 / (variance.sqrt() + 1e-8)
             advantages = [(each - mean[k]) * scale[k] for k, each in enumerate(advantages)]
-        for index, advantage, count in zip(own, advantages, counts, strict=True):
-            yield replace(rows[index], advantage=advantage), count
+        for index, advantage, count in zip(places, advantages, counts, strict=True):
+            yield samples.at(index)._replace(advantage=advantage), count
 
-    def _gradients(self, rows: Rows, count: int) -> Tensor:
+    def _gradients(self, samples: Samples, count: int) -> Tensor:
         """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
 
         Args:
-            rows: This rank's rows of the minibatch.
-            count: How many rows the whole minibatch has.
+            samples: This rank's samples of the minibatch.
+            count: Size of the whole minibatch.
 
         Returns:
             This rank's share of the first five metrics, ``[5]``.
         """
         if self._compiled is not None:
-            gradient, shares = self._compiled(self._flat.data, rows.columns, count, self.ranks.size)
+            gradient, shares = self._compiled(self._flat.data, tuple(samples), count, self.ranks.size)
             self._flat.grad.copy_(gradient)
         else:
-            loss, metrics = self._loss(self.module(rows.obs), *rows.columns[1:])
+            loss, metrics = self._loss(self.module(samples.obs), *samples[1:])
             self._flat.zero_grad()
             torch.autograd.backward(loss.sum() / count)
             shares = metrics.sum(1) / count
@@ -263,7 +250,7 @@ class PPOLearner(ActorCriticLearner):
         advantage: Tensor,
         target: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns each row's loss, ``[B]``, and its metrics without a graph, ``[5, B]``."""
+        """Returns each sample's loss, ``[B]``, and its metrics without a graph, ``[5, B]``."""
         config, (params, value) = self.config, outputs
         logp, entropy = self.module.distribution.logp_entropy(params, sample)
         log_ratio = logp - old_logp
@@ -296,18 +283,18 @@ class PPOLearner(ActorCriticLearner):
         summed[:, -1] /= self.ranks.size
         return list(self.ranks.sum_(summed))
 
-    def _explained_variance(self, rows: Rows, total: int) -> float:
+    def _explained_variance(self, samples: Samples, total: int) -> float:
         """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
-        _, variances = global_moments(self.ranks, [rows.target, rows.target - rows.value], [total, total])
+        _, variances = global_moments(self.ranks, [samples.target, samples.target - samples.value], [total, total])
         variance, left = variances.tolist()
         return 1 - left / variance if variance > 0 else 0.0
 
 
-def _cuts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns where joined chunks end an episode of which no chunk says so: ``(t, n)`` of its last step.
+def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns where joined chunks cut an episode of which no chunk says so: ``(t, n)`` of its last step.
 
-    An environment that was made anew between two chunks has begun another episode in the second. The first had ended
-    by then, with its last observation; to the learner that is a truncation.
+    An environment that restarted between two chunks has begun another episode in the second. For the learner, the
+    episode before was truncated at its last observation.
     """
     starts = np.cumsum([0, *(chunk.num_steps for chunk in chunks)])
     places = [

@@ -1,7 +1,7 @@
-"""What the ranks of a learner have in common: one sum, and which rows a minibatch has.
+"""What the ranks of a learner share: one sum, and which samples a minibatch has.
 
-Whoever computes on several ranks computes sums over all rows, scales by global counts, and lets `Ranks.sum_` add
-what each rank has. Nothing here needs Ray.
+A learner on several ranks computes sums over its samples, scales them by global counts, and adds up those of all ranks
+by `Ranks.sum_`. Nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError
 
-__all__ = ["ALONE", "Alone", "ClosableRanks", "Ranks", "check_minibatch", "deal", "gather_counts", "global_moments"]
+__all__ = [
+    "ALONE",
+    "Alone",
+    "ClosableRanks",
+    "Ranks",
+    "check_minibatch",
+    "gather_counts",
+    "global_moments",
+    "global_range",
+    "stratified_shuffle",
+]
 
 
 class Ranks(Protocol):
@@ -24,7 +34,7 @@ class Ranks(Protocol):
 
     Attributes:
         rank: Number of this rank, from 0.
-        size: How many there are.
+        size: Number of ranks.
     """
 
     rank: int
@@ -33,10 +43,10 @@ class Ranks(Protocol):
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
-        Every rank calls it equally often, with tensors of the same shape and dtype, also a rank that has no rows.
+        Every rank calls it equally often, with tensors of the same shape and dtype, also a rank without samples.
 
         Raises:
-            RankLostError: A rank is gone or did not come in time.
+            RankLostError: A rank exited, or did not call it in time.
         """
         ...
 
@@ -45,11 +55,11 @@ class ClosableRanks(Ranks, Protocol):
     """Ranks that a rank can leave."""
 
     def close(self) -> None:
-        """Gives up: whoever waits for this rank is told so, soon or by its timeout. May be called again."""
+        """Leaves: ranks that wait for this one raise, soon or by their timeout. May be called again."""
 
 
 class Alone:
-    """The only rank: a sum over all ranks is what it has already."""
+    """The only rank: a sum over all ranks is its own term."""
 
     rank = 0
     size = 1
@@ -59,7 +69,7 @@ class Alone:
         return tensor
 
     def close(self) -> None:
-        """Nobody waits."""
+        """Does nothing: no other rank waits."""
 
 
 ALONE = Alone()
@@ -72,22 +82,33 @@ def gather_counts(ranks: Ranks, count: int) -> list[int]:
     return [int(each) for each in ranks.sum_(counts)]
 
 
-def deal(count: int, num_minibatches: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Deals the numbers from 0 to ``count - 1`` out among minibatches at random, one to each in every round.
+def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
+    """Returns the numbers of this rank's `count` items, where all ranks number theirs one after another, and the total.
 
-    So neighbours, such as two steps of an episode, come into different minibatches, and sizes differ by at most one.
-    Whoever holds a range of numbers holds as many of each minibatch, give or take two: no rank waits for another that
-    has drawn more.
+    >>> global_range(ALONE, 3)
+    (range(0, 3), 3)
+    """
+    counts = gather_counts(ranks, count)
+    first = sum(counts[: ranks.rank])
+    return range(first, first + count), sum(counts)
+
+
+def stratified_shuffle(count: int, num_minibatches: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Shuffles the numbers from 0 to ``count - 1`` into minibatches, one of each stratum into each minibatch.
+
+    A stratum is as many consecutive numbers as there are minibatches. So neighbours, such as two steps of an episode,
+    come into different minibatches, and sizes differ by at most one. A rank that holds a range of numbers holds as many
+    of each minibatch, give or take two: no rank waits for another that has drawn more.
 
     Returns:
         The numbers of each minibatch, ascending.
 
-    >>> deal(7, 3, np.random.default_rng(0))
+    >>> stratified_shuffle(7, 3, np.random.default_rng(0))
     [array([1, 5]), array([2, 4]), array([0, 3, 6])]
     """
-    one_round = np.arange(num_minibatches, dtype=np.min_scalar_type(num_minibatches))  # small numbers sort faster
-    rounds = np.tile(one_round, (-(-count // num_minibatches), 1))
-    minibatch = generator.permuted(rounds, axis=1).ravel()[:count]
+    stratum = np.arange(num_minibatches, dtype=np.min_scalar_type(num_minibatches))  # small numbers sort faster
+    strata = np.tile(stratum, (-(-count // num_minibatches), 1))
+    minibatch = generator.permuted(strata, axis=1).ravel()[:count]
     ends = np.bincount(minibatch, minlength=num_minibatches).cumsum()
     return np.split(minibatch.argsort(kind="stable"), ends[:-1])
 
@@ -96,9 +117,9 @@ def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int
     """Returns mean and variance of each of K samples that are spread over the ranks, ``float64 [K]`` each.
 
     Args:
-        ranks: Who holds the samples together.
+        ranks: The ranks that hold the samples.
         samples: What this rank holds of each, of any length, also none.
-        counts: How many numbers each sample has on all ranks together.
+        counts: Number of values of each sample on all ranks together.
 
     >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
@@ -111,14 +132,10 @@ def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int
 
 
 def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:
-    """Refuses more ranks than a minibatch has rows.
-
-    Raises:
-        ConfigError: There are more.
-    """
+    """Raises a ConfigError where there are more ranks than samples in a minibatch."""
     if ranks.size > minibatch_size:
         raise ConfigError(
-            "Every rank computes on rows of each minibatch.",
+            "Every rank computes on samples of each minibatch.",
             expected=f"at most {minibatch_size} ranks, as minibatch_size",
             got=f"{ranks.size} ranks",
             remedy="Lower num_learners, or raise minibatch_size",

@@ -40,12 +40,12 @@ class Transitions:
 class ReplayBuffer:
     """The last transitions of N environments, in the order in which they were taken.
 
-    Every environment has a ring of its own of ``capacity_steps + 1`` slots; steps that did not happen take none. The
+    Every environment has its own ring of ``capacity_steps + 1`` slots; steps that did not happen take none. The
     observation after a step lies in the next slot, and the one that the policy sees next in the slot after the last
     step. Only where an episode ended, or where what followed is not known to follow, does a table beside the rings
-    hold the observation after the step. What two chunks have in common is recognised by its bits: where the
-    first observation of a chunk is not the one that the chunk before ended with (new episodes were begun, or the
-    environment was started anew), the transition before it keeps the observation that it really led to.
+    hold the observation after the step. Consecutive chunks are compared bit by bit: where
+    the first observation of a chunk is not the one that the chunk before ended with (a new episode began, or the
+    environment restarted), the transition before it keeps the observation that it really led to.
 
     Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, such as uint8 for
     images, but float64 becomes float32. Memory is allocated by the first chunk, and touched as it fills.
@@ -91,7 +91,7 @@ class ReplayBuffer:
         return int(self.sizes.sum())
 
     def add(self, chunk: Chunk) -> None:
-        """Stores the steps of a chunk that happened; the oldest make room for them.
+        """Stores the steps of a chunk that happened, over the oldest ones.
 
         Raises:
             ConfigError: The chunk is of other environments than those before.
@@ -114,16 +114,16 @@ class ReplayBuffer:
         self._write(chunk, obs, act, final_row)
         self._write_heads(chunk.valid, last_obs)
 
-    def sample(self, ages: NDArray[np.int64], columns: NDArray[np.int64]) -> Transitions:
+    def sample(self, ages: NDArray[np.int64], envs: NDArray[np.int64]) -> Transitions:
         """Returns transitions.
 
         Args:
             ages: Which of an environment's transitions, 0 for the oldest that is kept, below its size, ``int64 [B]``.
-            columns: Which environment, ``int64 [B]``.
+            envs: Which environment, ``int64 [B]``.
         """
         num_slots, num_envs = self.rew.shape
-        slots = (self._heads[columns] - self.sizes[columns] + ages) % num_slots
-        flat, after = slots * num_envs + columns, (slots + 1) % num_slots * num_envs + columns
+        slots = (self._heads[envs] - self.sizes[envs] + ages) % num_slots
+        flat, after = slots * num_envs + envs, (slots + 1) % num_slots * num_envs + envs
         obs = self.obs.reshape(-1, *self.obs.shape[2:])
         next_obs = obs.take(after, 0)
         final_row = self.final_row.take(flat)
@@ -141,10 +141,10 @@ class ReplayBuffer:
         if self.env_ids is not None:
             if not np.array_equal(chunk.env_ids, self.env_ids):
                 raise ConfigError(
-                    "A replay belongs to the environments that it was filled by.",
+                    "A replay holds the steps of one set of environments.",
                     expected=f"environments {self.env_ids.tolist()}",
                     got=chunk.env_ids.tolist(),
-                    remedy="Use a replay of its own for each set of environments.",
+                    remedy="Use one replay for each set of environments.",
                 )
             return
         lead = (self.capacity_steps + 1, chunk.num_envs)
@@ -159,15 +159,15 @@ class ReplayBuffer:
         self._finals = _FinalTable(np.zeros((0, *obs.shape[2:]), obs.dtype), np.zeros(0, np.int32))
 
     def _cut_heads(self, valid: NDArray[np.bool_], obs: NDArray[Any]) -> None:
-        """Gives the last transition of each environment that does not go on an observation of its own."""
-        columns = np.flatnonzero(valid.any(0) & (self.sizes > 0))
-        heads = self._heads[columns]
+        """Stores the observation after the last transition of each environment whose episode does not continue."""
+        envs = np.flatnonzero(valid.any(0) & (self.sizes > 0))
+        heads = self._heads[envs]
         last = (heads - 1) % len(self.rew)
-        known = self.obs[heads, columns]
-        same = (known == obs[0, columns]).all(axis=tuple(range(1, known.ndim)))
-        goes_on = valid[0, columns] & same
-        cut = ~goes_on & (self.final_row[last, columns] < 0)
-        self.final_row[last[cut], columns[cut]] = self._finals.keep(known[cut])
+        known = self.obs[heads, envs]
+        same = (known == obs[0, envs]).all(axis=tuple(range(1, known.ndim)))
+        continues = valid[0, envs] & same
+        cut = ~continues & (self.final_row[last, envs] < 0)
+        self.final_row[last[cut], envs[cut]] = self._finals.keep(known[cut])
 
     def _write(self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any], final_row: NDArray[np.int32]) -> None:
         counts = chunk.valid.sum(0)
@@ -186,19 +186,19 @@ class ReplayBuffer:
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
 
     def _write_heads(self, valid: NDArray[np.bool_], last_obs: NDArray[Any]) -> None:
-        """Puts what the policy sees next behind the last step of each environment."""
-        columns = np.flatnonzero(valid.any(0))
-        heads = self._heads[columns]
-        self._release(heads, columns)
-        self.obs[heads, columns] = last_obs[columns]
+        """Stores what the policy sees next after the last step of each environment."""
+        envs = np.flatnonzero(valid.any(0))
+        heads = self._heads[envs]
+        self._release(heads, envs)
+        self.obs[heads, envs] = last_obs[envs]
 
-    def _release(self, slots: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        """Takes back the final observations of slots that are about to be overwritten."""
-        self._finals.release(self.final_row[slots, columns])
-        self.final_row[slots, columns] = -1
+    def _release(self, slots: NDArray[np.int64], envs: NDArray[np.int64]) -> None:
+        """Frees the final observations of slots that are about to be overwritten."""
+        self._finals.release(self.final_row[slots, envs])
+        self.final_row[slots, envs] = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of what is stored, as tensors: no more of the rings than has ever been filled."""
+        """Returns a copy of what is stored, as tensors: only the part of the rings that was ever filled."""
         if self.env_ids is None:
             return {}
         used = min(int((self._heads.max(initial=-1) if self._never_full() else self.capacity_steps) + 1), len(self.rew))
@@ -213,7 +213,7 @@ class ReplayBuffer:
         return bool((self.sizes == self._heads).all())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Continues where `state_dict` was taken.
 
         Raises:
             CheckpointError: The state is of a replay with more steps for each environment, or with fewer, of which
@@ -244,7 +244,7 @@ class ReplayBuffer:
 
 
 class _FinalTable:
-    """Observations at the ends of episodes, in rows that are used again; it grows as it must.
+    """Observations at the ends of episodes, in rows that are reused; the table grows as needed.
 
     Args:
         obs: Rows, ``[M, *obs_shape]``.
@@ -277,7 +277,7 @@ class _FinalTable:
         return rows
 
     def release(self, rows: NDArray[np.int32]) -> None:
-        """Takes rows back; those that are negative are none."""
+        """Frees rows; negative ones are ignored."""
         rows = rows[rows >= 0]
         self._stack[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)

@@ -1,7 +1,7 @@
 """Running means and variances of observations and returns, merged over ranks, to normalise with.
 
-Statistics change between updates only. An update sees observations as the policy saw them that acted, so that the
-probabilities it recomputes are those that were recorded; what the batch tells goes into the next weights.
+Statistics change between updates only. An update sees observations as the acting policy saw them, so that the
+probabilities it recomputes are those that were recorded; the statistics of the batch go into the next weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.learners.ranks import Ranks, gather_counts
+from rayvec.learners.ranks import Ranks, global_range
 
 __all__ = ["ReturnScale", "RunningMoments"]
 
@@ -36,7 +36,7 @@ class RunningMoments:
         self.squares = torch.zeros(size, dtype=torch.float64)
 
     def add(self, rows: Tensor, ranks: Ranks) -> None:
-        """Takes note of rows ``[B, D]`` of this rank and those of all others."""
+        """Adds the rows ``[B, D]`` of this rank and those of all others."""
         deviations = rows.cpu().double() - self.mean  # from a common point near the mean, so that sums stay small
         own = torch.cat([deviations.new_tensor([len(rows)]), deviations.sum(0), deviations.square().sum(0)])
         sums = ranks.sum_(own)
@@ -56,11 +56,11 @@ class RunningMoments:
         return 1 / (self.squares.clamp(min=0) / self.count + _EPSILON).sqrt()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of all there is."""
+        """Returns a copy of the statistics."""
         return {"count": self.count, "mean": self.mean.clone(), "squares": self.squares.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Continues from `state_dict`."""
         self.count = int(state["count"])
         self.mean.copy_(state["mean"])
         self.squares.copy_(state["squares"])
@@ -69,9 +69,9 @@ class RunningMoments:
 class ReturnScale:
     """Scales rewards so that discounted returns have a standard deviation of about 1.
 
-    The return of an environment goes on from batch to batch; it begins at 0 with every episode, also with one that
-    takes the place of an episode that a fault has cut between two batches. (After a resume,
-    where episodes begin anew, what was under way fades as gamma^t.)
+    The return of an environment continues from batch to batch. It starts at 0 with every episode, also with one that
+    replaces an episode that a fault cut between two batches. After a resume, where new episodes begin, the returns of
+    the old ones fade as gamma^t.
 
     Args:
         gamma: Discount factor.
@@ -90,20 +90,19 @@ class ReturnScale:
         lost: NDArray[np.bool_],
         ranks: Ranks,
     ) -> NDArray[np.float64]:
-        """Takes note of a batch and returns its rewards scaled.
+        """Adds a batch to the statistics and returns its rewards scaled.
 
         Args:
             rew: Rewards of this rank's environments, ``[T, N]``.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
-            lost: Whose episode under way was lost before the batch, ``bool [N]``.
-            ranks: Who has the other environments, in the order of ranks.
+            lost: Which environments lost their current episode before the batch, ``bool [N]``.
+            ranks: The ranks that have the other environments.
         """
-        counts = gather_counts(ranks, rew.shape[1])
-        first, total = sum(counts[: ranks.rank]), sum(counts)
+        numbers, total = global_range(ranks, rew.shape[1])
         if len(self._returns) != total:
             self._returns = self._returns.new_zeros(total)
-        own = slice(first, first + rew.shape[1])
+        own = slice(numbers.start, numbers.stop)
         running, returns = np.where(lost, 0.0, self._returns[own].numpy()), np.zeros(rew.shape)
         for t in range(len(rew)):
             running = returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
@@ -115,10 +114,10 @@ class ReturnScale:
         return rew * float(self._moments.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of all there is."""
+        """Returns a copy of the statistics."""
         return {**self._moments.state_dict(), "returns": self._returns.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Continues from `state_dict`."""
         self._moments.load_state_dict(state)
         self._returns = state["returns"].clone()

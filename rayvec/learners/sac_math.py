@@ -2,8 +2,8 @@
 
 Haarnoja et al., "Soft actor-critic algorithms and applications" (2018, arXiv:1812.05905), and Christodoulou, "Soft
 actor-critic for discrete action settings" (2019, arXiv:1910.07207). Gradients are written by hand: an update then is
-plain tensor algebra that compiles into one graph and that CUDA captures, nothing is computed that nobody uses, and the
-same lines serve eager execution. Tests hold them against autograd.
+plain tensor algebra that compiles into one graph and that CUDA captures, without unused results, and the same lines
+serve eager execution. Tests compare them with autograd.
 
 E is the number of critics, B of rows, D of features, C of numbers that describe an action (components of a Box, or
 the choices of a Discrete, one-hot), P of parameters. A net's parameters are one flat vector, layer after layer, the
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN
 
-__all__ = ["AdamState", "MLPLayout", "Nets", "Rows", "SACMath"]
+__all__ = ["AdamState", "MLPLayout", "Minibatch", "Nets", "SACMath"]
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
@@ -32,7 +32,7 @@ _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
 Layers = list[tuple[Tensor, Tensor]]
 
 
-class Rows(NamedTuple):
+class Minibatch(NamedTuple):
     """B transitions, float32.
 
     Attributes:
@@ -169,7 +169,7 @@ def corrections(step: int) -> tuple[float, float]:
 class SACMath:
     """One update of soft actor-critic in four parts, between which gradients can be summed over ranks.
 
-    Every loss is a sum weighted by ``rows.weight``, so that the sum over ranks is the mean over all rows.
+    Every loss is a sum weighted by ``minibatch.weight``, so that the sum over ranks is the mean over all rows.
 
     Attributes:
         critic: Layout of the E critics: from ``D + C`` to 1 for a Box, from D to C for a Discrete.
@@ -196,34 +196,34 @@ class SACMath:
     q_lr: float
     alpha_lr: float
 
-    def critic_gradient(self, nets: Nets, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def critic_gradient(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradient of the critics' loss, ``[P]``, and ``critic_loss`` and ``q_mean``, ``[2]``.
 
         The loss of each critic is half the squared temporal-difference error (arXiv:1812.05905, equation 5).
 
         Args:
             nets: Read only.
-            rows: The minibatch, or this rank's part of it.
+            minibatch: All of it, or this rank's part.
             noise: Standard normal, ``[B, C]``; a Discrete reads none.
         """
-        target = self._target(nets, rows, noise)
+        target = self._target(nets, minibatch, noise)
         layers = self.critic.layers(nets.critic.param)
-        inputs, values = forward(layers, self._critic_rows(rows.obs, rows.act))
-        q = (values * rows.act).sum(-1) if self.is_discrete else values.squeeze(-1)
+        inputs, values = forward(layers, self._critic_rows(minibatch.obs, minibatch.act))
+        q = (values * minibatch.act).sum(-1) if self.is_discrete else values.squeeze(-1)
         error = q - target
-        weighted = error * rows.weight
-        grad = weighted.unsqueeze(-1) * rows.act if self.is_discrete else weighted.unsqueeze(-1)
-        stats = torch.stack([0.5 * (weighted * error).sum(), (q * rows.weight).sum() / len(q)])
+        weighted = error * minibatch.weight
+        grad = weighted.unsqueeze(-1) * minibatch.act if self.is_discrete else weighted.unsqueeze(-1)
+        stats = torch.stack([0.5 * (weighted * error).sum(), (q * minibatch.weight).sum() / len(q)])
         return _flatten(backward(layers, inputs, grad)), stats
 
     def critic_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
-        """Lets the critics' optimizer step, and the targets follow; returns ``critic_grad_norm``, ``[1]``."""
+        """Takes a step of the critics' optimizer and updates the targets; returns ``critic_grad_norm``, ``[1]``."""
         norm = _check(nets, grad)
         adam_(nets.critic, grad, self.q_lr, correction, nets.healthy)
         nets.target.copy_(torch.lerp(nets.target, nets.critic.param, self.tau * nets.healthy))
         return norm
 
-    def actor_gradient(self, nets: Nets, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def actor_gradient(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradient of actor and temperature, ``[P]``, and ``actor_loss`` and ``entropy``, ``[2]``.
 
         The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
@@ -232,60 +232,61 @@ class SACMath:
 
         Args:
             nets: Read only.
-            rows: As for the critics.
+            minibatch: As for the critics.
             noise: Standard normal, ``[B, C]``, other than the critics' had.
         """
         layers = self.actor.layers(nets.actor.param)
-        inputs, outputs = forward(layers, rows.obs)
+        inputs, outputs = forward(layers, minibatch.obs)
         alpha = nets.actor.param[-1:].exp()
         gradient = self._discrete_actor if self.is_discrete else self._box_actor
-        loss, logp, grad = gradient(nets, rows, outputs.squeeze(0), alpha, noise)
-        entropy = -(logp * rows.weight).sum().reshape(1)
-        surplus = entropy - self.target_entropy * rows.weight.sum()
+        loss, logp, grad = gradient(nets, minibatch, outputs.squeeze(0), alpha, noise)
+        entropy = -(logp * minibatch.weight).sum().reshape(1)
+        surplus = entropy - self.target_entropy * minibatch.weight.sum()
         alpha_grad = alpha * surplus if self.autotune else torch.zeros_like(alpha)
-        stats = torch.cat([(loss * rows.weight).sum().reshape(1), entropy])
+        stats = torch.cat([(loss * minibatch.weight).sum().reshape(1), entropy])
         return _flatten([*backward(layers, inputs, grad.unsqueeze(0)), alpha_grad]), stats
 
     def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
-        """Lets the optimizer of actor and temperature step; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
+        """Takes a step of actor and temperature; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
         norm = _check(nets, grad)
         is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
         learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
         adam_(nets.actor, grad, learning_rate, correction, nets.healthy)
         return torch.cat([norm, nets.actor.param[-1:].exp()])
 
-    def _target(self, nets: Nets, rows: Rows, noise: Tensor) -> Tensor:
+    def _target(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Returns what the critics should say, ``[B]`` (arXiv:1812.05905, equation 3; arXiv:1910.07207, 10)."""
-        outputs = forward(self.actor.layers(nets.actor.param), rows.next_obs)[1].squeeze(0)
+        outputs = forward(self.actor.layers(nets.actor.param), minibatch.next_obs)[1].squeeze(0)
         alpha = nets.actor.param[-1:].exp()
         targets = self.critic.layers(nets.target)
         if self.is_discrete:
             logp = outputs.log_softmax(-1)
-            q = forward(targets, rows.next_obs)[1].amin(0)
+            q = forward(targets, minibatch.next_obs)[1].amin(0)
             value = (logp.exp() * (q - alpha * logp)).sum(-1)
         else:
             act, act_logp = _sample(outputs, noise)[:2]
-            value = forward(targets, self._critic_rows(rows.next_obs, act))[1].squeeze(-1).amin(0) - alpha * act_logp
-        return rows.rew + self.gamma * (1 - rows.terminated) * value
+            q = forward(targets, self._critic_rows(minibatch.next_obs, act))[1].squeeze(-1).amin(0)
+            value = q - alpha * act_logp
+        return minibatch.rew + self.gamma * (1 - minibatch.terminated) * value
 
     def _critic_rows(self, obs: Tensor, act: Tensor) -> Tensor:
         """Returns what critics read, ``[B, D + C]``, or ``[B, D]`` where they have an output for each action."""
         return obs if self.is_discrete else torch.cat([obs, act], 1)
 
     def _box_actor(
-        self, nets: Nets, rows: Rows, outputs: Tensor, alpha: Tensor, noise: Tensor
+        self, nets: Nets, minibatch: Minibatch, outputs: Tensor, alpha: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns losses ``[B]``, log-probabilities ``[B]`` and the gradient of the actor's outputs, ``[B, 2 C]``."""
         act, logp, std, tanh_std = _sample(outputs, noise)
         layers = self.critic.layers(nets.critic.param)
-        inputs, values = forward(layers, self._critic_rows(rows.obs, act))
+        inputs, values = forward(layers, self._critic_rows(minibatch.obs, act))
         q, which = values.squeeze(-1).min(0)
         is_min = which == torch.arange(self.critic.num_nets, device=which.device).unsqueeze(1)
-        grad_q = torch.where(is_min, -rows.weight, 0.0).unsqueeze(-1)
+        grad_q = torch.where(is_min, -minibatch.weight, 0.0).unsqueeze(-1)
         grad_act = backward_to_inputs(layers, inputs, grad_q, act.shape[1])
         # With a = tanh(x) and x = mean + std * noise: da/dx = 1 - a^2 and dlogp/dx = 2 a, while log std itself
         # lowers logp by 1.
-        weight = alpha * rows.weight.unsqueeze(1)
+        weight = alpha * minibatch.weight.unsqueeze(1)
         grad_x = 2 * weight * act + grad_act * (1 - act * act)
         grad_log_std = grad_x * std * noise - weight
         half_range = 0.5 * (LOG_STD_MAX - LOG_STD_MIN)
@@ -293,15 +294,15 @@ class SACMath:
         return alpha * logp - q, logp, grad
 
     def _discrete_actor(
-        self, nets: Nets, rows: Rows, outputs: Tensor, alpha: Tensor, noise: Tensor
+        self, nets: Nets, minibatch: Minibatch, outputs: Tensor, alpha: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns losses ``[B]``, expected log-probabilities ``[B]`` and the gradient of the logits, ``[B, C]``."""
         logp = outputs.log_softmax(-1)
         probability = logp.exp()
-        q = forward(self.critic.layers(nets.critic.param), rows.obs)[1].amin(0)
+        q = forward(self.critic.layers(nets.critic.param), minibatch.obs)[1].amin(0)
         cost = alpha * logp - q
         loss = (probability * cost).sum(-1)
-        grad = probability * (cost - loss.unsqueeze(-1)) * rows.weight.unsqueeze(-1)
+        grad = probability * (cost - loss.unsqueeze(-1)) * minibatch.weight.unsqueeze(-1)
         return loss, (probability * logp).sum(-1), grad
 
 
@@ -325,7 +326,7 @@ def _flatten(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _check(nets: Nets, grad: Tensor) -> Tensor:
-    """Notes whether a gradient is finite; returns its norm, ``[1]``."""
+    """Clears `healthy` where a gradient is not finite; returns its norm, ``[1]``."""
     norm = (grad * grad).sum().sqrt().reshape(1)
     nets.healthy.mul_(torch.isfinite(norm).to(norm))
     return norm

@@ -35,7 +35,7 @@ class Actor(Protocol):
         """Returns parameters ``float32 [k, P]`` for an observation tree of ``[k, *obs_shape]``."""
 
     def load_weights(self, weights: Float) -> None:
-        """Takes over one flat vector: ``module.parameters()`` in their order, then ``module.buffers()``."""
+        """Loads one flat vector: ``module.parameters()`` in their order, then ``module.buffers()``."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class MLPActor:
             of standard deviations), which follow those that the last layer puts out.
         normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
             leaves them as they are.
-        activation: What stands between the layers.
+        activation: Function between the layers.
     """
 
     encoder: Encoder

@@ -1,4 +1,4 @@
-"""Distributions over actions, as formulas on both sides of the work.
+"""Distributions over actions, as formulas for acting and for learning.
 
 Where a policy acts, parameters are a NumPy array and noise comes from outside (see
 :mod:`rayvec.policies.noise`); where it learns, they are a torch tensor with a graph behind it. A distribution
@@ -57,7 +57,7 @@ class Distribution(Protocol):
 
     @property
     def num_params(self) -> int:
-        """P, the width of what a network must put out."""
+        """P, the number of outputs that a network needs."""
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
         """Returns samples ``[k, C]`` and their log-probabilities ``[k]`` from ``[k, P]`` and ``[k, lanes]``."""
@@ -76,7 +76,7 @@ class Distribution(Protocol):
         """Returns what the environments get, ``[k, *act_shape]`` in the dtype of the space."""
 
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Returns what a chunk must record beside the actions, so that `recorded` can give the samples back."""
+        """Returns what a chunk must record besides the actions, so that `recorded` can return the samples."""
 
     def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> NDArray[Any]:
         """Returns the samples ``[..., C]`` behind the ``act`` and ``extras`` of a chunk."""
@@ -147,7 +147,7 @@ class Categorical:
         return sample.reshape(len(sample), *self.shape).astype(self.dtype, copy=False)
 
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Nothing: the action tells the sample."""
+        """Nothing: the action determines the sample."""
         return {}
 
     def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
@@ -315,7 +315,7 @@ class TanhGaussian(_Normal):
         return inside.astype(self.dtype, copy=False)
 
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Nothing: the action tells the sample."""
+        """Nothing: the action determines the sample."""
         return {}
 
     def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> Float:

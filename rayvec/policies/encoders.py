@@ -48,7 +48,7 @@ class Encoder:
         leaves: For each array of an observation that is no image, the keys and places that lead to it, and the
             function that turns it from ``[..., *shape]`` into ``float32 [..., D_leaf]``.
         num_features: D, the sum of the D_leaf.
-        images: The others.
+        images: The arrays of an observation that are images.
     """
 
     leaves: tuple[tuple[Path, Callable[[NDArray[Any]], Float]], ...]
@@ -116,11 +116,11 @@ def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
 
     Args:
         space: Of one environment's observations.
-        images: Whether the net can see.
+        images: Whether the network reads images.
 
     Raises:
         ConfigError: The space, or a part of it, can't be turned into a fixed number of numbers, or is an image and
-            the net can't see.
+            the network reads none.
     """
     leaves: list[tuple[Path, _Flatten | _OneHot]] = []
     seen: list[ImageLeaf] = []
@@ -139,7 +139,7 @@ def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
                 leaves.append((path, _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)))
             case _:
                 raise ConfigError(
-                    "A net reads a fixed number of numbers" + (", and images." if images else "."),
+                    "A network reads a fixed number of numbers" + (", and images." if images else "."),
                     expected="Box of numbers, Discrete, MultiDiscrete, MultiBinary, "
                     + ("images as uint8 of three dimensions, " if images else "")
                     + "or a Dict or Tuple of these",
@@ -149,7 +149,7 @@ def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
     return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
 
 
-_FEW = 5000  # an array of three dimensions with more numbers is an image in some form that no net here can see
+_FEW = 5000  # an array of three dimensions with more numbers is an image in a form that no network here reads
 
 
 def _image(path: Path, space: spaces.Space[Any]) -> ImageLeaf | None:

@@ -19,7 +19,15 @@ from rayvec.policies.actors import Actor, MLPActor, check_length
 from rayvec.policies.distributions import Distribution, Gaussian, make_distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, ImageLeaf, make_encoder
 
-__all__ = ["ActorCritic", "ModuleActor", "NatureCNN", "flat_weights", "make_actor_critic"]
+__all__ = [
+    "ActorCritic",
+    "ModuleActor",
+    "NatureCNN",
+    "copy_to_cpu",
+    "flat_weights",
+    "linear_places",
+    "make_actor_critic",
+]
 
 _SQRT2 = math.sqrt(2)
 
@@ -28,7 +36,7 @@ class NatureCNN(nn.Module):
     """Three convolutions and a layer of 512 units, with ReLU (Mnih et al., Nature 2015, "Model architecture").
 
     Args:
-        image: What it sees.
+        image: Form of the images.
         generator: Of the initial weights, which are orthogonal with a gain of sqrt(2).
     """
 
@@ -59,11 +67,11 @@ class NatureCNN(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """One net puts out the parameters of a distribution, one values.
+    """Two networks: the actor outputs the parameters of a distribution, the critic values.
 
-    Numbers are read by two MLPs with tanh that share nothing, unless `shared_trunk` is set: then they share all
-    hidden layers. Each image is read by a `NatureCNN` that both share; what these put out, joined with the numbers,
-    is what the MLPs read. Where there are images alone, the MLPs have no hidden layers.
+    Two MLPs with tanh read the numbers of an observation. They share all hidden layers if `shared_trunk` is set, else
+    nothing. Each image is read by a `NatureCNN` that both share; the MLPs read its features, joined with the numbers.
+    Where there are images alone, the MLPs have no hidden layers.
 
     Weights are orthogonal, with a gain of sqrt(2) for hidden layers, 0.01 for the actor's last, so that it starts
     near the uniform or standard normal distribution, and 1 for the critic's last; biases are 0 (Andrychowicz et
@@ -162,26 +170,17 @@ class ActorCritic(nn.Module):
         return values.squeeze(-1)
 
     def make_actor(self) -> Actor:
-        """Returns what acts with the present weights: free of torch, unless there are images."""
+        """Returns the actor with the present weights: without torch, unless there are images."""
         if self.cnns:
-            return _SeeingActor(self, self.distribution)
+            return _ImageActor(self, self.distribution)
         starts, stop = _starts(self)
         constants = (
             slice(starts["log_std"], starts["log_std"] + len(self.log_std)) if self.log_std is not None else slice(0)
         )
-        layers = [
-            (f"{part}.{name}", layer)
-            for part in ("trunk", "actor")
-            for name, layer in self.get_submodule(part).named_children()
-            if isinstance(layer, nn.Linear)
-        ]
         actor = MLPActor(
             self.encoder,
             self.distribution,
-            layers=tuple(
-                (starts[f"{name}.weight"], starts[f"{name}.bias"], layer.out_features, layer.in_features)
-                for name, layer in layers
-            ),
+            layers=linear_places(self, ("trunk.", "actor.")),
             num_weights=stop,
             constants=constants,
             normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
@@ -227,11 +226,7 @@ class ModuleActor:
 
     def __init__(self, module: nn.Module, distribution: Distribution) -> None:
         self.distribution = distribution
-        self._module = copy.deepcopy(module).requires_grad_(False).eval()
-        for parameter in self._module.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.clone()  # of its own: a view would pickle the whole buffer behind it
-        self._module.cpu()
+        self._module = copy_to_cpu(module).requires_grad_(False).eval()
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
         """Returns parameters ``float32 [k, P]``."""
@@ -253,13 +248,33 @@ class ModuleActor:
             start += len(values)
 
 
-class _SeeingActor(ModuleActor):
-    """Acts with an actor-critic that sees images."""
+class _ImageActor(ModuleActor):
+    """Acts with an actor-critic that reads images."""
 
     _module: ActorCritic
 
     def _evaluate(self, obs: Tree) -> Tensor:
         return self._module.action_parameters(self._module.encode(obs))
+
+
+def copy_to_cpu(module: nn.Module) -> Any:
+    """Returns a copy of a module on the CPU, without gradients."""
+    copied = copy.deepcopy(module).cpu()
+    for parameter in copied.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.clone()  # pickling a view would pickle the whole buffer behind it
+    return copied
+
+
+def linear_places(module: nn.Module, prefixes: Sequence[str] = ("",)) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns where the linear layers lie in the flat vector of a module's weights; see `MLPActor.layers`."""
+    starts, _ = _starts(module)
+    return tuple(
+        (starts[f"{name}.weight"], starts[f"{name}.bias"], layer.out_features, layer.in_features)
+        for prefix in prefixes
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and name.startswith(prefix)
+    )
 
 
 def flat_weights(module: nn.Module) -> NDArray[np.float32]:

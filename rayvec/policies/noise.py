@@ -1,4 +1,4 @@
-"""Noise that depends on who asks, not on where the question is answered.
+"""Noise that depends on the environment and the step, not on the process that computes it.
 
 A policy that explores needs random numbers. Here they are a pure function of
 (seed, environment, step, lane), so that the same run on one worker or on a hundred nodes draws the
@@ -26,7 +26,7 @@ _LANES_PER_STEP = np.uint64(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class NoiseSpec:
-    """How much noise a policy wants for each environment and step.
+    """How much noise a policy needs for each environment and step.
 
     Attributes:
         kind: ``"uniform"`` in the open interval (0, 1), or ``"normal"`` with mean 0 and variance 1.

@@ -20,13 +20,13 @@ Float = NDArray[np.float32]
 
 
 class Policy:
-    """Acts with a module: draws from the distribution that it puts out, or takes the most probable action.
+    """Acts with a module: draws from the distribution that it outputs, or takes the most probable action.
 
-    Only the part that acts runs here. Values are left to the learner, which computes them for a whole chunk in one
-    large batch, with the weights it is about to change: cheaper than in small batches beside every step.
+    Only the actor runs here. The learner computes values for a whole chunk in one large batch, with the weights that it
+    is about to change: that is cheaper than small batches at every step.
 
-    What an environment gets is a valid action of its space: a normal sample is clipped to the Box on its way. The
-    sample itself, to which ``logp`` belongs, goes into the extras as ``raw_act``.
+    Every action is valid in its space: a normal sample is clipped to the Box. The extras hold the sample itself, to
+    which ``logp`` belongs, as ``raw_act``.
 
     The policy holds a copy of the module's weights: training the module does not change it, `load_weights` does. It
     pickles without gradients and, for a module that has ``make_actor``, without torch.
@@ -81,7 +81,7 @@ class Policy:
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
 
     def load_weights(self, weights: Float) -> None:
-        """Takes over new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.
+        """Loads new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.
 
         Raises:
             ConfigError: The vector is of another length than the module's parameters.
@@ -95,7 +95,7 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:
         return cast(Actor, module.make_actor())
     if action_space is None:
         raise ConfigError(
-            "A module that does not know its actions needs to be told.",
+            "A policy needs the action space of its module.",
             expected="a module with make_actor(), or action_space=",
             got=type(module).__name__,
             remedy="Pass action_space=env.single_action_space",

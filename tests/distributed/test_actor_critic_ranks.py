@@ -17,6 +17,8 @@ from torch import Tensor
 from rayvec.errors import ConfigError, LearnerError
 
 Metrics = list[dict[str, float]]
+TWO_RANKS = [[0, 3, N], [0, 6, N], [0, 0, N]]
+ALL_SPLITS = [*TWO_RANKS, [0, 2, 4, N], [0, 1, 4, 4, N]]
 LEARNERS = pytest.mark.parametrize("make", [make_learner, make_impala], ids=["ppo", "impala"])
 
 
@@ -30,17 +32,32 @@ def learn(
 
 @LEARNERS
 @pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_ranks_together_equal_one(make: Any, action_space: spaces.Space[Any], dtype: Any, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("splits", "num_updates", "dtype", "tolerance"),
+    [
+        (TWO_RANKS, 5, torch.float64, 1e-12),
+        pytest.param(ALL_SPLITS, 20, torch.float64, 1e-12, marks=pytest.mark.slow),
+        pytest.param(ALL_SPLITS, 20, torch.float32, 1e-6, marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "up to four ranks", "up to four ranks in float32"],
+)
+def test_ranks_together_equal_one(
+    make: Any,
+    action_space: spaces.Space[Any],
+    splits: list[list[int]],
+    num_updates: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
     """Even, uneven and empty shards; shards without a row of some minibatch."""
 
     def make_one() -> Any:
         return make(action_space, dtype)
 
-    (expected,), (expected_metrics,) = learn(make_one, action_space, [0, N])
+    (expected,), (expected_metrics,) = learn(make_one, action_space, [0, N], num_updates)
     assert distance(make_one().state_dict()["parameters"], expected) > 0.01
-    for bounds in ([0, 3, N], [0, 6, N], [0, 2, 4, N], [0, 0, N], [0, 1, 4, 4, N]):
-        parameters, metrics = learn(make_one, action_space, bounds)
+    for bounds in splits:
+        parameters, metrics = learn(make_one, action_space, bounds, num_updates)
         assert distance(parameters[0], expected) <= tolerance, bounds
         assert all(torch.equal(each, parameters[0]) for each in parameters), bounds
         assert all(each == metrics[0] for each in metrics), bounds
@@ -55,8 +72,8 @@ def test_without_sums_they_differ(make: Any) -> None:
     def make_one() -> Any:
         return make(DISCRETE, torch.float64)
 
-    (expected,), _ = learn(make_one, DISCRETE, [0, N])
-    parameters, _ = learn(make_one, DISCRETE, [0, 3, N], kind=Apart)
+    (expected,), _ = learn(make_one, DISCRETE, [0, N], 5)
+    parameters, _ = learn(make_one, DISCRETE, [0, 3, N], 5, kind=Apart)
     assert distance(parameters[0], expected) > 1e-3
     assert not torch.equal(*parameters)
 

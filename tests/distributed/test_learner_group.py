@@ -1,4 +1,4 @@
-"""LearnerGroup: the numbers of one learner, whatever the ranks, the way of the chunks, and what falls."""
+"""LearnerGroup: the numbers of one learner, for all ranks, both ways of passing chunks, and every fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import ray
 from helpers.actor_critic_kit import DISCRETE, distance
 from helpers.rank_objects import Owner
-from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_learner, make_lonely
+from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_impala, make_learner, make_lonely
+from helpers.thread_ranks import on_ranks
 from helpers.waiting import alive, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayvec
 from rayvec.data import Batch, Chunk, ChunkRef
+from rayvec.distributed.learner_group import _RankLearner
 from rayvec.distributed.shards import fetch_shard, split_batch, split_refs
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.testing import assert_identical
@@ -39,6 +41,20 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
     yield make
     for group in made:
         group.close()
+
+
+@pytest.fixture(scope="module")
+def ppo_group(ray_cluster: object) -> Iterator[rayvec.LearnerGroup]:
+    """Two ranks; every test begins with `new_learner`."""
+    with rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 2) as group:
+        yield group
+
+
+def new_learner(group: rayvec.LearnerGroup) -> Any:
+    """Returns a learner, and sets the group back to its state."""
+    learner = make_learner(DISCRETE)
+    group.load_state_dict(learner.state_dict())
+    return learner
 
 
 def by_reference(batch: Batch, bounds: list[int], put: Callable[[Any], Any]) -> Batch:
@@ -78,30 +94,40 @@ class TestShards:
         assert [[part.ref for part in shard.parts[0]] for shard in shards] == [[0, 2], [4]]
 
 
-@pytest.mark.parametrize(
-    ("num_learners", "ranks_per_node", "num_envs"),
-    [(1, None, N), (2, None, N), (4, 2, N), (3, None, 2)],
-    ids=["one rank", "two ranks", "two on each of two nodes", "a rank without columns"],
-)
-def test_a_group_equals_a_learner(
-    make_group: MakeGroup, num_learners: int, ranks_per_node: int | None, num_envs: int
-) -> None:
+def check_equal(group: rayvec.LearnerGroup, learner: Any, num_updates: int = 4, num_envs: int = N) -> None:
     """Also where chunks were left in the object store, in parts that are not those of the ranks."""
-    learner = make_learner(DISCRETE)
-    group = make_group(num_learners, ranks_per_node=ranks_per_node)
     np.testing.assert_array_equal(group.weights(), learner.weights())
-    for number, batch in enumerate(make_batches(DISCRETE, 10, num_envs)):
+    for number, batch in enumerate(make_batches(DISCRETE, num_updates, num_envs)):
         expected = learner.update(batch)
         handed = by_reference(batch, [0, 1, num_envs], ray.put) if number % 2 else batch
         assert group.update(handed) == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert distance(group.weights(), learner.weights()) < 1e-6
 
 
-def test_state_goes_from_a_learner_to_a_group_and_back(make_group: MakeGroup) -> None:
+def test_two_ranks_of_ppo_equal_a_learner(ppo_group: rayvec.LearnerGroup) -> None:
+    check_equal(ppo_group, new_learner(ppo_group))
+
+
+def test_two_ranks_of_impala_equal_a_learner(make_group: MakeGroup) -> None:
+    check_equal(make_group(2, lambda: make_impala(DISCRETE)), make_impala(DISCRETE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_learners", "ranks_per_node", "num_envs"),
+    [(1, None, N), (4, 2, N), (3, None, 2)],
+    ids=["one rank", "two on each of two nodes", "a rank without environments"],
+)
+def test_a_group_equals_a_learner(
+    make_group: MakeGroup, num_learners: int, ranks_per_node: int | None, num_envs: int
+) -> None:
+    check_equal(make_group(num_learners, ranks_per_node=ranks_per_node), make_learner(DISCRETE), 10, num_envs)
+
+
+def test_state_goes_from_a_learner_to_a_group_and_back(ppo_group: rayvec.LearnerGroup) -> None:
     first, second, third = make_batches(DISCRETE, 3)
-    learner = make_learner(DISCRETE)
+    learner, group = make_learner(DISCRETE), ppo_group
     learner.update(first)
-    group = make_group(2)
     group.load_state_dict(learner.state_dict())
     np.testing.assert_array_equal(group.weights(), learner.weights())
     group.update(second)
@@ -120,12 +146,13 @@ def test_state_goes_from_a_learner_to_a_group_and_back(make_group: MakeGroup) ->
     np.testing.assert_array_equal(flat, group.weights())
 
 
-@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), (1, "SIGSTOP")])
+@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), pytest.param(1, "SIGSTOP", marks=pytest.mark.slow)])
 def test_a_rank_that_falls_in_an_update_changes_no_number(
-    make_group: MakeGroup, tmp_path: Path, who: int, how: str
+    make_group: MakeGroup, ppo_group: rayvec.LearnerGroup, tmp_path: Path, who: int, how: str
 ) -> None:
     batches = make_batches(DISCRETE, 3)
-    undisturbed = make_group(2)
+    undisturbed = ppo_group
+    new_learner(undisturbed)
     expected = [undisturbed.update(batch) for batch in batches]
     mark = tmp_path / "fallen"
     group = make_group(2, lambda: make_falling_learner(mark, who, how), timeout_s=3.0)
@@ -134,11 +161,13 @@ def test_a_rank_that_falls_in_an_update_changes_no_number(
     np.testing.assert_array_equal(group.weights(), undisturbed.weights())
 
 
-def test_a_chunk_that_is_lost_in_the_object_store_is_told_and_nothing_else_is_lost(make_group: MakeGroup) -> None:
+def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(
+    ppo_group: rayvec.LearnerGroup,
+) -> None:
     """As with a node that ends between collecting and learning."""
-    group = make_group(2)
+    group, learner = ppo_group, new_learner(ppo_group)
     lost, good = make_batches(DISCRETE, 2)
-    taken = {seat.node_id for seat in group.group.seats}
+    taken = {placement.node_id for placement in group.group.placements}
     elsewhere = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in taken)
     place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
     owner = ray.remote(Owner).options(num_cpus=0, scheduling_strategy=place).remote()
@@ -155,12 +184,12 @@ def test_a_chunk_that_is_lost_in_the_object_store_is_told_and_nothing_else_is_lo
     with pytest.raises(LearnerError, match=r"Got: OwnerDiedError.*Remedy: Leave this batch out"):
         group.update(batch)
     np.testing.assert_array_equal(group.weights(), before)
-    learner = make_learner(DISCRETE)
     assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
 
 
-def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(make_group: MakeGroup) -> None:
-    group = make_group(2)
+def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(ppo_group: rayvec.LearnerGroup) -> None:
+    group = ppo_group
+    new_learner(group)
     good, bad = make_batches(DISCRETE, 2)
     group.update(good)
     before = group.weights()
@@ -175,7 +204,7 @@ class TestBadInput:
     def test_a_learner_without_ranks_learns_alone(self, make_group: MakeGroup) -> None:
         assert make_group(1, make_lonely).weights().tolist() == [1, 1, 1]
         with pytest.raises(ConfigError, match=r"attribute `ranks`.* Got: Lonely"):
-            make_group(2, make_lonely)
+            on_ranks(2, lambda ranks: _RankLearner(make_lonely, ranks))
 
     def test_counts_and_devices(self, ray_cluster: object) -> None:
         with pytest.raises(ConfigError, match="num_learners is a count"):
@@ -183,6 +212,7 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="needs a GPU for each rank"):
             rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 1, "cuda")
 
+    @pytest.mark.slow
     def test_a_learner_that_can_not_be_made(self, ray_cluster: object) -> None:
         def make() -> Any:
             raise ZeroDivisionError("no learner today")
@@ -191,10 +221,13 @@ class TestBadInput:
             rayvec.LearnerGroup(make)
         assert isinstance(caught.value.__cause__, LearnerError) and "in make" in str(caught.value.__cause__)
 
-    def test_batches(self, make_group: MakeGroup) -> None:
-        group = make_group(2, lambda: make_learner(DISCRETE, minibatch_size=1))
+    def test_a_batch_without_chunks(self, ppo_group: rayvec.LearnerGroup) -> None:
         with pytest.raises(LearnerError, match="a batch with neither"):
-            group.update(Batch((), STATS))
+            ppo_group.update(Batch((), STATS))
+
+    @pytest.mark.slow
+    def test_more_ranks_than_rows(self, make_group: MakeGroup) -> None:
+        group = make_group(2, lambda: make_learner(DISCRETE, minibatch_size=1))
         (batch,) = make_batches(DISCRETE, 1)
         with pytest.raises(ConfigError, match="at most 1 ranks"):
             group.update(batch)

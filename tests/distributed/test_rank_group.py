@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: how they meet, what is done when one is lost, and what is refused."""
+"""Ranks as Ray actors: how they connect, what the group does when one is lost, and which settings it refuses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import ray
 import torch
-from helpers.rank_objects import Adder, Holder, StopsOnce
+from helpers.rank_objects import Adder, Holder, Owner, StopsOnce
+from helpers.sockets import listening_ports, stores_at
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.distributed.rank_group import RankGroup
-from rayvec.distributed.rank_placement import Room, find_seats, seat_ranks
+from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities, find_placements, place_ranks
 from rayvec.errors import ConfigError, LearnerError
 
 MakeGroup = Callable[..., RankGroup]
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture
@@ -33,23 +36,35 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
         group.close()
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node", "kinds"),
-    [
-        (1, None, ["Alone"]),
-        (3, None, ["SharedMemoryRanks"] * 3),
-        (2, 1, ["CollectiveRanks"] * 2),
-        (3, 2, ["TwoLevelRanks"] * 3),
-        (4, 2, ["TwoLevelRanks"] * 4),
-    ],
-    ids=["one", "one node", "a rank on each node", "two and one", "two and two"],
-)
-def test_ranks_sum_to_the_same_bits_wherever_they_are(
-    make_group: MakeGroup, num_ranks: int, ranks_per_node: int | None, kinds: list[str]
-) -> None:
-    group = make_group(num_ranks, ranks_per_node=ranks_per_node)
+@pytest.fixture(scope="module")
+def group(ray_cluster: object) -> Iterator[RankGroup]:
+    """Three ranks that share memory; every test begins by loading a state."""
+    with RankGroup(Adder, 3, timeout_s=TIMEOUT_S) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two_nodes(ray_cluster: object) -> Iterator[RankGroup]:
+    """One rank on each of two nodes."""
+    with RankGroup(Adder, 2, ranks_per_node=1) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group waits less for ranks that it has lost already."""
+    monkeypatch.setattr("rayvec.distributed.rank_group._GRACE_S", 0.5)
+    monkeypatch.setattr("rayvec.distributed.rank_group._PAUSE_S", 0.1)
+
+
+def begin(group: RankGroup, total: float = 0.0) -> None:
+    group.load_state_dict({"total": torch.full((3,), total, dtype=torch.float64)})
+
+
+def check_sums(group: RankGroup, kinds: list[str]) -> None:
+    """Every rank sums in the expected way, to the same bits."""
+    num_ranks = len(kinds)
     assert group.run("kind_of_ranks") == [(kind, rank, num_ranks, 1) for rank, kind in enumerate(kinds)]
-    assert len({seat.node_id for seat in group.seats}) == (1 if ranks_per_node is None else 2)
     sizes = [1, 1000, 100_000]
     results = group.run("sum_many", [(sizes, 7)] * num_ranks)
     generators = [torch.Generator().manual_seed(700 + rank) for rank in range(num_ranks)]
@@ -57,6 +72,32 @@ def test_ranks_sum_to_the_same_bits_wherever_they_are(
         terms = [torch.randn(size, generator=generator) for generator in generators]
         torch.testing.assert_close(results[0][place], torch.stack(terms).sum(0))
         assert all(torch.equal(result[place], results[0][place]) for result in results)
+
+
+def test_ranks_of_one_node_sum_to_the_same_bits(group: RankGroup) -> None:
+    check_sums(group, ["SharedMemoryRanks"] * 3)
+    assert len({placement.node_id for placement in group.placements}) == 1
+
+
+def test_ranks_of_different_nodes_sum_to_the_same_bits(two_nodes: RankGroup) -> None:
+    check_sums(two_nodes, ["CollectiveRanks"] * 2)
+    assert len({placement.node_id for placement in two_nodes.placements}) == 2
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)], ids=["two and one", "two and two"])
+def test_ranks_of_two_nodes_sum_on_two_levels(make_group: MakeGroup, num_ranks: int) -> None:
+    group = make_group(num_ranks, ranks_per_node=2)
+    check_sums(group, ["TwoLevelRanks"] * num_ranks)
+    assert len({placement.node_id for placement in group.placements}) == 2
+
+
+def test_one_rank_is_alone_until_its_group_is_closed(make_group: MakeGroup) -> None:
+    group = make_group(1)
+    check_sums(group, ["Alone"])
+    group.close()
+    group.close()
+    with pytest.raises(LearnerError, match="closed"):
+        group.ask("state_dict")
 
 
 def test_ranks_begin_with_the_state_of_the_first(make_group: MakeGroup) -> None:
@@ -69,89 +110,118 @@ def test_ranks_begin_with_the_state_of_the_first(make_group: MakeGroup) -> None:
     assert group.run("add", [(1.0,), (2.0,)]) == [[8.0] * 3] * 2
 
 
-def test_state_goes_out_and_in(make_group: MakeGroup) -> None:
-    group = make_group(2)
-    group.run("add", [(1.0,), (2.0,)])
+def test_state_goes_out_and_in(group: RankGroup) -> None:
+    begin(group)
+    group.run("add", [(1.0,), (2.0,), (4.0,)])
     state = group.state_dict()
-    assert state["total"].tolist() == [3.0] * 3
+    assert state["total"].tolist() == [7.0] * 3
     state["total"] += 10
-    assert group.state_dict()["total"].tolist() == [3.0] * 3
+    assert group.state_dict()["total"].tolist() == [7.0] * 3
     group.load_state_dict(state)
-    assert group.run("add", [(1.0,), (2.0,)]) == [[16.0] * 3] * 2
+    assert group.run("add", [(1.0,), (2.0,), (4.0,)]) == [[24.0] * 3] * 3
 
 
-@pytest.mark.parametrize(
-    ("who", "how", "ranks_per_node"),
-    [(0, "SIGKILL", None), (2, "SIGSTOP", 2)],
-    ids=["killed", "stopped on one of two nodes"],
-)
-def test_a_rank_that_falls_changes_nothing(
-    make_group: MakeGroup, tmp_path: Path, who: int, how: str, ranks_per_node: int | None
-) -> None:
-    """A process is killed or stopped for good between two sums of a call."""
-    num_ranks = 3
-    group = make_group(num_ranks, ranks_per_node=ranks_per_node, timeout_s=3.0)
-    group.run("add", [(1.0,)] * num_ranks)
-    before = group.pids
-    mark = str(tmp_path / "fallen")
-    args = [(1.0, mark if rank == who else None, how) for rank in range(num_ranks)]
-    assert group.run("add_and_fall", args) == [[9.0] * 3] * 3
-    assert os.path.exists(mark) and not set(before) & set(group.pids)
-    assert group.run("add", [(1.0,)] * num_ranks) == [[12.0] * 3] * 3
+def check_fall(group: RankGroup, mark: Path, who: int, how: str) -> None:
+    """The process of a rank is killed or stopped between two sums of a call, and the result is as without that."""
+    num_ranks = group.num_ranks
+    begin(group, 1.0)
+    before, num_starts = group.pids, group.num_starts
+    args = [(1.0, str(mark) if rank == who else None, how) for rank in range(num_ranks)]
+    assert group.run("add_and_fall", args) == [[1.0 + 2 * num_ranks] * 3] * num_ranks
+    assert mark.exists() and not set(before) & set(group.pids) and group.num_starts == num_starts + 1
+    assert group.run("add", [(1.0,)] * num_ranks) == [[1.0 + 3 * num_ranks] * 3] * num_ranks
 
 
-def test_one_rank_alone_may_fall_too(make_group: MakeGroup, tmp_path: Path) -> None:
-    group = make_group(1)
-    group.run("add", [(1.0,)])
-    assert group.run("add_and_fall", [(1.0, str(tmp_path / "fallen"), "SIGKILL")]) == [[3.0] * 3]
+@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), pytest.param(2, "SIGSTOP", marks=pytest.mark.slow)])
+def test_a_rank_that_falls_changes_nothing(group: RankGroup, tmp_path: Path, who: int, how: str) -> None:
+    check_fall(group, tmp_path / "fallen", who, how)
 
 
-def test_ranks_that_were_killed_between_calls_are_started_again(make_group: MakeGroup) -> None:
-    group = make_group(2)
-    group.run("add", [(1.0,), (2.0,)])
+@pytest.mark.slow
+def test_a_rank_that_stops_on_one_of_two_nodes_changes_nothing(make_group: MakeGroup, tmp_path: Path) -> None:
+    check_fall(make_group(3, ranks_per_node=2, timeout_s=TIMEOUT_S), tmp_path / "fallen", 2, "SIGSTOP")
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_a_single_rank_that_falls_changes_nothing(make_group: MakeGroup, tmp_path: Path, how: str) -> None:
+    check_fall(make_group(1, timeout_s=TIMEOUT_S), tmp_path / "fallen", 0, how)
+
+
+def test_ranks_that_compute_longer_than_the_timeout_are_left_alone(make_group: MakeGroup) -> None:
+    group = make_group(1, timeout_s=0.6)
+    assert group.run("compute", [(1.5,)]) == [[0.0] * 3]
+    assert group.num_starts == 1
+
+
+def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) -> None:
+    begin(group)
+    group.run("add", [(1.0,)] * 3)
     group.state_dict()
     for pid in group.pids:
         os.kill(pid, 9)
-    assert group.run("add", [(1.0,), (2.0,)]) == [[6.0] * 3] * 2
+    assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "where", "then"),
     [
-        (2, "state_dict", lambda group: group.run("tell")[0]),
         (1, "tell", lambda group: group.ask_all("tell")[0]),
-        (1, "load_state_dict", lambda group: group.load_state_dict(group.state_dict()) or group.ask("tell")),
+        pytest.param(2, "state_dict", lambda group: group.run("tell")[0], marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            "load_state_dict",
+            lambda group: group.load_state_dict(group.state_dict()) or group.ask("tell"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["after a run", "ask", "load"],
+    ids=["ask", "after a run", "load"],
 )
 def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without_end(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
 ) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_group._ANSWER_S", 3.0)
+    monkeypatch.setattr("rayvec.distributed.rank_group._ANSWER_S", TIMEOUT_S)
     mark = tmp_path / "mark"
-    group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=3.0)
+    group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=TIMEOUT_S)
     mark.write_text(where)
     group.run("add", [(1.0,)] * num_ranks)
     assert then(group) == [num_ranks] * 3
     assert mark.read_text() == "stopped" and group.num_starts == 2
 
 
-def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path) -> None:
-    group = make_group(2)
-    args = [(1.0, str(tmp_path / "never"), "SIGKILL"), (1.0, None, "")]
-    with pytest.raises(LearnerError, match="at most 3 losses in a row"):
-        group.run("add_and_fall", args)
-    assert group.run("add", [(1.0,), (2.0,)]) == [[3.0] * 3] * 2
+def test_ranks_that_share_memory_listen_on_no_socket_of_their_own(group: RankGroup) -> None:
+    actor = ray.remote(Owner).options(num_cpus=0).remote()
+    ports_of_an_actor = listening_ports(ray.get(actor.pid.remote()))
+    assert [len(listening_ports(pid)) for pid in group.pids] == [len(ports_of_an_actor)] * 3
+    ray.kill(actor)
 
 
-def test_what_a_method_raises_is_raised_and_the_group_is_as_before(make_group: MakeGroup, tmp_path: Path) -> None:
-    group = make_group(2)
-    group.run("add", [(1.0,), (2.0,)])
+def test_no_other_process_can_read_or_write_what_ranks_exchange(two_nodes: RankGroup) -> None:
+    ports = [
+        (placement.host, port)
+        for placement, pid in zip(two_nodes.placements, two_nodes.pids, strict=True)
+        for port in listening_ports(pid)
+    ]
+    assert ports and stores_at(ports) == []
+    assert internal_kv._internal_kv_list(b"", namespace=b"rayvec-ranks") == []
+    assert two_nodes.run("kind_of_ranks")[0][2] == 2
+
+
+def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayvec.distributed.rank_group._MOST_LOSSES", 1)
+    group = make_group(1)
+    with pytest.raises(LearnerError, match="at most 1 losses in a row"):
+        group.run("add_and_fall", [(1.0, str(tmp_path / "never"), "SIGKILL")])
+    assert group.run("add", [(1.0,)]) == [[1.0] * 3]
+
+
+def test_what_a_method_raises_is_raised_and_the_group_is_as_before(group: RankGroup, tmp_path: Path) -> None:
+    begin(group)
+    group.run("add", [(1.0,)] * 3)
     with pytest.raises(ZeroDivisionError, match="as asked") as caught:
-        group.run("add_and_fall", [(1.0, None, ""), (1.0, str(tmp_path / "never"), "raise")])
+        group.run("add_and_fall", [(1.0, None, ""), (1.0, str(tmp_path / "never"), "raise"), (1.0, None, "")])
     assert isinstance(caught.value.__cause__, LearnerError)
     assert "rank 1 on" in str(caught.value.__cause__) and "in add_and_fall" in str(caught.value.__cause__)
-    assert group.run("add", [(1.0,), (2.0,)]) == [[6.0] * 3] * 2
+    assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
 
 
 def test_a_make_that_raises_is_raised(ray_cluster: object) -> None:
@@ -184,21 +254,22 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
         RankGroup(Adder, 33)
 
 
-def test_a_place_that_somebody_else_took_meanwhile_is_not_waited_for_without_end(
+def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without_end(
     ray_cluster: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ray.get_runtime_context().get_node_id()
     (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    (free,) = capacities(ResourceRequest(1, 0, nodes=[there]))
     taken: list[Any] = []
 
-    def find_and_take(num_ranks: int, wish: Any) -> Any:
-        seats = find_seats(num_ranks, wish)
+    def find_and_take(num_ranks: int, request: ResourceRequest) -> Any:
+        placements = find_placements(num_ranks, request)
         place = NodeAffinitySchedulingStrategy(there, soft=False)
-        taken.append(ray.remote(Holder).options(num_cpus=8, scheduling_strategy=place).remote())
+        taken.append(ray.remote(Holder).options(num_cpus=free.capacity, scheduling_strategy=place).remote())
         ray.get(taken[0].hold.remote())
-        return seats
+        return placements
 
-    monkeypatch.setattr("rayvec.distributed.rank_group.find_seats", find_and_take)
+    monkeypatch.setattr("rayvec.distributed.rank_group.find_placements", find_and_take)
     monkeypatch.setattr("rayvec.distributed.rank_group._START_S", 1.0)
     try:
         with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
@@ -207,26 +278,22 @@ def test_a_place_that_somebody_else_took_meanwhile_is_not_waited_for_without_end
         ray.kill(taken[0])
 
 
-def test_ranks_can_be_kept_off_nodes(make_group: MakeGroup) -> None:
+def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
     here = ray.get_runtime_context().get_node_id()
-    (seat,) = make_group(1, avoid_nodes=[here]).seats
-    assert seat.node_id != here
-    assert make_group(1, nodes=[seat.node_id]).seats[0].node_id == seat.node_id
-    assert make_group(1).seats[0].node_id == here
 
+    def node_of(**request: Any) -> str:
+        (placement,) = find_placements(1, ResourceRequest(1, 0, **request))
+        return placement.node_id
 
-def test_a_closed_group_says_so(make_group: MakeGroup) -> None:
-    group = make_group(1)
-    group.close()
-    group.close()
-    with pytest.raises(LearnerError, match="closed"):
-        group.ask("state_dict")
+    there = node_of(avoid_nodes=[here])
+    assert node_of() == here != there
+    assert node_of(nodes=[there]) == there
 
 
 def test_ranks_fill_the_fewest_nodes() -> None:
-    rooms = [Room("a", "a", 1), Room("b", "b", 4), Room("c", "c", 2)]
+    nodes = [NodeCapacity("a", "a", 1), NodeCapacity("b", "b", 4), NodeCapacity("c", "c", 2)]
 
-    def seated(num_ranks: int) -> str:
-        return "".join(seat.node_id for seat in seat_ranks(rooms, num_ranks))
+    def placed(num_ranks: int) -> str:
+        return "".join(placement.node_id for placement in place_ranks(nodes, num_ranks))
 
-    assert [seated(n) for n in (1, 2, 4, 5, 6, 7)] == ["a", "bb", "bbbb", "bbbba", "bbbbcc", "bbbbcca"]
+    assert [placed(n) for n in (1, 2, 4, 5, 6, 7)] == ["a", "bb", "bbbb", "bbbba", "bbbbcc", "bbbbcca"]

@@ -15,7 +15,7 @@ from helpers.actor_critic_kit import distance
 from helpers.sac_kit import make_batch, make_falling_learner, make_learner
 
 import rayvec
-from rayvec.learners.base import KeepsOwnState
+from rayvec.learners.base import KeepsRankLocalState
 
 MakeGroup = Callable[..., rayvec.LearnerGroup]
 
@@ -41,7 +41,7 @@ def test_a_group_equals_a_learner_and_goes_on_exactly(make_group: MakeGroup, cap
         assert group.update(make_batch(seed=seed)) == pytest.approx(expected, rel=1e-6)
         assert distance(group.weights(), learner.weights()) < 1e-6
     assert not np.array_equal(group.weights(), make_learner().weights())
-    assert isinstance(learner, KeepsOwnState)
+    assert isinstance(learner, KeepsRankLocalState)
     assert group.group.state_dict().keys() == learner.shared_state().keys(), "the replay is copied after every update"
     np.testing.assert_array_equal(group.module.weights(), group.weights())
 
@@ -55,6 +55,7 @@ def test_a_group_equals_a_learner_and_goes_on_exactly(make_group: MakeGroup, cap
         group.load_state_dict(state)
         assert [group.update(make_batch(seed=seed)) for seed in (3, 4)] == following
         np.testing.assert_array_equal(group.weights(), weights)
+        group.load_state_dict({"of_ranks" if name == "rank_local" else name: part for name, part in state.items()})
         assert not caplog.text
 
         group.load_state_dict(learner.state_dict())
@@ -69,6 +70,7 @@ def test_a_group_equals_a_learner_and_goes_on_exactly(make_group: MakeGroup, cap
         assert learner.update(make_batch(seed=4))["num_updates"] == 48
 
 
+@pytest.mark.slow
 def test_one_rank_takes_and_gives_the_state_of_a_learner(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

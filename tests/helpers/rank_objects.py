@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ class Adder:
                 Path(mark).touch()
             fall(how)
         return self.add(value)
+
+    def compute(self, duration_s: float) -> list[float]:
+        """Computes for a while; returns the total."""
+        end_s = time.monotonic() + duration_s
+        while time.monotonic() < end_s:
+            self.total += 0
+        return self.total.tolist()  # type: ignore[no-any-return]
 
     def kind_of_ranks(self) -> tuple[str, int, int, int]:
         """Returns how this rank sums, who it is, and where it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import FileStore
 
 from helpers.rank_objects import fall
-from rayvec.distributed.collective import CollectiveRanks, RankStore
+from rayvec.distributed.collective import CollectiveRanks
 from rayvec.distributed.shared_memory import SharedMemoryRanks
 from rayvec.learners.ranks import ClosableRanks
 
@@ -27,22 +29,25 @@ def on_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_be_rank, args=(rank, size, theirs, kind, timeout_s, work, args))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        address = pipes[0].recv()
-        for pipe in pipes[1:]:
-            pipe.send(address)
-        return [None if rank == silent else _receive(pipe) for rank, pipe in enumerate(pipes)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory() as directory:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            connect = (rank, size, theirs, f"{directory}/store" if kind == "collective" else None, timeout_s)
+            process = context.Process(target=_be_rank, args=(connect, work, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            if kind == "shared memory":
+                path = pipes[0].recv()
+                for pipe in pipes[1:]:
+                    pipe.send(path)
+            return [None if rank == silent else _receive(pipe) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _receive(pipe: Connection) -> Any:
@@ -53,11 +58,9 @@ def _receive(pipe: Connection) -> Any:
         return None
 
 
-def _be_rank(
-    rank: int, size: int, pipe: Connection, kind: str, timeout_s: float, work: Callable[..., Any], args: Any
-) -> None:
+def _be_rank(connect: tuple[int, int, Connection, str | None, float], work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
-    ranks = _meet(rank, size, pipe, kind, timeout_s)
+    ranks, pipe = _connect(*connect), connect[2]
     try:
         result = work(ranks, *args)
     except Exception as error:
@@ -67,20 +70,13 @@ def _be_rank(
     pipe.recv()  # until the test ends this process: what one rank holds, others may still need
 
 
-def _meet(rank: int, size: int, pipe: Connection, kind: str, timeout_s: float) -> ClosableRanks:
-    if kind == "collective":
-        store = RankStore("127.0.0.1") if rank == 0 else None
-        if store is not None:
-            _kept.append(store)
-            pipe.send(store.address)
-        return CollectiveRanks(rank, size, store.address if store else pipe.recv(), timeout_s=timeout_s)
+def _connect(rank: int, size: int, pipe: Connection, store: str | None, timeout_s: float) -> ClosableRanks:
+    if store is not None:
+        return CollectiveRanks(rank, size, FileStore(store, size), timeout_s=timeout_s)
     ranks = SharedMemoryRanks(rank, size, None if rank == 0 else pipe.recv(), timeout_s=timeout_s)
     if rank == 0:
         pipe.send(ranks.path)
     return ranks
-
-
-_kept: list[RankStore] = []
 
 
 def tensor_of(rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

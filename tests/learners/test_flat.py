@@ -92,7 +92,7 @@ def test_mixed_dtypes_are_refused() -> None:
 
 def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -> None:
     code = (
-        "import sys, gymnasium, rayvec.train\n"
+        "import sys, gymnasium, rayvec.training.loop\n"
         "from rayvec.config import PPOConfig\n"
         "from rayvec.training.runs import LEARNERS\n"
         "env = gymnasium.make('CartPole-v1')\n"
@@ -117,6 +117,7 @@ def faults_of_blocks(before: str) -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
 def test_freed_memory_is_kept() -> None:
     assert faults_of_blocks("keep_freed_memory()") < 0.1 * faults_of_blocks("")

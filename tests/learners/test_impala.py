@@ -33,7 +33,7 @@ from rayvec.data import Batch, Chunk
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 from rayvec.learners.impala import IMPALALearner
-from rayvec.learners.ranks import deal
+from rayvec.learners.ranks import stratified_shuffle
 from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
 from rayvec.pools.serial import SerialPool
@@ -95,7 +95,7 @@ class Reference:
         config = self.config
         self.optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - self.num_steps / config.total_steps)
         generator = np.random.default_rng([config.seed, self.num_updates])
-        for columns in deal(N, config.num_minibatches, generator):
+        for columns in stratified_shuffle(N, config.num_minibatches, generator):
             self.optimizer.zero_grad()
             torch.autograd.backward(self.loss(chunk, columns))
             nn.utils.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
@@ -223,6 +223,7 @@ def test_more_minibatches_than_environments_are_refused() -> None:
         impala_config(num_minibatches=5)
 
 
+@pytest.mark.slow
 def test_it_learns_from_steps_of_older_weights() -> None:
     """CartPole, two updates behind all the time."""
     with torch_threads(1):

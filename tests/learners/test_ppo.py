@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from rayvec.config import PPOConfig
 from rayvec.data import Batch, Chunk
 from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.ranks import deal
+from rayvec.learners.ranks import stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
@@ -91,7 +91,7 @@ class Reference:
         self.optimizer.param_groups[0]["lr"] = config.learning_rate * left
         generator = np.random.default_rng([config.seed, self.num_updates])
         for _ in range(config.num_epochs):
-            for index in deal(count, round(count / config.minibatch_size), generator):
+            for index in stratified_shuffle(count, round(count / config.minibatch_size), generator):
                 self.optimizer.zero_grad()
                 torch.autograd.backward(self.loss({name: column[index] for name, column in rows.items()}))
                 nn.utils.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
@@ -115,14 +115,14 @@ def test_gradient_equals_the_reference(
     )
     learner = PPOLearner(OBS, action_space, config)
     batch = make_batch(Policy(learner.module))
-    rows = learner._rows(batch)
+    rows = learner._samples(batch)
     perturb(learner.module, 0.2)  # so that ratios leave 1 and some are clipped
     reference = Reference(learner.module, config)
-    columns = dict(zip(("obs", "act", "logp", "value", "advantage", "target"), rows.columns, strict=True))
+    columns = dict(zip(("obs", "act", "logp", "value", "advantage", "target"), rows, strict=True))
     if action_space is DISCRETE:
         columns["act"] = columns["act"][:, 0]
     torch.autograd.backward(reference.loss(columns))
-    [(minibatch, count)] = learner._minibatches(rows, 0, len(rows), np.random.default_rng(0))
+    [(minibatch, count)] = learner._minibatches(rows, range(len(rows.logp)), len(rows.logp), np.random.default_rng(0))
     stats = learner._gradients(minibatch, count)
     assert 0.1 < float(stats[4]) < 0.9
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=2e-6, rtol=2e-5)
@@ -170,8 +170,8 @@ def test_two_chunks_equal_one_of_both_lengths() -> None:
                 extras={"logp": whole.extras["logp"][part]},
             )
         )
-    joined, expected = learner._rows(Batch(tuple(parts), STATS)), learner._rows(Batch((whole,), STATS))
-    for ours, theirs in zip(joined.columns, expected.columns, strict=True):
+    joined, expected = learner._samples(Batch(tuple(parts), STATS)), learner._samples(Batch((whole,), STATS))
+    for ours, theirs in zip(joined, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
@@ -189,7 +189,7 @@ def test_a_target_kl_ends_the_epochs() -> None:
 def test_metrics_say_what_they_are() -> None:
     learner = PPOLearner(OBS, DISCRETE, ppo_config(num_epochs=1, minibatch_size=T * N, learning_rate=1e-9))
     batch = make_batch(Policy(learner.module))
-    rows = learner._rows(batch)
+    rows = learner._samples(batch)
     metrics = learner.update(batch)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["clip_fraction"] == 0
@@ -206,7 +206,7 @@ def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
     learner = PPOLearner(space, DISCRETE, ppo_config(num_epochs=1, normalize_obs=True))
     batch = make_batch(Policy(learner.module), space=space, invalid=True)
     chunk = batch.chunks[0]
-    rows = learner._rows(batch)
+    rows = learner._samples(batch)
     images = rows.obs if space is SIGHT else rows.obs[1]
     sight = chunk.obs if space is SIGHT else chunk.obs["sight"]
     assert images.dtype == torch.uint8
@@ -221,9 +221,9 @@ def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
 def test_values_of_many_images_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = PPOLearner(SIGHT, DISCRETE, ppo_config())
     batch = make_batch(Policy(learner.module), space=SIGHT)
-    whole = learner._rows(batch)
+    whole = learner._samples(batch)
     monkeypatch.setattr("rayvec.learners.ppo._ROWS_AT_ONCE", 7)
-    for ours, theirs in zip(learner._rows(batch).columns, whole.columns, strict=True):
+    for ours, theirs in zip(learner._samples(batch), whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -240,7 +240,7 @@ def test_no_trace_goes_into_the_episode_of_an_environment_made_anew() -> None:
 
     def advantages(*chunks: Chunk) -> Tensor:
         rows = [len(chunk.rew) for chunk in chunks]
-        return learner._rows(Batch(chunks, STATS)).advantage.reshape(N, sum(rows))
+        return learner._samples(Batch(chunks, STATS)).advantage.reshape(N, sum(rows))
 
     alone, through, cut = advantages(first), advantages(first, second), advantages(first, anew)
     torch.testing.assert_close(cut[1, :T], alone[1])
@@ -257,8 +257,8 @@ def test_no_trace_comes_out_of_steps_beyond_the_quota() -> None:
     chunk = make_chunk(Policy(learner.module), 0)
     valid = np.ones((T, N), bool)
     valid[5:, 1], valid[0:, 2] = False, False
-    rows = learner._rows(Batch((replace(chunk, valid=valid),), STATS))
+    rows = learner._samples(Batch((replace(chunk, valid=valid),), STATS))
     surplus = replace(chunk, valid=valid, rew=np.where(valid, chunk.rew, 1e6))
-    same = learner._rows(Batch((surplus,), STATS))
-    assert len(same) == valid.sum()
+    same = learner._samples(Batch((surplus,), STATS))
+    assert len(same.logp) == valid.sum()
     assert torch.equal(same.advantage, rows.advantage) and torch.equal(same.target, rows.target)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import DISCRETE, OBS, SPACES, make_batch, ppo_config
+from helpers.actor_critic_kit import BOX, DISCRETE, OBS, SPACES, make_batch, ppo_config
 from torch import Tensor
 
 from rayvec.learners.compiling import Compiled
@@ -16,20 +16,24 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 
 
-def learn_both_ways(action_space: spaces.Space[Any]) -> tuple[Any, Any]:
-    """Two updates of batches with gaps, so that minibatches differ in size; eager, then compiled."""
+def learn_both_ways(action_space: spaces.Space[Any], gaps: bool) -> tuple[Any, Any]:
+    """Two updates, eager and then compiled; with gaps in the batches, minibatches differ in size."""
     results = []
     for compiled in (False, True):
         learner = PPOLearner(OBS, action_space, ppo_config(compile=compiled))
         policy = Policy(learner.module)
-        metrics = [learner.update(make_batch(policy, seed, invalid=True)) for seed in range(2)]
+        metrics = [learner.update(make_batch(policy, seed, invalid=gaps)) for seed in range(2)]
         results.append((learner.weights(), metrics))
     return results[0], results[1]
 
 
-@SPACES
-def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any]) -> None:
-    (weights, metrics), (others, other_metrics) = learn_both_ways(action_space)
+@pytest.mark.parametrize(
+    ("action_space", "gaps"),
+    [(DISCRETE, False), *(pytest.param(space, True, marks=pytest.mark.slow) for space in (DISCRETE, BOX))],
+    ids=["discrete", "discrete with gaps", "box with gaps"],
+)
+def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any], gaps: bool) -> None:
+    (weights, metrics), (others, other_metrics) = learn_both_ways(action_space, gaps)
     np.testing.assert_allclose(others, weights, atol=2e-5)
     for ours, theirs in zip(other_metrics, metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -58,7 +62,7 @@ def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytes
 
     monkeypatch.setattr("torch.compile", refuse)
     with pytest.warns(RuntimeWarning, match="run uncompiled.*no compiler") as warned:
-        (weights, _), (others, _) = learn_both_ways(DISCRETE)
+        (weights, _), (others, _) = learn_both_ways(DISCRETE, gaps=True)
     assert len(warned) == 1
     np.testing.assert_allclose(others, weights, atol=2e-5)
 
@@ -66,8 +70,8 @@ def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytes
 def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
     learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True))
-    rows = learner._rows(make_batch(Policy(learner.module)))
-    shares = learner._gradients(rows[torch.zeros(0, dtype=torch.int64)], 16)
+    rows = learner._samples(make_batch(Policy(learner.module)))
+    shares = learner._gradients(rows.at(torch.zeros(0, dtype=torch.int64)), 16)
     assert not shares.any() and not learner._flat.grad.any()
     learner._gradients(rows, 16)
     assert learner._flat.grad.any()
@@ -79,11 +83,12 @@ def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyP
     learner = PPOLearner(OBS, spaces.Box(-1, 1, (20,), np.float32), ppo_config(compile=True))
     assert learner.module.log_std is not None
     learner.module.log_std.data.fill_(-6.0)
-    rows = learner._rows(make_batch(Policy(learner.module)))
-    learner._gradients(rows[torch.arange(5)], 5)
+    rows = learner._samples(make_batch(Policy(learner.module)))
+    learner._gradients(rows.at(torch.arange(5)), 5)
     assert learner._flat.grad.any() and learner._flat.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
     compile_, graphs = torch.compile, []

@@ -53,7 +53,7 @@ def test_observations_are_normalised_by_all_that_was_seen_before() -> None:
     for seed in range(3):
         batch = make_batch(policy, seed, space=MIXED, invalid=True)
         chunk = batch.chunks[0]
-        numbers = learner._rows(batch).obs[0].numpy()
+        numbers = learner._samples(batch).obs[0].numpy()
         raw = chunk.obs["touch"].swapaxes(0, 1)[chunk.valid.T]
         if seen:
             before = np.concatenate(seen).astype(np.float64)
@@ -81,16 +81,18 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns() -> None:
                 running[n] *= not chunk.done[t, n]
         scaled = copy.deepcopy(batch)
         scaled.chunks[0].rew[:] /= np.std(returns)
-        torch.testing.assert_close(learner._rows(batch).advantage, plain._rows(scaled).advantage, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            learner._samples(batch).advantage, plain._samples(scaled).advantage, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_rewards_are_clipped() -> None:
     learner = PPOLearner(OBS, DISCRETE, ppo_config(clip_reward=0.5))
     batch = make_batch(Policy(learner.module))
-    rows = learner._rows(batch)
+    rows = learner._samples(batch)
     assert np.abs(batch.chunks[0].rew).max() > 1
     batch.chunks[0].rew.clip(-0.5, 0.5, out=batch.chunks[0].rew)
-    torch.testing.assert_close(rows.advantage, learner._rows(batch).advantage)
+    torch.testing.assert_close(rows.advantage, learner._samples(batch).advantage)
 
 
 @pytest.mark.parametrize("space", [FAR, MIXED], ids=["numbers", "both"])

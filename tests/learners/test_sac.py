@@ -23,7 +23,7 @@ from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.compiling import Compiled
 from rayvec.learners.sac import SACLearner
-from rayvec.learners.sac_math import MLPLayout, Rows
+from rayvec.learners.sac_math import Minibatch, MLPLayout
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 
@@ -45,7 +45,7 @@ class Reference:
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=self.config.policy_lr)
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=self.config.q_lr)
 
-    def update(self, rows: Rows, noise: Tensor) -> dict[str, float]:
+    def update(self, rows: Minibatch, noise: Tensor) -> dict[str, float]:
         """One update; as many steps of the actor as there is noise left."""
         alpha = self.log_alpha.exp().detach()
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Reference:
                 slow.data.copy_((1 - self.config.tau) * slow.data + self.config.tau * fast.data)
         return metrics
 
-    def actor_step(self, rows: Rows, noise: Tensor) -> dict[str, float]:
+    def actor_step(self, rows: Minibatch, noise: Tensor) -> dict[str, float]:
         alpha = self.log_alpha.exp().detach()
         if self.math.is_discrete:
             chances = torch.distributions.Categorical(logits=self.actor(rows.obs))
@@ -126,13 +126,13 @@ def assert_nets_equal(learner: SACLearner, reference: Reference, tolerance: floa
     torch.testing.assert_close(nets.actor.param[-1], reference.log_alpha.data, atol=tolerance, rtol=0)
 
 
-def spy_on_minibatches(learner: SACLearner) -> list[tuple[Rows, Tensor]]:
-    drawn: list[tuple[Rows, Tensor]] = []
+def spy_on_minibatches(learner: SACLearner) -> list[tuple[Minibatch, Tensor]]:
+    drawn: list[tuple[Minibatch, Tensor]] = []
     draw = learner._minibatches
 
     def spy(count: int) -> Any:
         minibatches = draw(count)
-        drawn.extend((each.rows, each.noise) for each in minibatches)
+        drawn.extend((each.minibatch, each.noise) for each in minibatches)
         return minibatches
 
     learner._minibatches = spy  # type: ignore[method-assign]
@@ -212,7 +212,7 @@ def test_every_environment_is_drawn_equally_often_and_every_step_too() -> None:
     places = {tuple(obs): (t, n) for t, row in enumerate(learner._replay.obs[:5]) for n, obs in enumerate(row)}
     for number in range(2000):
         learner._num_updates = number
-        for obs in learner._minibatches(1)[0].rows.obs.float().numpy():
+        for obs in learner._minibatches(1)[0].minibatch.obs.float().numpy():
             counts[places[tuple(obs)]] += 1
     assert counts.sum() == 20_000
     assert (abs(counts - 1000) < 5 * np.sqrt(1000)).all()
@@ -224,7 +224,7 @@ def test_it_makes_no_difference_how_many_minibatches_are_drawn_at_once() -> None
     together = learner._minibatches(4)
     for each in together:
         [alone] = learner._minibatches(1)
-        for ours, theirs in zip((*each.rows, *each[1:]), (*alone.rows, *alone[1:]), strict=True):
+        for ours, theirs in zip((*each.minibatch, *each[1:]), (*alone.minibatch, *alone[1:]), strict=True):
             torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
         learner._num_updates += 1
     assert [len(each.noise) for each in together] == [3, 1, 3, 1]
@@ -237,7 +237,7 @@ def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
     places = {tuple(obs): n for n, obs in enumerate(learner._replay.obs[0])}
     for number in range(2000):
         learner._num_updates = number
-        for obs in learner._minibatches(1)[0].rows.obs.float().numpy():
+        for obs in learner._minibatches(1)[0].minibatch.obs.float().numpy():
             counts[places[tuple(obs)]] += 1
     assert (abs(counts - 1500) < 5 * np.sqrt(1500)).all()
 
@@ -269,7 +269,7 @@ def train_on_ranks(split: list[tuple[int, int]], action_space: Any, kind: Any = 
 
 @SPACES
 @INTERVALS
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.parametrize("batch_size", [12, 7], ids=["divisible", "cut"])
 def test_several_ranks_do_what_one_does(
     action_space: spaces.Space[Any], num_ranks: int, batch_size: int, policy_interval: int
@@ -293,7 +293,11 @@ def test_ranks_that_do_not_sum_part_ways() -> None:
     assert (apart._nets.critic.param - one._nets.critic.param).norm() > 1e-3
 
 
-@pytest.mark.parametrize(("action_space", "policy_interval"), [(BOX, 2), (DISCRETE, 1)], ids=["box", "discrete"])
+@pytest.mark.parametrize(
+    ("action_space", "policy_interval"),
+    [(DISCRETE, 1), pytest.param(BOX, 2, marks=pytest.mark.slow)],
+    ids=["discrete", "box"],
+)
 def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval: int) -> None:
     eager = make_learner(action_space, policy_interval=policy_interval)
     compiled = make_learner(action_space, policy_interval=policy_interval, compile=True)

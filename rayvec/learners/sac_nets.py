@@ -1,0 +1,126 @@
+"""The networks of soft actor-critic: which ones a learner has for its spaces, their initial values, and the actor."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rayvec.errors import ConfigError
+from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
+from rayvec.policies.actors import MLPActor
+from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
+from rayvec.policies.encoders import Encoder
+from rayvec.policies.networks import flat_weights, linear_places
+
+if TYPE_CHECKING:
+    from rayvec.config import SACConfig
+
+__all__ = ["SACActor", "initial_nets", "make_math", "make_sac_distribution"]
+
+
+class SACActor(nn.Module):
+    """An MLP with ReLU whose outputs are the parameters of a distribution; it acts without torch.
+
+    Args:
+        encoder: From observations to rows of D numbers.
+        distribution: Of actions.
+        layout: Where its layers lie in a flat vector.
+        flat: That vector; the layers become views of it.
+    """
+
+    def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
+        super().__init__()
+        self.encoder, self.distribution = encoder, distribution
+        modules: list[nn.Module] = []
+        for weight, bias in layout.layers(flat[: layout.num_params]):
+            layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
+            layer.weight = nn.Parameter(weight[0], requires_grad=False)
+            layer.bias = nn.Parameter(bias[0], requires_grad=False)
+            modules += [layer, nn.ReLU()]
+        self.net = nn.Sequential(*modules[:-1])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]`` for encoded observations ``[B, D]``."""
+        params: Tensor = self.net(rows)
+        return params
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of the parameters, flat."""
+        return flat_weights(self.net)
+
+    def make_actor(self) -> MLPActor:
+        """Returns the actor with the present weights, free of torch."""
+        weights, layers = self.weights(), linear_places(self.net)
+        actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
+        actor.load_weights(weights)
+        return actor
+
+
+def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
+    """Returns what the actor draws actions from: a squashed normal for a Box, a categorical for a Discrete.
+
+    Raises:
+        ConfigError: There is no soft actor-critic for such a space.
+    """
+    match space:
+        case spaces.Discrete():
+            return make_distribution(space)
+        case spaces.Box():
+            return make_tanh_gaussian(space)
+    raise ConfigError(
+        "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
+        expected="a bounded floating-point Box, or a Discrete action space",
+        got=space,
+        remedy="Flatten the action space with a Gymnasium wrapper, or use PPO",
+    )
+
+
+def make_math(num_features: int, distribution: Distribution, config: SACConfig) -> SACMath:
+    """Returns the formulas for a space.
+
+    The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
+    largest entropy of n choices.
+    """
+    is_discrete = isinstance(distribution, Categorical)
+    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    usual = config.target_entropy_scale * math.log(num_actions) if is_discrete else -float(num_actions)
+    inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
+    return SACMath(
+        critic=MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
+        actor=MLPLayout(1, (num_features, *config.hidden_sizes, distribution.num_params)),
+        is_discrete=is_discrete,
+        gamma=config.gamma,
+        tau=config.tau,
+        target_entropy=usual if config.target_entropy is None else config.target_entropy,
+        autotune=config.autotune,
+        policy_lr=config.policy_lr,
+        q_lr=config.q_lr,
+        alpha_lr=config.q_lr if config.alpha_lr is None else config.alpha_lr,
+    )
+
+
+def initial_nets(sac: SACMath, config: SACConfig, dtype: torch.dtype, device: torch.device) -> Nets:
+    """Returns nets whose weights and biases are uniform within ``1 / sqrt(inputs)``, as those of ``nn.Linear``."""
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def draw(layout: MLPLayout) -> Tensor:
+        flat = torch.empty(layout.num_params)
+        for weight, bias in layout.layers(flat):
+            bound = 1 / math.sqrt(weight.shape[2])
+            weight.uniform_(-bound, bound, generator=generator)
+            bias.uniform_(-bound, bound, generator=generator)
+        return flat
+
+    def adam(param: Tensor) -> AdamState:
+        param = param.to(device, dtype)
+        return AdamState(param, torch.zeros_like(param), torch.zeros_like(param))
+
+    actor = torch.cat([draw(sac.actor), torch.tensor([math.log(config.alpha)])])
+    critic = adam(draw(sac.critic))
+    return Nets(critic, critic.param.clone(), adam(actor), torch.ones(1, device=device, dtype=dtype))
