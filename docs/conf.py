@@ -25,6 +25,8 @@ exclude_patterns = ["_build", "generated/configuration-table.markdown"]
 
 html_theme = "furo"
 html_title = f"rayvec {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -45,10 +47,10 @@ def write_configuration_table() -> None:
     lines: list[str] = []
     for name, cls in CONFIGS.items():
         lines += [f"## `rayvec train {name}`", "", f"{cls.__name__}: {(cls.__doc__ or '').splitlines()[0]}", ""]
-        lines += ["| setting | option | type | default | |", "|---|---|---|---|---|"]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for row in describe(cls):
             kind = f"{row.type}, {row.bounds}" if row.bounds else row.type
-            cells = (f"`{row.name}`", f"`--{row.name.replace('_', '-')}`", kind, f"`{row.default}`", row.doc)
+            cells = (f"`{row.name}`", kind, f"`{row.default}`", row.doc)
             lines.append("| " + " | ".join(cell.replace("|", r"\|").replace("<", r"\<") for cell in cells) + " |")
         lines.append("")
     write("configuration-table", "\n".join(lines))

@@ -75,7 +75,7 @@ def overview() -> None:
         figure.box(340, y, 280, 140, f"{name}: one process per core", NODE, top=True)
         for j in range(3):
             figure.box(354 + 88 * j, y + 38, 78, 88, "worker\npolicy\nenvs", WORKER)
-    figure.arrow((338, 75), (194, 75), text="chunks of T steps", at=(272, 65))
+    figure.arrow((338, 75), (194, 75), text="chunks", at=(272, 65))
     figure.arrow((338, 200), (290, 200), (290, 107), (194, 107))
     figure.arrow((194, 266), (314, 266), (314, 120), (338, 120))
     figure.arrow((314, 266), (338, 266), text="weights", at=(252, 286))
