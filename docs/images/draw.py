@@ -147,7 +147,7 @@ def paths() -> None:
             (0, "sent by node", "cluster.ray_pool"),
             (0, "packed, sent", "cluster.frames"),
             (1, "received, unpacked", "cluster.node_actor"),
-            (1, "written to memory", "node.client"),
+            (1, "written to memory", "node.worker_link"),
             (2, "worker wakes up", "node.worker"),
             (2, "environment steps", "pools.serial"),
             (1, "answer is packed", "cluster.node_actor"),
@@ -175,7 +175,7 @@ def paths() -> None:
         "Weights on their way from the optimizer to a worker",
         [
             (0, "the optimizer steps", "learners.adam"),
-            (0, "one flat vector", "learners.base"),
+            (0, "one flat vector", "learners.actor_critic"),
             (0, "gets a version", "pools.weights"),
             (0, "published once a node", "cluster.acting"),
             (1, "copied to memory", "node.process_pool"),
