@@ -44,11 +44,12 @@ coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers
 soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10)
 	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10)
 
-check: $(STAMP) ## Lint, formatting, types, layout, and the examples in docstrings
+check: $(DOCS_STAMP) ## Lint, formatting, types, layout, the examples in docstrings, and the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict rayvec
 	$(BIN)/python -m pytest --doctest-modules rayvec tests/test_layout.py
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
 format: $(STAMP) ## Put the code into the form that check asks for
 	$(BIN)/ruff check --fix .
@@ -63,6 +64,6 @@ bench: $(STAMP) ## Run the benchmark suites, with figures in runs/bench-pieces.j
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-json=runs/bench-pieces.json
 
 clean: ## Remove the virtual environment, builds and caches, never runs/
-	rm -rf $(VENV) build dist docs/_build docs/configuration-table.md *.egg-info
+	rm -rf $(VENV) build dist docs/_build docs/generated *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
