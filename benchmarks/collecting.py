@@ -29,7 +29,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from measure import cpu_s, heading, markdown, ratio, simulated_cluster, spread, tree
+from measure import heading, markdown, ratio, simulated_cluster, spread, tree
+
+from rayvec.bench.harness.cpu import on_cpu_s
 
 HERE = Path(__file__).parent
 
@@ -78,10 +80,10 @@ class Row:
 
     def measure(self, seconds: float) -> None:
         """Collects for some seconds and notes what came of it."""
-        cpu = cpu_s(self.pids)
+        cpu = sum(on_cpu_s(self.pids))
         steps, elapsed_s = self.run(seconds)
         self.steps_per_s.append(steps / elapsed_s)
-        self.steps_per_cpu_s.append(steps / max(cpu_s(self.pids) - cpu, 1e-9))
+        self.steps_per_cpu_s.append(steps / max(sum(on_cpu_s(self.pids)) - cpu, 1e-9))
 
 
 def make_env(env_id: str) -> gymnasium.Env[Any, Any]:

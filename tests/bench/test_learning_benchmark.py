@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture
 def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("learning", Path(__file__).parents[1] / "benchmarks" / "learning.py")
+    spec = importlib.util.spec_from_file_location("learning", Path(__file__).parents[2] / "benchmarks" / "learning.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "learning", module)
