@@ -8,17 +8,18 @@ Every fault is real. Environments sleep a millisecond for a step; stepping goes 
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import tyro
 from cluster import timed
 from measure import heading, markdown, simulated_cluster, tree
 
@@ -135,10 +136,9 @@ def driver_killed(cluster: Any) -> float:
 
 def alive(pid: int) -> bool:
     """Whether a process runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 CASES: dict[Callable[[Any], float], str] = {
@@ -151,15 +151,12 @@ CASES: dict[Callable[[Any], float], str] = {
 """Faults, and within how many seconds they are to be over."""
 
 
-def main() -> None:
+def main(repeats: int = 5) -> None:
     """Causes every fault a few times, and prints how long each took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
     rows = []
     for case, aim_s in CASES.items():
         with simulated_cluster(0, 4, 4) as cluster:
-            found = sorted(case(cluster) for _ in range(args.repeats))
+            found = sorted(case(cluster) for _ in range(repeats))
         middle = f"{np.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
         rows.append([(case.__doc__ or "").rstrip("."), middle, aim_s])
     print(heading())
@@ -167,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

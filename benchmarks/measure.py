@@ -18,6 +18,12 @@ import psutil
 from rayvec.bench.results import machine
 
 
+def share_modules() -> None:
+    """Lets processes of the harness import the modules of this directory."""
+    places = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+
+
 def tree(root: int) -> list[int]:
     """Returns a process and all its descendants."""
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]

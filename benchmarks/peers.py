@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-from pathlib import Path
 from typing import Annotated, Any
 
 import gymnasium
@@ -246,11 +245,12 @@ NAMES = (
 def main() -> None:
     """Runs a command of the package with these peers."""
     import tyro
+    from measure import share_modules
 
     from rayvec.bench import compare, scaling
     from rayvec.bench.settings import Compare, Scaling
 
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    share_modules()
     peers = (*Compare().peer, *(f"peers:{name}" for name in NAMES))
     compared, scaled = Compare(peer=peers), Scaling(peer=("peers:tianshou_ray", "peers:tianshou_subproc"))
     commands = (

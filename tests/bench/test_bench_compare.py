@@ -159,9 +159,21 @@ def group_of_one() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 8 * 256), ("sac", 16 * 64), ("impala", 256)])
-def test_ddp_learns_from_as_many(algorithm: str, samples: int, group_of_one: None) -> None:
-    task = LearnerTask(algorithm, num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3)
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize(("algorithm", "epochs"), [("ppo", 8), ("impala", 1)])
+def test_ddp_learns_from_as_many_on_policy(algorithm: str, epochs: int, images: bool, group_of_one: None) -> None:
+    task = LearnerTask(
+        algorithm, num_envs=4, num_steps=8, minibatch_size=16, hidden_sizes=(8,), obs_size=3, images=images
+    )
+    assert_ddp_learns(task, epochs * 32)
+
+
+def test_ddp_learns_from_as_many_off_policy(group_of_one: None) -> None:
+    assert_ddp_learns(LearnerTask("sac", num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3), 16 * 64)
+
+
+def assert_ddp_learns(task: LearnerTask, samples: int) -> None:
+    algorithm = task.algorithm
     share = SHARES[algorithm](task, torch.device("cpu"))
     nets = [net for net in vars(share).values() if isinstance(net, torch.nn.Module)]
     before = [parameter.detach().clone() for net in nets for parameter in net.parameters()]

@@ -23,13 +23,18 @@ class _Nets(nn.Module):
 
     def __init__(self, task: Any, outs: tuple[int, ...]) -> None:
         super().__init__()
-        sizes = [task.obs_size, *task.hidden_sizes]
+        self._is_image = task.images
+        sizes = [64 * 7 * 7 if task.images else task.obs_size, *task.hidden_sizes]
         self.parts = nn.ModuleList()
+        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1)]
+        self.body = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten()) if task.images else nn.Identity()
         for out in outs:
             layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
             self.parts.append(nn.Sequential(*layers, nn.Linear(sizes[-1], out)))
 
     def forward(self, obs: Tensor) -> list[Tensor]:
+        if self._is_image:
+            obs = self.body(obs.flatten(0, -4) / 255.0).unflatten(0, obs.shape[:-3])
         return [part(obs) for part in self.parts]
 
 
@@ -48,6 +53,12 @@ class _Share:
     def ddp(self, *outs: int) -> DistributedDataParallel:
         """Returns nets in DDP."""
         return DistributedDataParallel(_Nets(self.task, outs).to(self.device))
+
+    def obs(self, *shape: int) -> Tensor:
+        """Returns random observations."""
+        if self.task.images:
+            return torch.randint(0, 256, (*shape, 4, 84, 84), dtype=torch.uint8, device=self.device)
+        return self.normal(*shape, self.task.obs_size)
 
     def normal(self, *shape: int) -> Tensor:
         """Returns random numbers."""
@@ -75,7 +86,7 @@ class PPOShare(_OnPolicyShare):
 
     def __init__(self, task: Any, device: torch.device) -> None:
         super().__init__(task, device)
-        self._obs, self._act = self.normal(self.rows, task.obs_size), self.actions(self.rows)
+        self._obs, self._act = self.obs(self.rows), self.actions(self.rows)
         self._advantage, self._target = self.normal(self.rows), self.normal(self.rows)
 
     def update(self) -> int:
@@ -101,7 +112,7 @@ class IMPALAShare(_OnPolicyShare):
         self._columns = task.columns // task.num_learners
         self._steps = self.rows // self._columns
         shape = (self._steps, self._columns)
-        self._obs, self._act = self.normal(self._steps + 1, self._columns, task.obs_size), self.actions(*shape)
+        self._obs, self._act = self.obs(self._steps + 1, self._columns), self.actions(*shape)
         self._rew = self.normal(*shape)
 
     def update(self) -> int:
@@ -142,7 +153,7 @@ class SACShare(_Share):
         self._log_alpha = torch.zeros((), device=device, requires_grad=True)
         parameters = [self._actor.parameters(), self._critics.parameters(), [self._log_alpha]]
         self._optimizers = [torch.optim.Adam(each, 3e-4) for each in parameters]
-        self._obs, self._act = self.normal(10_000, task.obs_size), self.actions(10_000)
+        self._obs, self._act = self.obs(10_000), self.actions(10_000)
         self._rew = self.normal(10_000)
 
     def update(self) -> int:

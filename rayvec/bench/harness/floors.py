@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -19,14 +20,14 @@ from rayvec.bench.harness.task import ACTION_BATCHES, Task, receive, reported
 __all__ = ["ClusterFloor", "Floor"]
 
 
-def _step_alone(task: Task, pipe: Connection) -> None:
-    """Steps environments for as long as each request says; answers with counts and times."""
+def _step_alone(serve: Callable[[Any, Connection], None], task: Any, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with reported(pipe):
-        _serve(task, pipe)
+        serve(task, pipe)
 
 
 def _serve(task: Task, pipe: Connection) -> None:
+    """Steps environments for as long as each request says; answers with counts and times."""
     envs: list[Any] = [task.make() for _ in range(max(1, task.num_envs // task.workers))]
     for env in envs:
         env.reset(seed=0)
@@ -54,12 +55,16 @@ class Floor:
 
     Args:
         task: `workers` says how many processes.
+
+    Attributes:
+        serve: What each process does with the task and its pipe.
     """
 
     transport = "none"
     spans_nodes = True
+    serve: Callable[[Any, Connection], None] = staticmethod(_serve)
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rayvec.bench.harness.floors"])
         self.num_envs = max(1, task.num_envs // task.workers) * task.workers
@@ -68,7 +73,7 @@ class Floor:
         self._processes: list[Any] = []
         for _ in range(task.workers):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_step_alone, args=(task, theirs), daemon=True))
+            self._processes.append(context.Process(target=_step_alone, args=(self.serve, task, theirs), daemon=True))
             main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
             self._processes[-1].start()  # without importing the main module again, in a Ray worker all of Ray
             sys.modules["__main__"] = main

@@ -98,7 +98,8 @@ class Host:
         node_s, worker_s = np.subtract(self._adapter.kinds_cpu_s(), nodes_s)
         self._adapter.settle()  # a pending chunk ends after the window and is not counted
         self._adapter.rest()
-        found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), "split": None}
+        found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin)}
+        found["split"] = self._adapter.own_split()
         found |= used | {"node_cpu_s": node_s, "worker_cpu_s": worker_s}
         if with_split and (clocks := self._clocks(calls[0][0])):
             found |= _divide(self._adapter, clocks, calls, inference, used["driver_cpu_s"] / len(calls))

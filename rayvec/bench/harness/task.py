@@ -159,6 +159,10 @@ class Adapter(ABC):
         """Seconds of inference of each worker in the last call; None where workers choose no actions."""
         return None
 
+    def own_split(self) -> dict[str, float] | None:
+        """Share of each state in the time so far, of adapters that record it themselves."""
+        return None
+
     def packing_s(self) -> float:
         """Seconds of packing in each call, where known."""
         return 0.0
