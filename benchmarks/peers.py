@@ -118,25 +118,8 @@ def envpool(task: Task) -> Foreign:
     return Foreign(env, task.num_envs, "threads, C++ environment", task.single_actions(env.action_space))
 
 
-class PufferLib(Foreign):
-    """PufferLib. The workers of its multiprocessing backend spin, so they are stopped between their turns."""
-
-    def __init__(self, task: Task, backend: str, transport: str) -> None:
-        import pufferlib.emulation
-        import pufferlib.vector
-
-        known = inspect.signature(pufferlib.emulation.GymnasiumPufferEnv).parameters
-
-        def make(**given: Any) -> Any:
-            named = {name: value for name, value in given.items() if name in known}  # version 2 added buf and seed
-            return pufferlib.emulation.GymnasiumPufferEnv(env_creator=task.make, **named)
-
-        workers = max(count for count in range(1, task.workers + 1) if task.num_envs % count == 0)
-        kwargs = {} if backend == "Serial" else {"num_workers": workers}
-        kind = getattr(pufferlib.vector, backend)
-        env = pufferlib.vector.make(make, num_envs=task.num_envs, backend=kind, **kwargs)
-        env.reset(seed=0)
-        super().__init__(env, task.num_envs, transport, task.single_actions(env.single_action_space))
+class Spinning(Foreign):
+    """PufferLib, whose worker processes never block: they are stopped between their turns."""
 
     def wake(self) -> None:
         """Resumes the workers."""
@@ -156,22 +139,40 @@ class PufferLib(Foreign):
             os.kill(process.pid, number)
 
 
-def pufferlib_serial(task: Task) -> PufferLib:
+def _pufferlib(task: Task, backend: str, transport: str) -> Spinning:
+    import pufferlib.emulation
+    import pufferlib.vector
+
+    known = inspect.signature(pufferlib.emulation.GymnasiumPufferEnv).parameters
+
+    def make(**given: Any) -> Any:
+        named = {name: value for name, value in given.items() if name in known}  # version 2 added buf and seed
+        return pufferlib.emulation.GymnasiumPufferEnv(env_creator=task.make, **named)
+
+    workers = max(count for count in range(1, task.workers + 1) if task.num_envs % count == 0)
+    kwargs = {} if backend == "Serial" else {"num_workers": workers}
+    kind = getattr(pufferlib.vector, backend)
+    env = pufferlib.vector.make(make, num_envs=task.num_envs, backend=kind, **kwargs)
+    env.reset(seed=0)
+    return Spinning(env, task.num_envs, transport, task.single_actions(env.single_action_space))
+
+
+def pufferlib_serial(task: Task) -> Spinning:
     """Makes PufferLib's serial backend, best without cores to spare."""
-    return PufferLib(task, "Serial", "none")
+    return _pufferlib(task, "Serial", "none")
 
 
-def pufferlib(task: Task) -> PufferLib:
+def pufferlib(task: Task) -> Spinning:
     """Makes PufferLib's multiprocessing backend, best with cores to spare."""
-    return PufferLib(task, "Multiprocessing", "shm, busy waiting")
+    return _pufferlib(task, "Multiprocessing", "shm, busy waiting")
 
 
-def pufferlib_ray(task: Task) -> PufferLib:
+def pufferlib_ray(task: Task) -> Spinning:
     """Makes PufferLib's Ray backend."""
     import ray
 
     ray.init("local", num_cpus=task.workers, include_dashboard=False, **_RAY)
-    return PufferLib(task, "Ray", "ray")
+    return _pufferlib(task, "Ray", "ray")
 
 
 class TorchRL(Foreign):

@@ -21,6 +21,7 @@ from rayvec.bench.scaling import cells, chunk_length, expected_total_s
 from rayvec.bench.settings import Scaling
 from rayvec.bench.simulate import Nodes, available_mib, check_memory
 from rayvec.cli import main
+from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 
 TINY = (
@@ -83,6 +84,29 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == len(content["rows"])
     for name in ("efficiency", "steps", "split"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Scaling(nodes=(1, 2), step_duration=(0.1,), peer=("gymnasium-async",))
+    values = {**plain(settings), "out": str(tmp_path)}
+    del values["resume"]
+    rows = [
+        {
+            **{"nodes": count, "cores": 8 * count, "step_duration_s": step_s, "way": way, "transport": "tcp x 1"},
+            **{"chunk_steps": 20 if way == "rayvec-worker" else None, "steps_per_s": 70.0 * count},
+            **{"steps_per_s_per_core": 8.75, "ideal_steps_per_s": 80.0 * count, "efficiency": 0.875, "of_floor": 0.9},
+            **{"of_floor_all": [0.9, 0.9], "marked": count == 2, "split": {"environment": 0.9, "unattributed": 0.1}},
+        }
+        for count, way, step_s in cells(settings)
+    ]
+    Results("scaling", values, tmp_path / "scaling.json", rows, ["a note"]).write()
+    assert main(["bench", "scaling", "--resume", str(tmp_path / "scaling.json")]) == 0
+    printed = capsys.readouterr().out
+    for words in ("0 cells to measure, 8 done", "87.5%*", "rayvec-worker T=20", "0.900 +-0.000", "a note"):
+        assert words in printed
+    assert "More than 5% is unattributed: 1, 0.1, rayvec-driver" in printed and "can't emulate so many" in printed
+    for name in ("efficiency", "steps", "split"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
