@@ -2,7 +2,7 @@
 
     python benchmarks/bulk_insert.py [--rounds 15]
 
-Each pair is measured in turns, in one process; medians, and the spread of the middle half, are printed.
+The two of each pair alternate in one process. Printed are medians and the spread of the middle half.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def dense_info(t: int, done: bool) -> dict[str, Any]:
 
 
 def measure(function: Callable[[], Any], rounds: int, other: Callable[[], Any]) -> tuple[list[float], list[float]]:
-    """Runs two functions in turns; returns the seconds of each."""
+    """Runs two functions alternately; returns the seconds of each."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for place, run in enumerate((function, other)):

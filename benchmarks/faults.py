@@ -1,8 +1,8 @@
-"""Seconds from a fault until stepping goes on, until the driver is told, or until everything is gone.
+"""Seconds from a fault until stepping resumes, until the driver raises, or until all processes are gone.
 
     python benchmarks/faults.py
 
-Every fault is real. Environments sleep a millisecond for a step; stepping goes on when a step returns that has
+Every fault is real. Environments sleep a millisecond for a step; stepping has resumed when a step returns that has
 ``info["env_restarted"]``. Nodes are simulated, and share this machine's cores with the clusters that are made.
 """
 
@@ -58,7 +58,7 @@ class Hanging(TimedEnv):
 
 
 def stepped_on(env: RayVecEnv, cause: Callable[[], object]) -> float:
-    """Causes a fault; returns seconds from then until a step says that environments have been made anew."""
+    """Causes a fault; returns seconds from then until a step reports restarted environments."""
     begin, info = time.perf_counter(), {}
     cause()
     while "env_restarted" not in info:
@@ -81,7 +81,7 @@ def stepping(make: Callable[[], Any], **kwargs: Any) -> RayVecEnv:
 
 
 def worker_killed(cluster: Any) -> float:
-    """A worker process is killed (SIGKILL): its environments are made anew."""
+    """A worker process is killed (SIGKILL): its environments are restarted."""
     with stepping(timed(1e-3)) as env:
         worker = pids(env, 1)[1]
         return stepped_on(env, lambda: os.kill(worker, signal.SIGKILL))
@@ -97,7 +97,7 @@ def environment_hangs(cluster: Any) -> float:
 
 
 def node_lost(cluster: Any) -> float:
-    """A raylet is killed, others have free cores: its environments go on elsewhere."""
+    """A raylet is killed, others have free cores: its environments resume on another node."""
     extra = cluster.add_node(num_cpus=2)
     with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="rehost") as env:
         env.reset(seed=0)

@@ -8,8 +8,8 @@ hidden layers of 256 units, delayed policy updates. Ours publishes its weights e
 script acts with each update's. What follows ``--`` goes to ``rayvec train sac`` too. Each run has a process of its own,
 one after another; at the end 10 greedy episodes are played.
 
-What each run came to stands in ``outcome.json`` in its directory, and is not done again: stop with Ctrl-C and go on
-with the same command. An interrupted run of ours goes on from its checkpoint, one of the script begins anew.
+``outcome.json`` in the directory of each run keeps its outcome, and a finished run is not repeated: stop with Ctrl-C,
+and continue with the same command. An interrupted run of rayvec resumes from its checkpoint; the script starts again.
 ``--report`` trains nothing and shows what has finished.
 """
 
@@ -104,7 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what is missing, a seed of each in turns, and prints the table."""
+    """Runs what is missing, alternating between the two, and prints the table."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(sys.argv[1:])
     kinds = {OURS: ours, THEIRS: theirs}

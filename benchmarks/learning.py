@@ -8,12 +8,12 @@ interpreter and of Ray, training, and the greedy evaluation. ``--random 100`` pl
 actions, for comparison, in the environments of the first seed. Returns are always the environment's own: what the
 learner clips or scales does not show in them.
 
-With ``--runs DIR`` the run directories are kept and runs can be gathered over several sittings: what each seed came to
-stands in ``DIR/seedN/outcome.json``, seeds that have one are not trained again, and a seed that was interrupted goes on
+With ``--runs DIR`` the run directories are kept, and several calls can share them: ``DIR/seedN/outcome.json`` keeps the
+outcome of each seed, seeds that have one are not trained again, and an interrupted seed resumes
 from its last checkpoint. ``--report`` trains nothing and shows what has finished.
 
 ``--minutes 30`` ends each training after so much wall time, as Ctrl-C would; what it has learned by then is judged.
-The learning rate falls over the steps asked for: ask for as many as the time allows.
+The learning rate falls over ``--total-steps``: choose as many as the time allows.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    if code not in (0, expected):  # one that somebody else has ended goes on another time
+    if code not in (0, expected):  # a run that something else ended resumes at the next call
         raise subprocess.CalledProcessError(code, command)
     return before_s + time.monotonic() - began_s
 

@@ -91,36 +91,58 @@ def cleanrl_style(width: int) -> Updates:
     return lambda count: [update() for _ in range(count)]
 
 
-def tianshou(width: int) -> Updates:
-    """Tianshou's ``update``."""
-    from gymnasium import spaces
+def tianshou_algorithm(
+    ins: int,
+    space: Any,
+    width: int,
+    policy_lr: float,
+    q_lr: float,
+    *,
+    alpha_lr: float,
+    deterministic_eval: bool = False,
+    **settings: Any,
+) -> Any:
+    """Returns Tianshou's SAC with two hidden layers of one width."""
     from tianshou.algorithm import SAC
     from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
     from tianshou.algorithm.optim import AdamOptimizerFactory
-    from tianshou.data import Batch, ReplayBuffer
     from tianshou.utils.net.common import Net
     from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
 
-    def net(concat: bool) -> Any:
-        shapes = {"action_shape": (A,), "concat": True} if concat else {}
-        return Net(state_shape=(D,), hidden_sizes=(width, width), **shapes)
+    outs, hidden = space.shape, (width, width)
 
-    space = spaces.Box(-1, 1, (A,), np.float32)
+    def critic() -> Any:
+        return ContinuousCritic(
+            preprocess_net=Net(state_shape=(ins,), action_shape=outs, hidden_sizes=hidden, concat=True)
+        )
+
     actor = ContinuousActorProbabilistic(
-        preprocess_net=net(False), action_shape=(A,), unbounded=True, conditioned_sigma=True
+        preprocess_net=Net(state_shape=(ins,), hidden_sizes=hidden),
+        action_shape=outs,
+        unbounded=True,
+        conditioned_sigma=settings.pop("conditioned_sigma", False),
     )
-    critics = [ContinuousCritic(preprocess_net=net(True)) for _ in range(2)]
-    algorithm: Any = SAC(
-        policy=SACPolicy(actor=actor, action_space=space),
-        policy_optim=AdamOptimizerFactory(lr=POLICY_LR),
-        critic=critics[0],
-        critic_optim=AdamOptimizerFactory(lr=Q_LR),
-        critic2=critics[1],
-        critic2_optim=AdamOptimizerFactory(lr=Q_LR),
+    return SAC(
+        policy=SACPolicy(actor=actor, action_space=space, deterministic_eval=deterministic_eval),
+        policy_optim=AdamOptimizerFactory(lr=policy_lr),
+        critic=critic(),
+        critic_optim=AdamOptimizerFactory(lr=q_lr),
+        critic2=critic(),
+        critic2_optim=AdamOptimizerFactory(lr=q_lr),
         tau=TAU,
         gamma=GAMMA,
-        alpha=AutoAlpha(-float(A), 0.0, AdamOptimizerFactory(lr=Q_LR)),
+        alpha=AutoAlpha(-float(outs[0]), 0.0, AdamOptimizerFactory(lr=alpha_lr)),
+        **settings,
     )
+
+
+def tianshou(width: int) -> Updates:
+    """Tianshou's ``update``."""
+    from gymnasium import spaces
+    from tianshou.data import Batch, ReplayBuffer
+
+    space = spaces.Box(-1, 1, (A,), np.float32)
+    algorithm = tianshou_algorithm(D, space, width, POLICY_LR, Q_LR, alpha_lr=Q_LR, conditioned_sigma=True)
     data, buffer = transitions(), ReplayBuffer(STORED)
     for i in range(STORED):
         buffer.add(

@@ -35,7 +35,7 @@ def main(
     learners: int = 2,
     seeds: tuple[int, ...] = (1,),
 ) -> None:
-    """Runs what was asked for."""
+    """Runs the tasks."""
     rows, missed = [], False
     with simulated_cluster(4, 4):
         for task in tasks:

@@ -4,9 +4,9 @@
 
 Every side runs Tianshou's unmodified OnPolicyTrainer with the settings of its MuJoCo script for PPO (2048 steps an
 iteration, 10 passes, minibatches of 64, ten test episodes before and after), without normalised observations. Sides
-take turns, round by round, each with an algorithm made anew. Phases are timed apart: collecting, updating, testing,
+take turns, round by round, each with a new algorithm. Phases are timed apart: collecting, updating, testing,
 and the rest of the loop. Printed are medians over rounds with the smallest and largest, and how many times as fast each
-phase is as on Tianshou's side, round by round. That side comes with as many threads for torch as are asked for; the
+phase is as on Tianshou's side, round by round. That side comes with each of `--peer-threads`; the
 ratios are to the one whose whole loop is quickest, which is what Tianshou can do at best.
 """
 

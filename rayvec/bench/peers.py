@@ -1,4 +1,4 @@
-"""Processes that hold what is measured: how they are started, asked and ended."""
+"""Processes that hold what is measured: how they start, answer and end."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Compare:
     """Virtual environments of peers, each name=path; those in RAYVEC_BENCH_VENVS, separated by colons, count too."""
 
     reference: Literal["floor", "process-pool", "gymnasium-sync"] = "floor"
-    """What each row is divided by, measured in turns with it."""
+    """What each row is divided by; its windows alternate with the row's."""
 
     num_envs: tuple[Count, ...] = (8, 64)
     """Numbers of environments."""

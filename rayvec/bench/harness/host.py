@@ -1,4 +1,4 @@
-"""A process that holds one adapter, measures it when it is asked to, and answers with what it found.
+"""A process that holds one adapter, measures it on request, and answers with what it found.
 
 Run by ``python -m rayvec.bench.harness.host READ_FD WRITE_FD``: requests and answers are lines of JSON in two pipes.
 So the process that orders the measurement, with its progress bar, takes no time from the measured loop, and a peer may
@@ -94,7 +94,7 @@ class Host:
             calls.append((asked, now))
             if with_split and (inference_s := self._adapter.call_inference_s()) is not None:
                 inference.append(inference_s)
-        used = {name: after - used_s[name] for name, after in self._used_s().items()}  # before nodes are asked
+        used = {name: after - used_s[name] for name, after in self._used_s().items()}  # before the nodes are queried
         node_s, worker_s = np.subtract(self._adapter.kinds_cpu_s(), nodes_s)
         self._adapter.settle()  # a pending chunk ends after the window and is not counted
         self._adapter.rest()

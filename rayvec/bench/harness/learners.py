@@ -233,7 +233,7 @@ class DDP(SharedMemory):
 
 
 def _make_share(task: LearnerTask, sums: str, ranks: Ranks) -> Callable[[Any], Any]:
-    """Returns what a rank does when it is asked to update."""
+    """Returns what a rank does on each request."""
     if sums == "ddp":
         cuda = task.device == "cuda"
         rank = torch.distributed.get_rank()
