@@ -56,6 +56,7 @@ def assert_schema(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with running(["bench", "scaling", *TINY, "--out", str(out)], tmp_path) as command:
@@ -68,7 +69,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     with running(["bench", "scaling", "--resume", str(out / "scaling.json")], again) as command:
-        assert command.process.wait(120) == 0, command.stderr.read_text()
+        assert command.process.wait(400) == 0, command.stderr.read_text()
         printed = command.stdout.read_text()
         assert_nothing_left(command)
     content = json.loads((out / "scaling.json").read_text())
