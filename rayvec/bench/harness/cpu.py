@@ -47,7 +47,7 @@ def machine_cpu_s() -> float:
 
 def marked(name: str) -> set[int]:
     """Returns the processes whose environment variable `name` has the same value as in this one."""
-    mark = os.environ.get(name)
+    mark = os.environ.get(name, "")
     return {each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(name) == mark}
 
 
