@@ -2,18 +2,18 @@
 
     python benchmarks/bulk_insert.py [--rounds 15]
 
-Each pair is measured in turns, in one process; medians, and the spread of the middle half, are printed.
+The two of each pair alternate in one process. Printed are medians and the spread of the middle half.
 """
 
 from __future__ import annotations
 
-import argparse
 import platform
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tyro
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos
@@ -80,7 +80,7 @@ def dense_info(t: int, done: bool) -> dict[str, Any]:
 
 
 def measure(function: Callable[[], Any], rounds: int, other: Callable[[], Any]) -> tuple[list[float], list[float]]:
-    """Runs two functions in turns; returns the seconds of each."""
+    """Runs two functions alternately; returns the seconds of each."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for place, run in enumerate((function, other)):
@@ -90,11 +90,8 @@ def measure(function: Callable[[], Any], rounds: int, other: Callable[[], Any]) 
     return times
 
 
-def main() -> None:
+def main(rounds: int = 15) -> None:
     """Prints one line for each case."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
     no_info: Infos = lambda t, done: {}  # noqa: E731
     vector: Callable[..., Any] = VectorReplayBuffer
     prioritized: Callable[..., Any] = lambda size, n: PrioritizedVectorReplayBuffer(size, n, alpha=0.6, beta=0.4)  # noqa: E731
@@ -122,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

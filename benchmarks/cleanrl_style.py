@@ -9,7 +9,6 @@ They need torch and Gymnasium alone. Nothing is logged or saved while training, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -111,10 +110,10 @@ def ppo(env_id: str, seed: int, on_step: OnStep, total_steps: int = 500_000) -> 
 class SquashedActor(nn.Module):
     """Two hidden layers, mean and standard deviation, squashed into the bounds of the action space."""
 
-    def __init__(self, ins: int, space: gymnasium.spaces.Box) -> None:
+    def __init__(self, ins: int, space: gymnasium.spaces.Box, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(ins, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
-        self.mean, self.log_std = nn.Linear(256, space.shape[0]), nn.Linear(256, space.shape[0])
+        self.body = nn.Sequential(nn.Linear(ins, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.mean, self.log_std = nn.Linear(width, space.shape[0]), nn.Linear(width, space.shape[0])
         self.scale = torch.as_tensor((space.high - space.low) / 2)
         self.middle = torch.as_tensor((space.high + space.low) / 2)
 
@@ -129,6 +128,66 @@ class SquashedActor(nn.Module):
         return y * self.scale + self.middle, logp.sum(1, keepdim=True), torch.tanh(mean) * self.scale + self.middle
 
 
+class SAC:
+    """Two critics, their targets, an actor and a temperature, each part with an optimizer of its own.
+
+    Args:
+        ins: Numbers in an observation.
+        space: Of the actions.
+        width: Units of the two hidden layers.
+    """
+
+    gamma, tau, policy_lr, q_lr = 0.99, 0.005, 3e-4, 1e-3
+
+    def __init__(self, ins: int, space: gymnasium.spaces.Box, width: int = 256) -> None:
+        self.outs = space.shape[0]
+
+        def critic() -> nn.Sequential:
+            hidden = nn.Linear(ins + self.outs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+            return nn.Sequential(*hidden, nn.Linear(width, 1))
+
+        self.actor = SquashedActor(ins, space, width)
+        self.critics, self.targets = [critic(), critic()], [critic(), critic()]
+        for fast, slow in zip(self.critics, self.targets, strict=True):
+            slow.load_state_dict(fast.state_dict())
+        self._q_optimizer = torch.optim.Adam([each for net in self.critics for each in net.parameters()], lr=self.q_lr)
+        self._actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=self.policy_lr)
+        self._log_alpha = torch.zeros(1, requires_grad=True)
+        self._alpha, self._alpha_optimizer = 1.0, torch.optim.Adam([self._log_alpha], lr=self.q_lr)
+
+    @staticmethod
+    def _q(nets: list[nn.Sequential], obs: Tensor, act: Tensor) -> list[Tensor]:
+        joined = torch.cat([obs, act], 1)
+        return [net(joined) for net in nets]
+
+    def update(
+        self, obs: Tensor, act: Tensor, rew: Tensor, next_obs: Tensor, ended: Tensor, actor_updates: int
+    ) -> None:
+        """Updates the critics once, and the actor and the temperature so many times, from columns ``[B, ...]``."""
+        with torch.no_grad():
+            next_act, next_logp, _ = self.actor.draw(next_obs)
+            lower = torch.min(*self._q(self.targets, next_obs, next_act)) - self._alpha * next_logp
+            y = rew + (1 - ended) * self.gamma * lower
+        one, two = self._q(self.critics, obs, act)
+        self._q_optimizer.zero_grad()
+        (F.mse_loss(one, y) + F.mse_loss(two, y)).backward()
+        self._q_optimizer.step()
+        for _ in range(actor_updates):
+            pi, logp, _ = self.actor.draw(obs)
+            self._actor_optimizer.zero_grad()
+            (self._alpha * logp - torch.min(*self._q(self.critics, obs, pi))).mean().backward()
+            self._actor_optimizer.step()
+            with torch.no_grad():
+                logp = self.actor.draw(obs)[1]
+            self._alpha_optimizer.zero_grad()
+            (-self._log_alpha.exp() * (logp - self.outs)).mean().backward()
+            self._alpha_optimizer.step()
+            self._alpha = self._log_alpha.exp().item()
+        for net, target in zip(self.critics, self.targets, strict=True):
+            for fresh, old in zip(net.parameters(), target.parameters(), strict=True):
+                old.data.copy_(self.tau * fresh.data + (1 - self.tau) * old.data)
+
+
 def sac(
     env_id: str,
     seed: int,
@@ -137,39 +196,25 @@ def sac(
     on_episode: Callable[[int, float], None] = lambda steps, sum_of_rewards: None,
 ) -> None:
     """Soft actor-critic for a bounded Box."""
-    learning_starts, batch, gamma, tau, policy_lr, q_lr, delay = 5_000, 256, 0.99, 0.005, 3e-4, 1e-3, 2
+    learning_starts, batch, delay = 5_000, 256, 2
     envs = make_envs(env_id, 1, seed)
     space = envs.single_action_space
     assert isinstance(space, gymnasium.spaces.Box)
     ins, outs = int(np.prod(envs.single_observation_space.shape or ())), space.shape[0]
-
-    def critic() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(ins + outs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
-
-    actor, critics, targets = SquashedActor(ins, space), [critic(), critic()], [critic(), critic()]
-    for fast, slow in zip(critics, targets, strict=True):
-        slow.load_state_dict(fast.state_dict())
-    q_optimizer = torch.optim.Adam([each for net in critics for each in net.parameters()], lr=q_lr)
-    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=policy_lr)
-    log_alpha = torch.zeros(1, requires_grad=True)
-    alpha, alpha_optimizer = 1.0, torch.optim.Adam([log_alpha], lr=q_lr)
+    agent = SAC(ins, space)
     size = min(total_steps, 1_000_000)
     replay = [np.zeros((size, width), np.float32) for width in (ins, outs, 1, ins, 1)]
 
-    def q(nets: list[nn.Sequential], obs: Tensor, act: Tensor) -> list[Tensor]:
-        joined = torch.cat([obs, act], 1)
-        return [net(joined) for net in nets]
-
     @torch.no_grad()
     def greedy(rows: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(actor.draw(torch.as_tensor(rows, dtype=torch.float32))[2].numpy())
+        return np.asarray(agent.actor.draw(torch.as_tensor(rows, dtype=torch.float32))[2].numpy())
 
     obs, sum_of_rewards = envs.reset(seed=seed)[0].astype(np.float32), 0.0
     for step in range(total_steps):
         if step < learning_starts:
             act = np.stack([space.sample()])
         else:
-            act = actor.draw(torch.as_tensor(obs))[0].detach().numpy()
+            act = agent.actor.draw(torch.as_tensor(obs))[0].detach().numpy()
         observed, reward, terminated, truncated, infos = envs.step(act)
         next_obs = observed.astype(np.float32)
         real = np.stack(infos["final_obs"]).astype(np.float32) if terminated[0] or truncated[0] else next_obs
@@ -180,45 +225,24 @@ def sac(
         if terminated[0] or truncated[0]:
             on_episode(step + 1, sum_of_rewards)
             sum_of_rewards = 0.0
-
         if step > learning_starts:
             index = np.random.randint(0, min(step + 1, size), batch)
-            o, a, r, o_next, ended = (torch.as_tensor(column[index]) for column in replay)
-            with torch.no_grad():
-                next_act, next_logp, _ = actor.draw(o_next)
-                y = r + (1 - ended) * gamma * (torch.min(*q(targets, o_next, next_act)) - alpha * next_logp)
-            one, two = q(critics, o, a)
-            q_optimizer.zero_grad()
-            (F.mse_loss(one, y) + F.mse_loss(two, y)).backward()
-            q_optimizer.step()
-            for _ in range(delay if step % delay == 0 else 0):
-                pi, logp, _ = actor.draw(o)
-                actor_optimizer.zero_grad()
-                (alpha * logp - torch.min(*q(critics, o, pi))).mean().backward()
-                actor_optimizer.step()
-                with torch.no_grad():
-                    logp = actor.draw(o)[1]
-                alpha_optimizer.zero_grad()
-                (-log_alpha.exp() * (logp - outs)).mean().backward()
-                alpha_optimizer.step()
-                alpha = log_alpha.exp().item()
-            for net, target in zip(critics, targets, strict=True):
-                for fresh, old in zip(net.parameters(), target.parameters(), strict=True):
-                    old.data.copy_(tau * fresh.data + (1 - tau) * old.data)
+            columns = (torch.as_tensor(column[index]) for column in replay)
+            agent.update(*columns, actor_updates=delay if step % delay == 0 else 0)
         on_step(step + 1, greedy)
     envs.close()
 
 
-def main() -> None:
-    """Trains SAC once and keeps what it came to."""
+def main(env_id: str, total_steps: int, seed: int, directory: Path) -> None:
+    """Trains SAC once and keeps the outcome.
+
+    Args:
+        env_id: Of environments with continuous actions.
+        total_steps: To train for.
+        seed: Of the run.
+        directory: To write into.
+    """
     began_s = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env_id", help="of environments with continuous actions")
-    parser.add_argument("total_steps", type=int)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    env_id, total_steps, seed, directory = options.env_id, options.total_steps, options.seed, options.directory
     directory.mkdir(parents=True, exist_ok=True)
     policy: list[Act] = []
     with (directory / "metrics.jsonl").open("w") as metrics:
@@ -239,4 +263,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import tyro
+
+    tyro.cli(tyro.conf.configure(tyro.conf.Positional)(main), description=__doc__)

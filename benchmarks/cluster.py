@@ -10,7 +10,6 @@ Efficiency over nodes and step durations is what ``rayvec bench scaling`` measur
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import cProfile
 import multiprocessing
@@ -20,15 +19,17 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
+import tyro
 from measure import heading, markdown, ratio, simulated_cluster, spread, tree
 
-from rayvec.collect.collector import Collector
+from rayvec.bench import simulate
+from rayvec.bench.peers import peer_process
 from rayvec.pools.base import Autoreset
 from rayvec.testing import TimedEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -44,7 +45,7 @@ def still(obs: Any) -> Any:
     return np.zeros(len(obs), np.int64)
 
 
-def groups(args: argparse.Namespace) -> None:
+def groups(repeats: int = 5) -> None:
     """Double buffering: two groups against one.
 
     With a policy that takes p for a call, whatever its rows, and environments that take s for a step of all, two groups
@@ -72,7 +73,7 @@ def groups(args: argparse.Namespace) -> None:
                 return np.zeros(len(obs), np.int64)
 
             rates: dict[str, list[float]] = {"worker alone": [], "groups=1": [], "groups=2": []}
-            for _ in range(args.repeats):
+            for _ in range(repeats):
                 for name, kwargs in (("groups=1", {"groups": 1}), ("groups=2", {"groups": 2})):
                     with RayVecEnv([make] * num_envs, workers_per_node=workers, **kwargs) as env:
                         transport = "+".join(env.transports)
@@ -100,12 +101,12 @@ def groups(args: argparse.Namespace) -> None:
     print(markdown(["", "transport", "one group", "two groups", "two / one", "two / worker alone"], rows))
 
 
-def startup(args: argparse.Namespace) -> None:
+def startup(nodes: int = 2, workers_per_node: int = 48, repeats: int = 3) -> None:
     """Time from a running cluster to the first observations, and unique memory of a worker."""
-    count = args.nodes * args.workers_per_node
+    count = nodes * workers_per_node
     times, memory = [], []
-    for _ in range(args.repeats):
-        with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
+    for _ in range(repeats):
+        with simulated_cluster(0, *[workers_per_node] * nodes):
             before = set(tree(os.getpid()))
             begin = time.perf_counter()
             with RayVecEnv("CartPole-v1", count) as env:
@@ -114,22 +115,15 @@ def startup(args: argparse.Namespace) -> None:
                 actors = [pids[0] for pids in env.worker_pids().values()]
                 workers = [pid for pids in env.worker_pids().values() for pid in pids[1:]]
                 assert before.isdisjoint(actors)
-                memory += [unique_mib(pid) for pid in workers]
+                memory += [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in workers]
     cell = f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
     uss = f"{statistics.median(memory):.1f} ({min(memory):.1f} to {max(memory):.1f})"
     print(
         markdown(
             ["environments", "nodes x workers", "ready after, s", "unique memory of a worker, MiB"],
-            [[count, f"{args.nodes} x {args.workers_per_node}", cell, uss]],
+            [[count, f"{nodes} x {workers_per_node}", cell, uss]],
         )
     )
-
-
-def unique_mib(pid: int) -> float:
-    """Returns the memory that only this process has, in MiB."""
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        fields = [line.split() for line in file]
-    return sum(int(field[1]) for field in fields if field[0] in ("Private_Clean:", "Private_Dirty:")) / 1024
 
 
 class BareEcho:
@@ -178,15 +172,15 @@ def echo(port: int, sent_bytes: int, answer_bytes: int, busy_s: float) -> None:
             sock.sendall(answer)
 
 
-def frames(args: argparse.Namespace) -> None:
+def frames(nodes: int = 8, steps: int = 300, repeats: int = 7) -> None:
     """CPU time of the driver for each node and step, at 48 environments of 4 floats for each node, and where it goes.
 
     First on cores that all share, then with the driver alone on core 0, as it is on a machine of its own.
     """
-    count = 48 * args.nodes
+    count = 48 * nodes
     rows = []
-    echoes = BareEcho(args.nodes, 24 + 8 + 48 * 16, 24 + 48 * 34, 48 * 6e-6)
-    with simulated_cluster(0, *[1] * args.nodes), RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
+    echoes = BareEcho(nodes, 24 + 8 + 48 * 16, 24 + 48 * 34, 48 * 6e-6)
+    with simulated_cluster(0, *[1] * nodes), RayVecEnv("CartPole-v1", count, workers_per_node=1) as env:
         env.reset(seed=0)
         pool, ids, actions = env._pool, np.arange(count), np.zeros(count, np.int64)
 
@@ -200,18 +194,18 @@ def frames(args: argparse.Namespace) -> None:
             if where == "its own":
                 alone_on_core(min(cores), cores)
             found: dict[str, list[Spent]] = {name: [] for name in ways}
-            for _ in range(args.repeats):
+            for _ in range(repeats):
                 for name, advance in ways.items():
-                    found[name].append(spent_on(advance, args.steps, args.nodes))
+                    found[name].append(spent_on(advance, steps, nodes))
             for name, figures in found.items():
                 rows.append([name, where, *map(spread, zip(*figures, strict=True))])
         profile = cProfile.Profile()
-        profile.runcall(lambda: [step() for _ in range(args.steps)])
+        profile.runcall(lambda: [step() for _ in range(steps)])
     echoes.close()
     header = ["", "driver's core", "driver CPU for each node's frame, us", "of it in the kernel, us"]
     header += ["preempted in a step, times", "wall time of a step, us"]
-    print(f"{args.nodes} nodes of 48 environments\n\n{markdown(header, rows)}\n")
-    print(f"Functions by their own time, under a profiler, which makes calls dearer\n\n{costs(profile, args)}")
+    print(f"{nodes} nodes of 48 environments\n\n{markdown(header, rows)}\n")
+    print(f"Functions by their own time, under a profiler, which makes calls dearer\n\n{costs(profile, steps * nodes)}")
 
 
 class Spent(NamedTuple):
@@ -248,9 +242,8 @@ def alone_on_core(core: int, cores: set[int]) -> None:
                 os.sched_setaffinity(int(task.name), {core} if pid == os.getpid() else cores - {core})
 
 
-def costs(profile: cProfile.Profile, args: argparse.Namespace) -> str:
+def costs(profile: cProfile.Profile, frames: int) -> str:
     """Returns the 15 functions that took most of their own time, for each frame, without the waits in ``recv_into``."""
-    frames = args.steps * args.nodes
     found = [
         [f"{Path(place[0]).name} {place[2]}".removeprefix("~ "), f"{calls / frames:.2f}", f"{own / frames * 1e6:.1f}"]
         for place, (_, calls, own, _, _) in sorted(
@@ -262,96 +255,46 @@ def costs(profile: cProfile.Profile, args: argparse.Namespace) -> str:
     return markdown(["function", "calls a frame", "us a frame"], found[:15])
 
 
-def run_s(pids: Sequence[int]) -> float:
-    """Returns for how long all threads of some processes have run so far, in seconds, as the scheduler counts it."""
-    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+def cpu(nodes: int = 2, workers_per_node: int = 8, steps: int = 128, repeats: int = 9) -> None:
+    """CPU time of all processes in a step, one environment that sleeps 1 ms for each worker: what limits short steps.
 
-
-def independent(step_s: float, steps: int, answer: Connection) -> None:
-    """Steps one environment alone; sends for how long it ran, in seconds."""
-    env = timed(step_s)()
-    env.reset(seed=0)
-    for step in range(-100, steps):
-        if step == 0:
-            begun = run_s([os.getpid()])
-        _, _, terminated, truncated, _ = env.step(0)
-        if terminated or truncated:
-            env.reset()
-    answer.send(run_s([os.getpid()]) - begun)
-
-
-def counted(
-    pids: dict[str, list[int]], advance: Callable[[], object], steps: int, repeats: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Returns each one's CPU time for a step by name, and the wall time of a step, both in us and of every repeat."""
-    spent: dict[str, list[float]] = {name: [] for name in pids}
-    walls = []
-    advance()
-    for _ in range(repeats):
-        before = {name: run_s(them) for name, them in pids.items()}
-        begin = time.perf_counter()
-        advance()
-        walls.append((time.perf_counter() - begin) / steps * 1e6)
-        for name, them in pids.items():
-            spent[name].append((run_s(them) - before[name]) / steps / len(them) * 1e6)
-    return spent, walls
-
-
-def cpu(args: argparse.Namespace) -> None:
-    """CPU time of everybody in a step, one sleeping environment a worker: what binds short steps."""
-    count, step_s, steps = args.nodes * args.workers_per_node, 1e-3, args.steps
-    found = {}
-    with simulated_cluster(0, *[args.workers_per_node] * args.nodes):
-        with RayVecEnv([timed(step_s)] * count, workers_per_node=args.workers_per_node) as env:
-            env.reset(seed=0)
-            actions = np.zeros(count, np.int64)
-            collector = Collector(env, still, prefetch=True)
-            of_nodes = list(env.worker_pids().values())
-            pids = {
-                "driver": [os.getpid()],
-                "a node's actor": [of_node[0] for of_node in of_nodes],
-                "a worker": [pid for of_node in of_nodes for pid in of_node[1:]],
-            }
-            for way, advance in (
-                ("from the driver", lambda: [env.step(actions) for _ in range(steps)]),
-                (f"in chunks of {steps}", lambda: collector.collect(n_step=steps * count)),
-            ):
-                found[way] = counted(pids, advance, steps, args.repeats)
-    context = multiprocessing.get_context("forkserver")
-    alone: list[float] = []
-    for _ in range(args.repeats):
-        pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        for _, theirs in pipes:
-            context.Process(target=independent, args=(step_s, steps, theirs), daemon=True).start()
-        alone.append(sum(ours.recv() for ours, _ in pipes) / count / steps * 1e6)
-    rows = [[name, *(spread(spent[name]) for spent, _ in found.values())] for name in pids]
-    rows.append(["an independent process", *[spread(alone)] * len(found)])
-    together = [
-        [sum(len(pids[name]) * spent[name][k] for name in pids) for k in range(args.repeats)]
-        for spent, _ in found.values()
-    ]
-    rows.append(["driver, actors and workers", *map(spread, together)])
-    rows.append(["wall time", *(spread(walls) for _, walls in found.values())])
+    Args:
+        nodes: Simulated.
+        workers_per_node: Processes of each.
+        steps: Of a chunk.
+        repeats: Windows.
+    """
+    count = nodes * workers_per_node
+    task = {"num_envs": count, "workers": count, "nodes": nodes, "workers_per_node": workers_per_node}
+    rows: dict[str, dict[str, list[float]]] = {}
+    with simulate.nodes() as simulated:
+        simulated.grow(nodes, workers_per_node)
+        ways = {
+            "from the driver": ("rayvec", 1, {"inference": "driver"}),
+            f"in chunks of {steps}": ("rayvec", steps, {"inference": "worker", "prefetch": True}),
+            "independent processes": ("floor", 1, {}),
+        }
+        for way, (peer, chunk_steps, more) in ways.items():
+            of_peer = {**task, **more, "emulated": {}, "address": simulated.address}
+            with peer_process(peer, simulated.environment, of_peer) as (process, _):
+                process.do("set_step", step_s=1e-3, chunk_steps=chunk_steps)
+                for _ in range(repeats):
+                    window = process.do("measure", seconds=max(1.0, 4e-3 * chunk_steps), with_split=False)
+                    step_us = 1e6 * count / window["steps"]
+                    spent = {"a process or worker": window.get("worker_cpu_s", window["cpu_s"]) / count}
+                    if peer == "rayvec":
+                        own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
+                        spent["the driver"] = window["driver_cpu_s"]
+                        spent["a node's actor"] = window["node_cpu_s"] / nodes
+                        spent["driver, actors and workers"] = own_s
+                    for name, seconds in {**spent, "wall time": window["elapsed_s"]}.items():
+                        rows.setdefault(name, {}).setdefault(way, []).append(seconds * step_us)
     print(f"CPU time, us, for a step of {count} environments that sleep 1 ms\n")
-    print(markdown(["", *found], rows))
-
-
-def main() -> None:
-    """Parses the command line and measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    for function, repeats in ((groups, 5), (startup, 3), (frames, 7), (cpu, 9)):
-        command = commands.add_parser(function.__name__, help=function.__doc__)
-        command.set_defaults(function=function)
-        command.add_argument("--repeats", type=int, default=repeats)
-        command.add_argument("--nodes", type=int, default=8 if function is frames else 2)
-        command.add_argument("--workers-per-node", type=int, default=48 if function is startup else 8)
-        command.add_argument("--steps", type=int, default=128 if function is cpu else 300)
-    args = parser.parse_args()
-    print(heading())
-    args.function(args)
+    cells = [[name, *(spread(found[way]) if way in found else "" for way in ways)] for name, found in rows.items()]
+    print(markdown(["", *ways], cells))
 
 
 if __name__ == "__main__":
-    main()
+    print(heading())
+    commands: dict[str, Callable[..., None]] = {"groups": groups, "startup": startup, "frames": frames, "cpu": cpu}
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)

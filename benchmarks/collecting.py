@@ -1,37 +1,37 @@
-"""Experience with the policy beside the environments: ours, beside what no framework at all could do better.
+"""Experience with the policy beside the environments: rayvec, beside what plain loops without a framework reach.
 
     python benchmarks/collecting.py --env-id CartPole-v1 --hidden 64 64 --repeats 7
     python benchmarks/collecting.py --env-id CartPole-v1 --hidden 256 256 --rllib-python VENVS/rllib/bin/python
     python benchmarks/collecting.py --env-id HalfCheetah-v5 --num-envs 16
     python benchmarks/collecting.py --env-id ale_py:ALE/Breakout-v5 --num-envs 8 --num-steps 32
 
-The floor is independent processes, one for each of our workers, that step `--num-envs` environments each in a plain
-loop and write [T, k] arrays: once with a policy and a value net in torch, as learners usually act, and once with the
-policy net alone in NumPy, which is what our workers run. Nobody collects their arrays. Windows take turns. Steps per
-CPU-second count the driver and every process that works for it. Atari has no net: actions come from the image.
+The floor is independent processes, one for each of rayvec's workers, that step `--num-envs` environments each in a
+plain loop and write [T, k] arrays: once with a policy and a value net in torch, as learners usually act, and once with
+the policy net alone in NumPy, which is what rayvec's workers run. Their arrays are not collected. Windows alternate.
+Steps per CPU-second count the driver and every process that works for it. Atari has no net: actions come from the
+image.
+
+Each row is an adapter of the harness (rayvec/bench/harness) in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import multiprocessing
 import os
-import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from measure import cpu_s, heading, markdown, ratio, simulated_cluster, spread, tree
 
-HERE = Path(__file__).parent
+from rayvec.bench.harness.floors import Floor
+from rayvec.bench.harness.task import Adapter
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Setting:
     Attributes:
         env_id: Of the environments.
         hidden: Sizes of the nets' hidden layers.
-        num_envs: Environments of each worker.
+        num_envs: Environments of all workers.
         workers: Worker processes.
         num_steps: T, steps of a chunk.
     """
@@ -57,39 +57,12 @@ class Setting:
         """Whether observations are images, preprocessed as usual."""
         return "ALE/" in self.env_id
 
-
-@dataclass
-class Row:
-    """Something that collects, and what was measured of it.
-
-    Attributes:
-        name: Of the row.
-        run: Collects for about so many seconds; returns steps and seconds.
-        pids: Processes that work for it.
-        steps_per_s: One figure for each repeat.
-        steps_per_cpu_s: Likewise.
-    """
-
-    name: str
-    run: Callable[[float], tuple[int, float]]
-    pids: list[int]
-    steps_per_s: list[float] = field(default_factory=list)
-    steps_per_cpu_s: list[float] = field(default_factory=list)
-
-    def measure(self, seconds: float) -> None:
-        """Collects for some seconds and notes what came of it."""
-        cpu = cpu_s(self.pids)
-        steps, elapsed_s = self.run(seconds)
-        self.steps_per_s.append(steps / elapsed_s)
-        self.steps_per_cpu_s.append(steps / max(cpu_s(self.pids) - cpu, 1e-9))
-
-
-def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
-    """One environment, Atari preprocessed: 84x84, four frames, a step of four."""
-    if "ALE/" not in env_id:
-        return gymnasium.make(env_id)
-    env = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(env_id, frameskip=1))
-    return gymnasium.wrappers.FrameStackObservation(env, 4)
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """One environment, Atari preprocessed: 84x84, four frames, a step of four."""
+        if not self.is_atari:
+            return gymnasium.make(self.env_id)
+        env = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(self.env_id, frameskip=1))
+        return gymnasium.wrappers.FrameStackObservation(env, 4)
 
 
 def of_pixels(obs: Any) -> Any:
@@ -97,30 +70,12 @@ def of_pixels(obs: Any) -> Any:
     return obs[:, -1, 40, 40].astype(np.int64) % 4
 
 
-# The floor: no framework.
-
-
-def floor_process(setting: Setting, kind: str, seed: int, pipe: Any) -> None:
-    """Collects whole chunks for as many seconds as it is told, again and again, until the pipe ends."""
-    envs = [make_env(setting.env_id) for _ in range(setting.num_envs)]
-    chunk = FloorLoop(setting, envs, kind, seed)
-    chunk.take()
-    pipe.send(os.getpid())
-    with contextlib.suppress(EOFError):
-        while True:
-            seconds = pipe.recv()
-            steps, begin = 0, time.perf_counter()
-            while time.perf_counter() - begin < seconds:
-                chunk.take()
-                steps += setting.num_steps * setting.num_envs
-            pipe.send((steps, time.perf_counter() - begin))
-
-
 class FloorLoop:
     """Environments stepped in a plain loop, with autoreset, a net, and arrays [T, k] that are written once."""
 
-    def __init__(self, setting: Setting, envs: list[Any], kind: str, seed: int) -> None:
-        self._envs = envs
+    def __init__(self, setting: Setting, kind: str) -> None:
+        seed = os.getpid()
+        self._envs = envs = [setting.make() for _ in range(setting.num_envs // setting.workers)]
         self._shape = lead = (setting.num_steps, len(envs))
         space, actions = envs[0].observation_space, envs[0].action_space
         self._now = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])
@@ -208,181 +163,214 @@ class FloorLoop:
                 now[i] = obs
 
 
-@contextlib.contextmanager
-def floor(setting: Setting, kind: str) -> Iterator[Row]:
-    """Independent processes, one for each worker; nobody collects what they write."""
-    context = multiprocessing.get_context("spawn")
-    pipes = []
-    for worker in range(setting.workers):
-        ours, theirs = context.Pipe()
-        context.Process(target=floor_process, args=(setting, kind, 1000 * worker, theirs), daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    pids = [pipe.recv() for pipe in pipes]
-
-    def run(seconds: float) -> tuple[int, float]:
-        for pipe in pipes:
-            pipe.send(seconds)
-        answers = [pipe.recv() for pipe in pipes]
-        mean_s = sum(elapsed_s for _, elapsed_s in answers) / len(answers)
-        return sum(steps for steps, _ in answers), mean_s  # they end a chunk apart, and none waits for another
-
-    net = (
-        "no net"
-        if setting.is_atari
-        else {"torch": "policy and value nets in torch", "numpy": "policy net in NumPy"}[kind]
-    )
-    yield Row(f"independent processes, {net}", run, pids)
-    for pipe in pipes:
-        pipe.close()
+def serve(kind: str, setting: Setting, pipe: Connection) -> None:
+    """Collects whole chunks for as many seconds as each request says."""
+    loop = FloorLoop(setting, kind)
+    loop.take()
+    steps_each = setting.num_steps * setting.num_envs // setting.workers
+    while (request := pipe.recv()) is not None:
+        steps, begin = 0, time.monotonic()
+        while time.monotonic() - begin < request[0]:
+            loop.take()
+            steps += steps_each
+        elapsed_s = time.monotonic() - begin
+        pipe.send((steps, elapsed_s, elapsed_s))
 
 
-# Ours and peers.
+class NumpyFloor(Floor):
+    """Independent processes with the policy net in NumPy."""
+
+    serve = partial(serve, "numpy")
 
 
-@contextlib.contextmanager
-def ours(setting: Setting) -> Iterator[list[Row]]:
-    """The Collector, inference in the workers of one local node: chunk by chunk, and with the next chunk prefetched."""
-    from rayvec.collect.collector import Collector
-    from rayvec.policies.networks import make_actor_critic
-    from rayvec.policies.policy import Policy
-    from rayvec.vector.ray_vec_env import RayVecEnv
+class TorchFloor(Floor):
+    """Independent processes with policy and value nets in torch."""
 
-    total = setting.num_envs * setting.workers
-    n_step = setting.num_steps * total
-    env_fns = [partial(make_env, setting.env_id)] * total
-    with simulated_cluster(setting.workers + 1), RayVecEnv(env_fns, workers_per_node=setting.workers) as env:
+    serve = partial(serve, "torch")
+
+
+class RayvecCollector(Adapter):
+    """The Collector, inference in the workers of one local node, chunk by chunk."""
+
+    prefetch = False
+
+    def __init__(self, setting: Setting) -> None:
+        from rayvec.collect.collector import Collector
+        from rayvec.policies.networks import make_actor_critic
+        from rayvec.policies.policy import Policy
+        from rayvec.vector.ray_vec_env import RayVecEnv
+
+        workers = setting.workers
+        self.env = RayVecEnv([setting.make] * setting.num_envs, num_nodes=1, workers_per_node=workers)
         policy: Any = of_pixels
         if not setting.is_atari:
-            policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space, setting.hidden))
-        splits: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+            spaces = self.env.single_observation_space, self.env.single_action_space
+            policy = Policy(make_actor_critic(*spaces, setting.hidden))
+        self._collector = Collector(self.env, policy, seed=0, prefetch=self.prefetch)
+        self._n_step, self._spent_s = setting.num_steps * setting.num_envs, dict[str, float]()
+        self.advance()
+        self.settle()
 
-        def collecting(prefetch: bool) -> Row:
-            collector = Collector(env, policy, seed=0, prefetch=prefetch)
+    def advance(self) -> int:
+        """Collects one chunk."""
+        stats = self._collector.collect(n_step=self._n_step).stats
+        for name, seconds in stats.time_split_s.items():
+            self._spent_s[name] = self._spent_s.get(name, 0.0) + seconds
+        return stats.n_collected_steps
 
-            def run(seconds: float) -> tuple[int, float]:
-                batches, begin = [], time.perf_counter()
-                while time.perf_counter() - begin < seconds:
-                    batches.append(collector.collect(n_step=n_step).stats)
-                if (last := collector.drain()) is not None:
-                    batches.append(last.stats)
-                splits[prefetch] += [stats.time_split_s for stats in batches]
-                return sum(stats.n_collected_steps for stats in batches), time.perf_counter() - begin
+    def settle(self) -> None:
+        """Waits for the pending chunk."""
+        self._collector.drain()
 
-            run(0.1)  # a reset, first weights and first frames
-            splits[prefetch].clear()
-            return Row(f"rayvec.Collector{', prefetching' if prefetch else ''}", run, tree(os.getpid()))
+    def own_split(self) -> dict[str, float]:
+        """Where the time went so far, by the Collector's own account."""
+        return {name: seconds / sum(self._spent_s.values()) for name, seconds in self._spent_s.items()}
 
-        yield [collecting(prefetch=False), collecting(prefetch=True)]
-        for prefetch, found in splits.items():
-            sums = {name: sum(split[name] for split in found) for name in found[0]}
-            shares = ", ".join(f"{name} {part / sum(sums.values()):.1%}" for name, part in sums.items())
-            print(f"prefetch={prefetch}: {shares}\n")
+    def close(self) -> None:
+        """Ends it."""
+        self.env.close()
 
 
-@contextlib.contextmanager
-def of_tianshou(setting: Setting, num_envs: int) -> Iterator[Row]:
+class RayvecPrefetching(RayvecCollector):
+    """The same with the next chunk prefetched."""
+
+    prefetch = True
+
+
+class TianshouCollector(Adapter):
     """Tianshou's Collector over SubprocVectorEnv."""
-    import tianshou.env
-    import torch
-    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-    from tianshou.data import Collector, VectorReplayBuffer
-    from tianshou.utils.net.common import Net
-    from tianshou.utils.net.discrete import DiscreteActor
 
-    torch.set_num_threads(1)
-    before = set(tree(os.getpid()))
-    env = tianshou.env.SubprocVectorEnv([partial(make_env, setting.env_id)] * num_envs)
-    single = make_env(setting.env_id)
-    body = Net(state_shape=single.observation_space.shape, hidden_sizes=setting.hidden, activation=torch.nn.Tanh)
-    actor = DiscreteActor(preprocess_net=body, action_shape=single.action_space.n, softmax_output=False)
-    policy = DiscreteActorPolicy(actor=actor, action_space=single.action_space)
-    collector = Collector(policy, env, VectorReplayBuffer(setting.num_steps * num_envs * 2, num_envs))
-    collector.reset()
-    pids = [os.getpid(), *sorted(set(tree(os.getpid())) - before)]
+    def __init__(self, setting: Setting) -> None:
+        import tianshou.env
+        import torch
+        from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+        from tianshou.data import Collector, VectorReplayBuffer
+        from tianshou.utils.net.common import Net
+        from tianshou.utils.net.discrete import DiscreteActor
 
-    def run(seconds: float) -> tuple[int, float]:
-        steps, begin = 0, time.perf_counter()
-        while time.perf_counter() - begin < seconds:
-            steps += collector.collect(n_step=8 * num_envs).n_collected_steps
-        return steps, time.perf_counter() - begin
+        torch.set_num_threads(1)
+        num_envs = setting.num_envs
+        self._env = tianshou.env.SubprocVectorEnv([setting.make] * num_envs)
+        single: Any = setting.make()
+        body = Net(state_shape=single.observation_space.shape, hidden_sizes=setting.hidden, activation=torch.nn.Tanh)
+        actor = DiscreteActor(preprocess_net=body, action_shape=single.action_space.n, softmax_output=False)
+        policy = DiscreteActorPolicy(actor=actor, action_space=single.action_space)
+        self._collector = Collector(policy, self._env, VectorReplayBuffer(setting.num_steps * num_envs * 2, num_envs))
+        self._collector.reset()
+        self._n_step = 8 * num_envs
 
-    yield Row(f"Tianshou Collector, SubprocVectorEnv, {num_envs} environments", run, pids)
-    env.close()
+    def advance(self) -> int:
+        """Takes eight steps of each environment."""
+        return int(self._collector.collect(n_step=self._n_step).n_collected_steps)
 
-
-@contextlib.contextmanager
-def of_rllib(setting: Setting, python: str) -> Iterator[Row]:
-    """RLlib's EnvRunner, one process, in its own virtual environment; see benchmarks/make_peer_venvs.sh."""
-    command = [
-        python,
-        str(HERE / "rllib_env_runner.py"),
-        setting.env_id,
-        str(setting.num_envs),
-        *map(str, setting.hidden),
-    ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    while process.stdout.readline().strip() != "ready":
-        if process.poll() is not None:
-            raise SystemExit(f"{' '.join(command)} ended; make its environment with benchmarks/make_peer_venvs.sh")
-
-    def run(seconds: float) -> tuple[int, float]:
-        print(seconds, file=process.stdin, flush=True)
-        steps, elapsed_s = json.loads(process.stdout.readline())
-        return steps, elapsed_s
-
-    yield Row(f"RLlib EnvRunner, {setting.num_envs} environments, one process", run, tree(process.pid))
-    process.stdin.close()
-    process.wait(30)
+    def close(self) -> None:
+        """Ends it."""
+        self._env.close()
 
 
-def main() -> None:
-    """Measures all rows and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env-id", default="CartPole-v1")
-    parser.add_argument("--hidden", type=int, nargs="*", default=[64, 64])
-    parser.add_argument("--num-envs", type=int, default=64, help="of each worker")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--num-steps", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--tianshou-envs", type=int, default=64, help="a process each; 0 leaves the row out")
-    parser.add_argument("--rllib-python", default="", help="of its own virtual environment; else RLlib is left out")
-    args = parser.parse_args()
-    setting = Setting(args.env_id, tuple(args.hidden), args.num_envs, args.workers, args.num_steps)
-    is_discrete = isinstance(make_env(args.env_id).action_space, gymnasium.spaces.Discrete)
+class RllibRunner(Adapter):
+    """RLlib's EnvRunner, in this process."""
+
+    def __init__(self, setting: Setting) -> None:
+        import torch
+        from ray.rllib.algorithms.ppo import PPOConfig
+        from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+        from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+
+        torch.set_num_threads(1)
+        config = (
+            PPOConfig()
+            .environment(setting.env_id)
+            .env_runners(num_envs_per_env_runner=setting.num_envs, num_env_runners=0, rollout_fragment_length=128)
+            .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=list(setting.hidden), fcnet_activation="tanh"))
+        )
+        self._runner: Any = SingleAgentEnvRunner(config=config, worker_index=0)
+        self._steps = 16 * setting.num_envs
+
+    def advance(self) -> int:
+        """Takes sixteen steps of each environment."""
+        return sum(len(episode) for episode in self._runner.sample(num_timesteps=self._steps, random_actions=False))
+
+    def close(self) -> None:
+        """Ends it."""
+        self._runner.stop()
+
+
+def main(
+    env_id: str = "CartPole-v1",
+    hidden: tuple[int, ...] = (64, 64),
+    num_envs: int = 64,
+    workers: int = 2,
+    num_steps: int = 128,
+    repeats: int = 7,
+    seconds: float = 2.0,
+    tianshou_envs: int = 64,
+    rllib_python: Path | None = None,
+) -> None:
+    """Measures all rows and prints the table.
+
+    Args:
+        env_id: Of the environments.
+        hidden: Units of the nets' hidden layers.
+        num_envs: Environments of each worker.
+        workers: Worker processes.
+        num_steps: Steps of a chunk.
+        repeats: Windows of each row.
+        seconds: Of a window.
+        tianshou_envs: Processes of Tianshou; 0 leaves the row out.
+        rllib_python: Interpreter of a virtual environment with RLlib; unset leaves the row out.
+    """
+    from measure import heading, markdown, ratio, share_modules, spread
+
+    from rayvec.bench.peers import marked_environment, peer_process
+
+    setting = Setting(env_id, hidden, num_envs * workers, workers, num_steps)
+    one = Setting(env_id, hidden, num_envs, 1, num_steps)
+    few = Setting(env_id, hidden, tianshou_envs, 1, num_steps)
+    rows: dict[str, tuple[str, Setting]] = {"independent processes, policy in NumPy": ("NumpyFloor", setting)}
+    if not setting.is_atari:
+        rows["independent processes, policy and value nets in torch"] = ("TorchFloor", setting)
+        if tianshou_envs and isinstance(setting.make().action_space, gymnasium.spaces.Discrete):
+            rows[f"Tianshou Collector, SubprocVectorEnv, {tianshou_envs} environments"] = ("TianshouCollector", few)
+        if rllib_python is not None:
+            rows[f"RLlib EnvRunner, {num_envs} environments, one process"] = ("RllibRunner", one)
+    ours = "rayvec.Collector", "rayvec.Collector, prefetching"
+    rows |= {ours[0]: ("RayvecCollector", setting), ours[1]: ("RayvecPrefetching", setting)}
+    share_modules()
+    rates: dict[str, list[float]] = {name: [] for name in rows}
+    per_cpu: dict[str, list[float]] = {name: [] for name in rows}
     print(heading(("gymnasium", "ray", "tianshou", "torch", "numpy")))
-    with contextlib.ExitStack() as stack:
-        rows = [
-            stack.enter_context(floor(setting, kind))
-            for kind in (("numpy",) if setting.is_atari else ("numpy", "torch"))
+    with ExitStack() as stack:
+        processes = {}
+        for name, (adapter, its) in rows.items():
+            python = str(rllib_python) if adapter == "RllibRunner" else sys.executable
+            start = peer_process(
+                f"collecting:{adapter}", marked_environment(), asdict(its), python, "collecting:Setting"
+            )
+            processes[name], started = stack.enter_context(start)
+            if "missing" in started:
+                raise SystemExit(f"{name}: {started['missing']}; see benchmarks/make_peer_venvs.sh")
+        for _ in range(repeats):
+            for name, process in processes.items():
+                found = process.do("measure", seconds=seconds, with_split=False)
+                rates[name].append(found["steps_per_s"])
+                per_cpu[name].append(found["steps"] / max(found["cpu_s"], 0.01))
+                if name in ours:
+                    print(name, ", ".join(f"{state} {share:.1%}" for state, share in found["split"].items()))
+    lines = [
+        [
+            name,
+            spread(rates[name]),
+            *(ratio(rates[our], rates[name]) for our in ours),
+            spread(per_cpu[name]),
+            ratio(per_cpu[ours[0]], per_cpu[name]),
         ]
-        if args.tianshou_envs and is_discrete and not setting.is_atari:
-            rows.append(stack.enter_context(of_tianshou(setting, args.tianshou_envs)))
-        has_rllib = Path(args.rllib_python).is_file() and not setting.is_atari
-        if has_rllib:
-            rows.append(stack.enter_context(of_rllib(setting, args.rllib_python)))
-        plain, prefetching = stack.enter_context(ours(setting))
-        rows += [plain, prefetching]
-        for _ in range(args.repeats):
-            for row in rows:
-                row.measure(args.seconds)
-        lines = [
-            [
-                row.name,
-                spread(row.steps_per_s),
-                ratio(plain.steps_per_s, row.steps_per_s),
-                ratio(prefetching.steps_per_s, row.steps_per_s),
-                spread(row.steps_per_cpu_s),
-                ratio(plain.steps_per_cpu_s, row.steps_per_cpu_s),
-            ]
-            for row in rows
-        ]
-        if not has_rllib:
-            lines.append(["RLlib EnvRunner", "not installed", "", "", "", ""])
+        for name in rows
+    ]
     print(markdown(["", "steps/s", "rayvec / it", "prefetching / it", "steps per CPU-second", "rayvec / it"], lines))
 
 
 if __name__ == "__main__":
-    main()
+    import tyro
+
+    tyro.cli(main, description=__doc__)

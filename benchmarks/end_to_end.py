@@ -4,7 +4,7 @@
     python benchmarks/end_to_end.py --tasks pendulum --libraries rayvec CleanRL-style --seeds 1 2 3
 
 The rule is the same for all (benchmarks/judge.py). A library trains in a process of its own with the settings that it
-publishes for the environment (benchmarks/end_to_end_peers.py), on at most two cores, in turns with the others. The
+publishes for the environment (benchmarks/end_to_end_peers.py), on at most two cores, interleaved with the others. The
 clock starts just before the process does: importing, starting Ray and compiling count. After every 2,000 environment
 steps on CartPole-v1 and 1,000 on Pendulum-v1, or at the end of the first iteration beyond, the clock stands still while
 the greedy policy plays 20 episodes, which are the same for all libraries of a seed. The first evaluation with a mean
@@ -164,14 +164,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[0, 1], help="of the others; 0: their own choice")
     parser.add_argument("--limit-s", type=float, default=240, help="of the clock, for each run")
     parser.add_argument("--venvs", type=Path, default=Path("venvs"), help="where make_peer_venvs.sh made them")
-    parser.add_argument("--json", type=Path, help="file to keep the runs in, and to go on with")
+    parser.add_argument("--json", type=Path, help="file to keep the runs in, and to resume")
     options = parser.parse_args()
     options.cores = sorted(os.sched_getaffinity(0))[:2]
     return options
 
 
 def main() -> None:
-    """Runs what is missing, in turns, and prints a table for each task."""
+    """Runs what is missing, interleaved, and prints a table for each task."""
     options = parse()
     records: list[Record] = []
     if options.json and options.json.exists():

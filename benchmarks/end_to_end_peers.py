@@ -180,25 +180,10 @@ def tianshou_ppo(envs: Any) -> Any:
 
 def tianshou_sac(envs: Any) -> Any:
     """Returns Tianshou's SAC for Pendulum-v1."""
-    from tianshou.algorithm import SAC
-    from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
-    from tianshou.algorithm.optim import AdamOptimizerFactory
-    from tianshou.utils.net.common import Net
-    from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
+    from sac_peers import tianshou_algorithm
 
-    def critic() -> Any:
-        return ContinuousCritic(
-            preprocess_net=Net(state_shape=(3,), action_shape=(1,), hidden_sizes=[128, 128], concat=True)
-        )
-
-    net = Net(state_shape=(3,), hidden_sizes=[128, 128])
-    actor = ContinuousActorProbabilistic(preprocess_net=net, action_shape=(1,), unbounded=True)
-    return SAC(
-        policy=SACPolicy(actor=actor, action_space=envs.action_space[0], deterministic_eval=True),
-        policy_optim=AdamOptimizerFactory(lr=1e-3), critic=critic(), critic_optim=AdamOptimizerFactory(lr=1e-3),
-        critic2=critic(), critic2_optim=AdamOptimizerFactory(lr=1e-3), tau=0.005, gamma=0.99,
-        alpha=AutoAlpha(-1.0, 0.0, AdamOptimizerFactory(lr=3e-4)), n_step_return_horizon=3,
-    )  # fmt: skip
+    more = {"alpha_lr": 3e-4, "deterministic_eval": True}
+    return tianshou_algorithm(3, envs.action_space[0], 128, 1e-3, 1e-3, n_step_return_horizon=3, **more)
 
 
 def rllib(task: str, seed: int, judge: Judge) -> None:

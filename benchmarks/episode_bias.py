@@ -9,11 +9,11 @@ environment its share beforehand; Tianshou's own scheme is shown beside it, over
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tyro
 from measure import heading, markdown, simulated_cluster
 from numpy.typing import NDArray
 
@@ -70,34 +70,35 @@ def of_tianshou(kind: str, num_envs: int) -> tuple[Callable[[int], NDArray[Any]]
     return lens, env.close
 
 
-def main() -> None:
-    """Measures all schemes and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=10_000)
-    parser.add_argument("--num-envs", type=int, default=64)
-    parser.add_argument("--per-call", type=int, default=200, help="episodes of one call of collect")
-    args = parser.parse_args()
+def main(episodes: int = 10_000, num_envs: int = 64, per_call: int = 200) -> None:
+    """Measures all schemes and prints the table.
+
+    Args:
+        episodes: In all.
+        num_envs: Environments.
+        per_call: Episodes of one call of collect.
+    """
     print(heading(("gymnasium", "ray", "tianshou", "numpy")))
     rows = []
     with simulated_cluster(6):
         schemes = {
-            "rayvec.Collector": lambda: of_ours(args.num_envs),
-            "rayvec.tianshou.Collector, unbiased=True": lambda: of_tianshou("unbiased", args.num_envs),
-            "rayvec.tianshou.Collector, Tianshou's rule": lambda: of_tianshou("rule", args.num_envs),
-            "tianshou.data.Collector, DummyVectorEnv": lambda: of_tianshou("own", args.num_envs),
+            "rayvec.Collector": lambda: of_ours(num_envs),
+            "rayvec.tianshou.Collector, unbiased=True": lambda: of_tianshou("unbiased", num_envs),
+            "rayvec.tianshou.Collector, Tianshou's rule": lambda: of_tianshou("rule", num_envs),
+            "tianshou.data.Collector, DummyVectorEnv": lambda: of_tianshou("own", num_envs),
         }
         for name, make in schemes.items():
             lens, close = make()
-            found = np.concatenate([lens(args.per_call) for _ in range(-(-args.episodes // args.per_call))])
+            found = np.concatenate([lens(per_call) for _ in range(-(-episodes // per_call))])
             close()
             error = DEVIATION / np.sqrt(len(found))
             off = (found.mean() - TRUE_MEAN) / error
             rows.append(
                 [name, f"{len(found):,}", f"{found.mean():.2f}", f"{off:+.1f}", "yes" if abs(off) <= 3 else "no"]
             )
-    print(f"True mean {TRUE_MEAN}, {args.num_envs} environments, {args.per_call} episodes a call.\n")
+    print(f"True mean {TRUE_MEAN}, {num_envs} environments, {per_call} episodes a call.\n")
     print(markdown(["", "episodes", "mean length", "standard errors off", "within 3"], rows))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -1,24 +1,25 @@
-"""Seconds from a fault until stepping goes on, until the driver is told, or until everything is gone.
+"""Seconds from a fault until stepping resumes, until the driver raises, or until all processes are gone.
 
     python benchmarks/faults.py
 
-Every fault is real. Environments sleep a millisecond for a step; stepping goes on when a step returns that has
+Every fault is real. Environments sleep a millisecond for a step; stepping has resumed when a step returns that has
 ``info["env_restarted"]``. Nodes are simulated, and share this machine's cores with the clusters that are made.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import tyro
 from cluster import timed
 from measure import heading, markdown, simulated_cluster, tree
 
@@ -57,7 +58,7 @@ class Hanging(TimedEnv):
 
 
 def stepped_on(env: RayVecEnv, cause: Callable[[], object]) -> float:
-    """Causes a fault; returns seconds from then until a step says that environments have been made anew."""
+    """Causes a fault; returns seconds from then until a step reports restarted environments."""
     begin, info = time.perf_counter(), {}
     cause()
     while "env_restarted" not in info:
@@ -80,7 +81,7 @@ def stepping(make: Callable[[], Any], **kwargs: Any) -> RayVecEnv:
 
 
 def worker_killed(cluster: Any) -> float:
-    """A worker process is killed (SIGKILL): its environments are made anew."""
+    """A worker process is killed (SIGKILL): its environments are restarted."""
     with stepping(timed(1e-3)) as env:
         worker = pids(env, 1)[1]
         return stepped_on(env, lambda: os.kill(worker, signal.SIGKILL))
@@ -96,7 +97,7 @@ def environment_hangs(cluster: Any) -> float:
 
 
 def node_lost(cluster: Any) -> float:
-    """A raylet is killed, others have free cores: its environments go on elsewhere."""
+    """A raylet is killed, others have free cores: its environments resume on another node."""
     extra = cluster.add_node(num_cpus=2)
     with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="rehost") as env:
         env.reset(seed=0)
@@ -135,10 +136,9 @@ def driver_killed(cluster: Any) -> float:
 
 def alive(pid: int) -> bool:
     """Whether a process runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 CASES: dict[Callable[[Any], float], str] = {
@@ -151,15 +151,12 @@ CASES: dict[Callable[[Any], float], str] = {
 """Faults, and within how many seconds they are to be over."""
 
 
-def main() -> None:
+def main(repeats: int = 5) -> None:
     """Causes every fault a few times, and prints how long each took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
     rows = []
     for case, aim_s in CASES.items():
         with simulated_cluster(0, 4, 4) as cluster:
-            found = sorted(case(cluster) for _ in range(args.repeats))
+            found = sorted(case(cluster) for _ in range(repeats))
         middle = f"{np.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
         rows.append([(case.__doc__ or "").rstrip("."), middle, aim_s])
     print(heading())
@@ -167,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -8,8 +8,8 @@ hidden layers of 256 units, delayed policy updates. Ours publishes its weights e
 script acts with each update's. What follows ``--`` goes to ``rayvec train sac`` too. Each run has a process of its own,
 one after another; at the end 10 greedy episodes are played.
 
-What each run came to stands in ``outcome.json`` in its directory, and is not done again: stop with Ctrl-C and go on
-with the same command. An interrupted run of ours goes on from its checkpoint, one of the script begins anew.
+``outcome.json`` in the directory of each run keeps its outcome, and a finished run is not repeated: stop with Ctrl-C,
+and continue with the same command. An interrupted run of rayvec resumes from its checkpoint; the script starts again.
 ``--report`` trains nothing and shows what has finished.
 """
 
@@ -25,9 +25,6 @@ from pathlib import Path
 import learning
 import numpy as np
 from learning import Outcome, interquartile_mean
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from measure import heading, markdown
 from numpy.typing import NDArray
 
@@ -37,7 +34,6 @@ SETTINGS = (
     "--hidden-sizes 256 256"
 ).split()
 OURS, THEIRS = "rayvec", "CleanRL-style"
-COLOURS = {OURS: "#4477aa", THEIRS: "#ee7733"}
 
 
 def ours(seed: int, options: argparse.Namespace, directory: Path) -> None:
@@ -92,29 +88,6 @@ def table(outcomes: dict[str, list[Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def plot(outcomes: dict[str, list[Outcome]], path: Path) -> None:
-    """Draws the return in training of every seed, and the means."""
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, runs in outcomes.items():
-        if not runs:
-            continue
-        grid = np.linspace(0, max(item.steps for item in runs), 101)
-        curves = np.array([learning.curve(item.run_dir, grid) for item in runs])
-        known = ~np.isnan(curves).any(0)
-        for each in curves:
-            axes.plot(grid, each, color=COLOURS[name], alpha=0.3, linewidth=1)
-        label = f"{name}, mean of {len(runs)} seeds"
-        axes.plot(grid[known], curves[:, known].mean(0), color=COLOURS[name], linewidth=2.5, label=label)
-    axes.set(title=f"{ENV_ID} · SAC", xlabel="environment steps", ylabel="return of the exploring policy")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options, those for ``rayvec train sac`` as ``settings``."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -131,7 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what is missing, a seed of each in turns, and prints the table."""
+    """Runs what is missing, alternating between the two, and prints the table."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(sys.argv[1:])
     kinds = {OURS: ours, THEIRS: theirs}
@@ -146,7 +119,7 @@ def main() -> None:
     print(heading(("gymnasium", "mujoco", "torch", "numpy")))
     print(table(outcomes))
     if options.plot:
-        plot(outcomes, options.plot)
+        learning.plot(outcomes, options.plot, f"{ENV_ID} · SAC")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ interpreter and of Ray, training, and the greedy evaluation. ``--random 100`` pl
 actions, for comparison, in the environments of the first seed. Returns are always the environment's own: what the
 learner clips or scales does not show in them.
 
-With ``--runs DIR`` the run directories are kept and runs can be gathered over several sittings: what each seed came to
-stands in ``DIR/seedN/outcome.json``, seeds that have one are not trained again, and a seed that was interrupted goes on
+With ``--runs DIR`` the run directories are kept, and several calls can share them: ``DIR/seedN/outcome.json`` keeps the
+outcome of each seed, seeds that have one are not trained again, and an interrupted seed resumes
 from its last checkpoint. ``--report`` trains nothing and shows what has finished.
 
 ``--minutes 30`` ends each training after so much wall time, as Ctrl-C would; what it has learned by then is judged.
-The learning rate falls over the steps asked for: ask for as many as the time allows.
+The learning rate falls over ``--total-steps``: choose as many as the time allows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -34,11 +32,12 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from measure import heading
 from numpy.typing import NDArray
 
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
 INTERRUPTED = 130
-BLUE = "#4477aa"
+COLOURS = ("#4477aa", "#ee7733")
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    if code not in (0, expected):  # one that somebody else has ended goes on another time
+    if code not in (0, expected):  # a run that something else ended resumes at the next call
         raise subprocess.CalledProcessError(code, command)
     return before_s + time.monotonic() - began_s
 
@@ -155,20 +154,20 @@ def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(near @ (returns * episodes), counts, out=np.full(len(grid), np.nan), where=counts > 0)
 
 
-def plot(outcomes: list[Outcome], path: Path, title: str) -> None:
-    """Draws the curve of every seed and their mean."""
-    grid = np.linspace(0, max(item.steps for item in outcomes), 101)
-    curves = np.array([curve(item.run_dir, grid) for item in outcomes])
-    known = ~np.isnan(curves).any(0)
+def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
+    """Draws the curve of every seed and the mean, of each name that has runs."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for k, each in enumerate(curves if len(curves) > 1 else []):
-        axes.plot(
-            grid, each, color=BLUE, alpha=0.35, linewidth=1, label=f"each of {len(curves)} seeds" if k == 0 else None
-        )
-    label = "mean" if len(curves) > 1 else "one seed"
-    axes.plot(grid[known], curves[:, known].mean(0), color=BLUE, linewidth=2.5, label=label)
+    for (name, runs), colour in zip(outcomes.items(), COLOURS, strict=False):
+        if not runs:
+            continue
+        grid = np.linspace(0, max(item.steps for item in runs), 101)
+        curves = np.array([curve(item.run_dir, grid) for item in runs])
+        known = ~np.isnan(curves).any(0)
+        axes.plot(grid, curves.T, color=colour, alpha=0.35, linewidth=1)
+        label = f"{name}, mean of {len(runs)} seeds" if len(runs) > 1 else f"{name}, one seed"
+        axes.plot(grid[known], curves[:, known].mean(0), color=colour, linewidth=2.5, label=label)
     axes.set(title=title, xlabel="environment steps", ylabel="return of the exploring policy")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(frameon=False)
@@ -188,13 +187,6 @@ def random_return(run_dir: Path, episodes: int) -> float:
         env.action_space.seed(0)
         collector = Collector(env, lambda obs: env.action_space.sample(), inference="driver", seed=config.eval_seed())
         return float(collector.collect(n_episode=episodes).stats.returns.mean())
-
-
-def processor() -> str:
-    """Returns the name of the processor, as far as the system tells."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -224,10 +216,10 @@ def main() -> None:
         outcomes = [run(args, seed, options, runs) for seed in seeds]
         if not outcomes:
             sys.exit(f"none of the seeds {args.seeds} has finished in {runs}")
-        print(f"`python {' '.join(sys.argv)}` on {os.cpu_count()} cores of {processor()}\n")
+        print(heading(("gymnasium", "torch", "numpy")))
         print(table(outcomes))
         if args.plot:
-            plot(outcomes, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
+            plot({"rayvec": outcomes}, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
         if args.random:
             chance = random_return(outcomes[0].run_dir, args.random)
             mean = np.mean([item.returns.mean() for item in outcomes])

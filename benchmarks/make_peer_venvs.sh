@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes a virtual environment for each library that can't live beside rayvec, for `rayvec bench compare` and the
+# Makes a virtual environment for each library that can't live beside rayvec, for `peers.py` and the other
 # scripts here that take --venvs.
 #
 #     benchmarks/make_peer_venvs.sh DIRECTORY [PEER...]
 #
-# and prints the line that lets `rayvec bench compare` find them. A peer whose packages can't be installed is left out.
+# and prints the line that lets `peers.py` find them. A peer whose packages can't be installed is left out.
 set -uo pipefail
 if [ $# -lt 1 ] || [ "${1#-}" != "$1" ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
@@ -34,7 +34,7 @@ packages() {
 
 install() { # VENV PACKAGE...
     "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -c <(grep -E '^(torch|ray)=' "$here/constraints.txt") "${@:2}"
+        -c <(grep -E '^(torch|ray|psutil)=' "$here/constraints.txt") "${@:2}"
 }
 
 found=""
@@ -48,7 +48,7 @@ for peer in ${peers[*]}; do
     fi
     # The environments are the same for all: what Gymnasium and ALE bring.
     # shellcheck disable=SC2086
-    if install "$venv" $list "gymnasium[mujoco]" ale-py; then
+    if install "$venv" $list psutil "gymnasium[mujoco]" ale-py; then
         found="$found:$peer=$venv"
     else
         echo "$peer could not be installed" >&2

@@ -1,10 +1,9 @@
-"""What every benchmark here measures with: CPU time of process trees, machines, tables, simulated clusters."""
+"""What every benchmark here measures with: process trees, machines, tables, simulated clusters."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import signal
 import statistics
 import sys
@@ -12,35 +11,22 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
+
+from rayvec.bench.results import machine
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """Returns the CPU time that these processes have used so far, in seconds."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-    return total / _TICKS_PER_S
+def share_modules() -> None:
+    """Lets processes of the harness import the modules of this directory."""
+    places = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
 
 
 def tree(root: int) -> list[int]:
     """Returns a process and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found, todo = [], [root]
-    while todo:
-        found.append(todo.pop())
-        todo += children.get(found[-1], [])
-    return found
+    return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -56,15 +42,14 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
 
 def heading(packages: Sequence[str] = ("gymnasium", "ray", "numpy")) -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
+    at = machine()
     found = []
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return (
         f"`python {' '.join(sys.argv)}`, {date.today().isoformat()}, {os.cpu_count()} cores of "
-        f"{models[0] if models else platform.machine()}, Python {platform.python_version()}, {', '.join(found)}\n"
+        f"{at['processor']}, Python {at['python']}, {', '.join(found)}\n"
     )
 
 
@@ -94,7 +79,7 @@ def simulated_cluster(*cpus: int) -> Iterator[Any]:
             for count in cpus[1:]:
                 cluster.add_node(num_cpus=count)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=40)
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in the place
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has replaced it
             yield cluster
         finally:
             ray.shutdown()

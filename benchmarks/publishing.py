@@ -9,12 +9,12 @@ Other work on the machine that uses the interface is counted too: as long a time
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tyro
 from measure import heading, markdown, simulated_cluster, spread
 
 from rayvec.policies.noise import NO_NOISE
@@ -42,26 +42,27 @@ def loopback_bytes() -> int:
     return next(int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("lo:"))
 
 
-def main() -> None:
-    """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=1_000_000)
-    parser.add_argument("--workers", type=int, default=8, help="of each node")
-    parser.add_argument("--repeats", type=int, default=11)
-    args = parser.parse_args()
+def main(parameters: int = 1_000_000, workers: int = 8, repeats: int = 11) -> None:
+    """Measures and prints the table.
+
+    Args:
+        parameters: How many.
+        workers: Of each node.
+        repeats: Of the measurement.
+    """
     transfers: dict[str, list[float]] = {"published": [], "quiet": []}
     times_ms: list[float] = []
-    size = 4 * args.parameters
+    size = 4 * parameters
     print(heading(("gymnasium", "ray", "numpy")))
     with (
-        simulated_cluster(args.workers + 1, args.workers),
-        RayVecEnv([CountingEnv] * 2 * args.workers, num_nodes=2, workers_per_node=args.workers) as env,
+        simulated_cluster(workers + 1, workers),
+        RayVecEnv([CountingEnv] * 2 * workers, num_nodes=2, workers_per_node=workers) as env,
     ):
         store = env.publish(Weighs())
-        store.publish(np.zeros(args.parameters, np.float32))
+        store.publish(np.zeros(parameters, np.float32))
         env.rollout_workers(store, 1, 0, 0)
-        for repeat in range(args.repeats):
-            weights = np.full(args.parameters, repeat, np.float32)
+        for repeat in range(repeats):
+            weights = np.full(parameters, repeat, np.float32)
             before, begin = loopback_bytes(), time.perf_counter()
             version = store.publish(weights)
             chunk = env.rollout_workers(store, 1, 0, 0).chunk
@@ -78,8 +79,8 @@ def main() -> None:
         ["the same while nothing was published", f"{np.median(transfers['quiet']):.2f}"],
         ["publishing and a chunk of one step, ms", spread(times_ms)],
     ]
-    print(markdown([f"{args.parameters:,} parameters, 2 nodes of {args.workers} workers", ""], rows))
+    print(markdown([f"{parameters:,} parameters, 2 nodes of {workers} workers", ""], rows))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -1,18 +1,13 @@
-"""One SAC update by several libraries, each in a process of its own that is told when to run.
+"""SAC updates of several libraries, each an adapter of the harness in a process of its own; sac_update.py runs them.
 
-    python benchmarks/sac_peers.py NAME WIDTH THREADS
-
-reads numbers from its standard input, makes that many updates and prints the seconds that one took. Every peer
-updates two critics, the actor and the temperature on minibatches of 256 rows, sampling included: 17 observations, 6
-actions, two hidden layers. This file imports only what its peer needs, so that each can have an environment of its own.
+Every peer updates two critics, the actor and the temperature on minibatches of 256 rows, sampling included: 17
+observations, 6 actions, two hidden layers. This file imports only what its peer needs, so that each can have a virtual
+environment of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,106 +78,71 @@ def rayvec(width: int, *, compile: bool) -> Updates:
 def cleanrl_style(width: int) -> Updates:
     """A single-file implementation in the way of CleanRL: modules, autograd, an optimizer for each part."""
     import torch
-    from torch import nn
-    from torch.nn import functional as F
+    from cleanrl_style import SAC
+    from gymnasium import spaces
 
-    def mlp(ins: int, outs: int) -> Any:
-        return nn.Sequential(
-            nn.Linear(ins, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outs)
-        )
-
-    class Actor(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(D, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-            self.mean, self.log_std = nn.Linear(width, A), nn.Linear(width, A)
-
-        def draw(self, obs: Any) -> tuple[Any, Any]:
-            hidden = self.body(obs)
-            log_std = -5 + 3.5 * (torch.tanh(self.log_std(hidden)) + 1)
-            normal = torch.distributions.Normal(self.mean(hidden), log_std.exp())
-            x = normal.rsample()
-            act = torch.tanh(x)
-            logp = normal.log_prob(x) - torch.log(1 - act.pow(2) + 1e-6)
-            return act, logp.sum(1, keepdim=True)
-
-    actor, critics, targets = Actor(), [mlp(D + A, 1) for _ in range(2)], [mlp(D + A, 1) for _ in range(2)]
-    for critic, target in zip(critics, targets, strict=True):
-        target.load_state_dict(critic.state_dict())
-    q_optimizer = torch.optim.Adam([p for critic in critics for p in critic.parameters()], lr=Q_LR)
-    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=POLICY_LR)
-    log_alpha = torch.zeros(1, requires_grad=True)
-    alpha_optimizer = torch.optim.Adam([log_alpha], lr=Q_LR)
-    data = transitions()
-    alpha = 1.0
-
-    def q(net: Any, obs: Any, act: Any) -> Any:
-        return net(torch.cat([obs, act], 1))
+    agent, data = SAC(D, spaces.Box(-1, 1, (A,), np.float32), width), transitions()
+    columns = [data["obs"], data["act"], data["rew"][:, None], data["next_obs"], np.zeros((STORED, 1), np.float32)]
 
     def update() -> None:
-        nonlocal alpha
         index = np.random.randint(0, STORED, B)
-        obs, next_obs, act, rew = (torch.as_tensor(data[key][index]) for key in ("obs", "next_obs", "act", "rew"))
-        with torch.no_grad():
-            next_act, next_logp = actor.draw(next_obs)
-            value = torch.min(*[q(target, next_obs, next_act) for target in targets]) - alpha * next_logp
-            y = rew + GAMMA * value.view(-1)
-        loss = sum(F.mse_loss(q(critic, obs, act).view(-1), y) for critic in critics)
-        q_optimizer.zero_grad()
-        loss.backward()
-        q_optimizer.step()
-
-        pi, logp = actor.draw(obs)
-        actor_loss = (alpha * logp - torch.min(*[q(critic, obs, pi) for critic in critics])).mean()
-        actor_optimizer.zero_grad()
-        actor_loss.backward()
-        actor_optimizer.step()
-
-        with torch.no_grad():
-            _, logp = actor.draw(obs)
-        alpha_loss = (-log_alpha.exp() * (logp - A)).mean()
-        alpha_optimizer.zero_grad()
-        alpha_loss.backward()
-        alpha_optimizer.step()
-        alpha = log_alpha.exp().item()
-
-        for critic, target in zip(critics, targets, strict=True):
-            for fast, slow in zip(critic.parameters(), target.parameters(), strict=True):
-                slow.data.copy_(TAU * fast.data + (1 - TAU) * slow.data)
+        agent.update(*(torch.as_tensor(column[index]) for column in columns), actor_updates=1)
 
     return lambda count: [update() for _ in range(count)]
+
+
+def tianshou_algorithm(
+    ins: int,
+    space: Any,
+    width: int,
+    policy_lr: float,
+    q_lr: float,
+    *,
+    alpha_lr: float,
+    deterministic_eval: bool = False,
+    **settings: Any,
+) -> Any:
+    """Returns Tianshou's SAC with two hidden layers of one width."""
+    from tianshou.algorithm import SAC
+    from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
+
+    outs, hidden = space.shape, (width, width)
+
+    def critic() -> Any:
+        return ContinuousCritic(
+            preprocess_net=Net(state_shape=(ins,), action_shape=outs, hidden_sizes=hidden, concat=True)
+        )
+
+    actor = ContinuousActorProbabilistic(
+        preprocess_net=Net(state_shape=(ins,), hidden_sizes=hidden),
+        action_shape=outs,
+        unbounded=True,
+        conditioned_sigma=settings.pop("conditioned_sigma", False),
+    )
+    return SAC(
+        policy=SACPolicy(actor=actor, action_space=space, deterministic_eval=deterministic_eval),
+        policy_optim=AdamOptimizerFactory(lr=policy_lr),
+        critic=critic(),
+        critic_optim=AdamOptimizerFactory(lr=q_lr),
+        critic2=critic(),
+        critic2_optim=AdamOptimizerFactory(lr=q_lr),
+        tau=TAU,
+        gamma=GAMMA,
+        alpha=AutoAlpha(-float(outs[0]), 0.0, AdamOptimizerFactory(lr=alpha_lr)),
+        **settings,
+    )
 
 
 def tianshou(width: int) -> Updates:
     """Tianshou's ``update``."""
     from gymnasium import spaces
-    from tianshou.algorithm import SAC
-    from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
-    from tianshou.algorithm.optim import AdamOptimizerFactory
     from tianshou.data import Batch, ReplayBuffer
-    from tianshou.utils.net.common import Net
-    from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
-
-    def net(concat: bool) -> Any:
-        shapes = {"action_shape": (A,), "concat": True} if concat else {}
-        return Net(state_shape=(D,), hidden_sizes=(width, width), **shapes)
 
     space = spaces.Box(-1, 1, (A,), np.float32)
-    actor = ContinuousActorProbabilistic(
-        preprocess_net=net(False), action_shape=(A,), unbounded=True, conditioned_sigma=True
-    )
-    critics = [ContinuousCritic(preprocess_net=net(True)) for _ in range(2)]
-    algorithm: Any = SAC(
-        policy=SACPolicy(actor=actor, action_space=space),
-        policy_optim=AdamOptimizerFactory(lr=POLICY_LR),
-        critic=critics[0],
-        critic_optim=AdamOptimizerFactory(lr=Q_LR),
-        critic2=critics[1],
-        critic2_optim=AdamOptimizerFactory(lr=Q_LR),
-        tau=TAU,
-        gamma=GAMMA,
-        alpha=AutoAlpha(-float(A), 0.0, AdamOptimizerFactory(lr=Q_LR)),
-    )
+    algorithm = tianshou_algorithm(D, space, width, POLICY_LR, Q_LR, alpha_lr=Q_LR, conditioned_sigma=True)
     data, buffer = transitions(), ReplayBuffer(STORED)
     for i in range(STORED):
         buffer.add(
@@ -313,28 +273,28 @@ PEERS: dict[str, Callable[[int], Updates]] = {
 }
 
 
-def main() -> None:
-    """Serves one peer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=PEERS)
-    parser.add_argument("width", type=int, help="of the two hidden layers")
-    parser.add_argument("threads", type=int, help="and cores")
-    options = parser.parse_args()
-    name, width, threads = options.name, options.width, options.threads
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # XLA heeds no number of threads
-    if not name.startswith("JAX"):
-        import torch
+class Peer:
+    """An adapter of the harness that makes updates of one library.
 
-        torch.set_num_threads(threads)
-    updates = PEERS[name](width)
-    updates(64)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        count = int(line)
-        begin = time.perf_counter()
-        updates(count)
-        print((time.perf_counter() - begin) / count, flush=True)
+    Args:
+        task: ``name`` of the peer, ``width`` of the two hidden layers, number of ``threads`` and cores, and how many
+            ``updates`` it makes at a time.
+    """
 
+    transport = "none"
 
-if __name__ == "__main__":
-    main()
+    def __init__(self, task: dict[str, Any]) -> None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task["threads"]])  # XLA ignores a number of threads
+        if not task["name"].startswith("JAX"):
+            import torch
+
+            torch.set_num_threads(task["threads"])
+        self._updates, self._count = PEERS[task["name"]](task["width"]), task["updates"]
+
+    def advance(self) -> int:
+        """Updates; returns how often."""
+        self._updates(self._count)
+        return int(self._count)
+
+    def close(self) -> None:
+        """Ends it."""

@@ -7,11 +7,11 @@ Each repeat is a process of its own, which takes the steps of ``rayvec.train`` o
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 
+import tyro
 from measure import heading, markdown, spread
 
 PARTS = ["imports", "Ray", "environments and their first observations", "learner", "all"]
@@ -46,15 +46,12 @@ def start() -> list[float]:
     return [*parts_ms, sum(parts_ms)]
 
 
-def main() -> None:
+def main(repeats: int = 9) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
-    columns = zip(*(start() for _ in range(options.repeats)), strict=True)
+    columns = zip(*(start() for _ in range(repeats)), strict=True)
     print(heading(("ray", "torch")))
     print(markdown(["part", "ms"], [[part, spread(each)] for part, each in zip(PARTS, columns, strict=True)]))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

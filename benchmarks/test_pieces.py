@@ -11,7 +11,7 @@ from bulk_insert import add_in_order, episode_info, make_chunk
 from gymnasium import spaces
 from tianshou.data import VectorReplayBuffer
 
-from rayvec.bench.harness.emulated import EmulatedSpec
+from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.harness.learners import LearnerTask
 from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.cluster.frames import FrameFormat
@@ -54,7 +54,7 @@ def test_frame_decode(benchmark: Any, shape: tuple[int, ...]) -> None:
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} workers")
 def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
     """Environments that do nothing, one for each worker."""
-    started = ProcessPool.start(EnvFactory.build([EmulatedSpec()] * request.param), request.param)
+    started = ProcessPool.start(EnvFactory.build([EmulatedEnv] * request.param), request.param)
     ids = np.arange(request.param)
     started.reset(ids, [0] * request.param)
     started.recv(ids)

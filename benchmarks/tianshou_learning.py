@@ -8,16 +8,16 @@ threshold.
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from measure import heading, markdown, simulated_cluster
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,25 +30,22 @@ TASKS: dict[str, tuple[str, float, Callable[[int, int], tuple[Any, ...]]]] = {
 """Script, threshold of the mean return of ten episodes (IMPALA: of a hundred), and what its `main` is called with."""
 
 
-def main() -> None:
-    """Runs what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--learners", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    options = parser.parse_args()
+def main(
+    tasks: tuple[Literal["ppo-195", "ppo-475", "sac", "impala"], ...] = ("ppo-195", "ppo-475", "sac", "impala"),
+    learners: int = 2,
+    seeds: tuple[int, ...] = (1,),
+) -> None:
+    """Runs the tasks."""
     rows, missed = [], False
     with simulated_cluster(4, 4):
-        for task in options.tasks:
+        for task in tasks:
             script, threshold, arguments = TASKS[task]
-            for seed in options.seeds:
+            for seed in seeds:
                 np.random.seed(seed)
                 torch.manual_seed(seed)
                 began_s = time.monotonic()
-                best = runpy.run_path(str(EXAMPLES / script))["main"](*arguments(options.learners, seed))
-                rows.append(
-                    (task, seed, options.learners, threshold, f"{best:.1f}", f"{time.monotonic() - began_s:.0f}")
-                )
+                best = runpy.run_path(str(EXAMPLES / script))["main"](*arguments(learners, seed))
+                rows.append((task, seed, learners, threshold, f"{best:.1f}", f"{time.monotonic() - began_s:.0f}"))
                 missed = missed or best < threshold
     print(heading(("tianshou", "gymnasium", "ray", "torch")))
     print(markdown(("task", "seed", "learners", "threshold", "mean return", "wall time, s"), rows))
@@ -56,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

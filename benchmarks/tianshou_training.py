@@ -4,15 +4,14 @@
 
 Every side runs Tianshou's unmodified OnPolicyTrainer with the settings of its MuJoCo script for PPO (2048 steps an
 iteration, 10 passes, minibatches of 64, ten test episodes before and after), without normalised observations. Sides
-take turns, round by round, each with an algorithm made anew. Phases are timed apart: collecting, updating, testing,
+take turns, round by round, each with a new algorithm. Phases are timed apart: collecting, updating, testing,
 and the rest of the loop. Printed are medians over rounds with the smallest and largest, and how many times as fast each
-phase is as on Tianshou's side, round by round. That side comes with as many threads for torch as are asked for; the
+phase is as on Tianshou's side, round by round. That side comes with each of `--peer-threads`; the
 ratios are to the one whose whole loop is quickest, which is what Tianshou can do at best.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import gymnasium
 import torch
+import tyro
 from measure import heading, markdown, ratio, simulated_cluster, spread
 from tianshou.algorithm import PPO
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
@@ -195,30 +195,29 @@ def table(sides: list[Side], iterations: int) -> str:
     return markdown(header, rows)
 
 
-def main() -> None:
+def main(
+    rounds: int = 5,
+    iterations: int = 8,
+    envs: int = 16,
+    workers: int = 2,
+    learners: tuple[int, ...] = (0, 2),
+    peer_threads: tuple[int, ...] = (1, 2),
+) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--envs", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--learners", type=int, nargs="+", default=[0, 2])
-    parser.add_argument("--peer-threads", type=int, nargs="+", default=[1, 2])
-    options = parser.parse_args()
     # Tianshou's side forks, which is better done before Ray's threads are there
-    sides = [make_tianshou(options.envs, threads) for threads in options.peer_threads]
+    sides = [make_tianshou(envs, threads) for threads in peer_threads]
     with simulated_cluster(4):
-        sides += [make_rayvec(options.envs, options.workers, count) for count in options.learners]
+        sides += [make_rayvec(envs, workers, count) for count in learners]
         for side in sides:
             side.run(1, keep=False)
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for side in sides:
-                side.run(options.iterations)
+                side.run(iterations)
         print(heading(("tianshou", "gymnasium", "mujoco", "ray", "torch")))
-        print(table(sides, options.iterations))
+        print(table(sides, iterations))
         for side in sides:
             side.close()
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -26,11 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 import tyro
 
 import rayvec
-from rayvec.bench.compare import Compare
-from rayvec.bench.cost_model.cost import Cost
-from rayvec.bench.cost_model.plan import Model
-from rayvec.bench.learner import LearnerBench
-from rayvec.bench.scaling import Scaling
+from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
@@ -126,7 +122,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure how steps/s scale, how peers do, what a cluster would give, and what it would cost."""
+    """Measure scaling and peers, predict the throughput of a cluster, and find the cheapest machines."""
 
     command: (
         Annotated[Scaling, tyro.conf.subcommand("scaling")]
@@ -138,7 +134,11 @@ class Bench:
 
     def run(self, mentioned: frozenset[str]) -> None:
         """Runs the benchmark; `mentioned` are the names of the options on the command line."""
-        self.command.run(mentioned)
+        from rayvec.bench import compare, learner, scaling
+        from rayvec.bench.cost_model import cost, plan
+
+        modules = {Scaling: scaling, Compare: compare, Model: plan, Cost: cost, LearnerBench: learner}
+        modules[type(self.command)].run(self.command, mentioned)
 
 
 @dataclass(frozen=True)

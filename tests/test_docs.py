@@ -72,9 +72,9 @@ def run_blocks(page: Path, skip: tuple[str, ...] = ()) -> None:
 def test_python_blocks_run_without_ray(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RayVecEnv", "make_vec"):
-        monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0))
+        monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0, workers_per_node=0))
     for name in ("PPOConfig", "SACConfig", "IMPALAConfig"):
-        monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0))
+        monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0, workers_per_node=0))
     run_blocks(page, skip=NEEDS_RAY)
 
 

@@ -1,4 +1,4 @@
-"""A process that keeps simulated nodes: each line that it reads is a number of cores, each answer an address.
+"""A process that holds simulated nodes: each line that it reads is a number of cores, each answer an address.
 
 Ray reads its settings when it is imported, so a private cluster with a token of its own is best started by a
 process that has them from its beginning. ``python -m rayvec.bench.keeper``; it ends its nodes when its input ends.
@@ -21,7 +21,7 @@ def main() -> None:
     """Starts a head without cores, answers with its address, then adds a node for each line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is no answer
+    os.dup2(2, 1)  # Ray's own output is no answer
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Processes that hold what is measured: started, spoken to, ended; and the peers that there are."""
+"""Processes that hold what is measured: how they start, answer and end."""
 
 from __future__ import annotations
 
@@ -10,53 +10,66 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import rayvec
+from rayvec.bench.harness.host import MARK
 from rayvec.errors import ConfigError, RayvecError
 
-__all__ = ["COMPARE_PEERS", "NOT_INSTALLED", "SCALING_PEERS", "PeerProcess", "check_peers", "peer_process", "venvs"]
+__all__ = [
+    "COMPARE_PEERS",
+    "NOT_INSTALLED",
+    "SCALING_PEERS",
+    "PeerProcess",
+    "check_peers",
+    "marked_environment",
+    "peer_process",
+    "short_name",
+    "venvs",
+]
 
-SCALING_PEERS: dict[str, float] = {
-    "rayvec": 14.0,
-    "floor": 9.0,
-    "gymnasium-sync": 1.0,
-    "gymnasium-async": 30.0,
-    "tianshou-ray": 130.0,
-    "tianshou-subproc": 60.0,
-    "tianshou-shmem": 60.0,
-}
-"""Peers that step emulated environments, and MiB that each environment's process takes."""
-COMPARE_PEERS = (*SCALING_PEERS, "stable-baselines3", "envpool", "pufferlib", "torchrl", "rllib")
+SCALING_PEERS = ("floor", "gymnasium-sync", "gymnasium-async")
+COMPARE_PEERS = (*SCALING_PEERS, "process-pool", "rayvec-tcp")
 NOT_INSTALLED = "not installed"
+_TASK = "rayvec.bench.harness.task:Task"
 _END_S = 10.0
 _TERM_S = 3.0
 _KILL_S = 5.0
 
 
 def check_peers(names: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Refuses peers that nobody knows.
+    """Refuses unknown peers; ``module:name`` is looked up when it starts.
 
     Raises:
         ConfigError: One is unknown.
     """
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known and ":" not in name]
     if unknown:
         raise ConfigError(
             "--peer names what is measured beside rayvec.",
-            expected=", ".join(known),
+            expected=f"{', '.join(known)}, or module:name of an adapter",
             got=", ".join(unknown),
-            remedy="Correct the name, or leave it out.",
+            remedy="Correct the name, or leave it out. Peers of other libraries are in benchmarks/peers.py.",
         )
 
 
+def short_name(peer: str) -> str:
+    """Returns the name of a peer in tables.
+
+    >>> short_name("peers:tianshou_ray"), short_name("floor")
+    ('tianshou-ray', 'floor')
+    """
+    return peer.rpartition(":")[2].replace("_", "-")
+
+
 def venvs(given: tuple[str, ...]) -> dict[str, str]:
-    """Returns the Python interpreter of each peer that has a virtual environment of its own.
+    """Returns the Python interpreter of each peer that has a virtual environment of its own, by short name.
 
     Args:
-        given: Texts ``name=path``; what the variable RAYVEC_BENCH_VENVS names, separated by colons, comes first.
+        given: Texts ``name=path``; those in the variable RAYVEC_BENCH_VENVS, separated by colons, come first.
 
     Raises:
         ConfigError: One has another form, or there is no interpreter.
@@ -65,7 +78,7 @@ def venvs(given: tuple[str, ...]) -> dict[str, str]:
     for text in [*filter(None, os.environ.get("RAYVEC_BENCH_VENVS", "").split(":")), *given]:
         name, _, path = text.partition("=")
         python = Path(path) / "bin" / "python"
-        if name not in COMPARE_PEERS or not python.exists():
+        if not path or not python.exists():
             raise ConfigError(
                 "--peer-venv names a peer and the virtual environment that it is installed in.",
                 expected="name=path, with an interpreter at path/bin/python",
@@ -76,12 +89,17 @@ def venvs(given: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def marked_environment() -> dict[str, str]:
+    """Returns environment variables for the processes of one peer on this machine, with a mark of their own."""
+    return {MARK: uuid.uuid4().hex, "RAY_ADDRESS": "", "RAY_worker_niceness": "0"}
+
+
 class PeerProcess:
     """A :mod:`rayvec.bench.harness.host` in a process of its own.
 
     Args:
         peer: Which.
-        environment: Variables beside those of this process.
+        environment: Variables in addition to those of this process.
         python: Interpreter; by default this one.
     """
 
@@ -89,7 +107,7 @@ class PeerProcess:
         self.peer = peer
         self._directory = tempfile.TemporaryDirectory(prefix="rayvec-peer-", ignore_cleanup_errors=True)
         path = Path(self._directory.name)
-        (path / "rayvec").symlink_to(Path(rayvec.__file__).parent)  # the package alone, not what lies beside it
+        (path / "rayvec").symlink_to(Path(rayvec.__file__).parent)  # the package without its neighbours
         self._log = path / "log.txt"
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
@@ -110,25 +128,25 @@ class PeerProcess:
         self._ask, self._answer = os.fdopen(ask_write, "w"), os.fdopen(answer_read)
 
     def do(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Asks for something and waits for the answer.
+        """Sends a request and returns the answer.
 
         Raises:
-            RayvecError: It went wrong there.
+            RayvecError: The host or the adapter failed.
         """
         with contextlib.suppress(BrokenPipeError):
             self._ask.write(json.dumps({"do": what, **arguments}) + "\n")
             self._ask.flush()
         line = self._answer.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": f"its process ended\n{self._tail()}"}
+        if not line:
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
+            raise RayvecError(f"{self.peer}: its process exited\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RayvecError(f"{self.peer}: {answer['error']}")
         return answer
 
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
-
     def close(self) -> None:
-        """Ends it, by force if it does not come to an end."""
+        """Ends it, by force if it does not exit."""
         with contextlib.suppress(OSError, ValueError):
             self._ask.write(json.dumps({"do": "close"}) + "\n")
             self._ask.close()
@@ -142,7 +160,7 @@ class PeerProcess:
     def kill(self) -> None:
         """Ends it and what it started by force.
 
-        All are told to end first: multiprocessing's tracker outlives the others, and removes the semaphores they leave.
+        All get SIGTERM first: multiprocessing's tracker exits last, and removes the semaphores of the others.
         """
         with contextlib.suppress(ProcessLookupError):
             for number in (signal.SIGTERM, signal.SIGCONT):  # it may have been stopped
@@ -150,7 +168,7 @@ class PeerProcess:
             deadline = time.monotonic() + _TERM_S
             while time.monotonic() < deadline:
                 self._process.poll()
-                os.killpg(self._process.pid, 0)  # until nobody is left in the group
+                os.killpg(self._process.pid, 0)  # raises once the group is empty
                 time.sleep(0.02)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_KILL_S)
@@ -158,16 +176,20 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def peer_process(
-    peer: str, environment: Mapping[str, str], task: Mapping[str, Any], python: str = sys.executable
+    peer: str,
+    environment: Mapping[str, str],
+    task: Mapping[str, Any],
+    python: str = sys.executable,
+    task_type: str = _TASK,
 ) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
-    """Starts a peer on a task; yields it with what it said, and ends it. One that is not installed says ``missing``.
+    """Starts a peer on a task; yields it with its first answer, and ends it. ``missing`` says that it isn't installed.
 
     Raises:
-        RayvecError: It can't be started, though it is installed.
+        RayvecError: It is installed but can't be started.
     """
-    process = PeerProcess(peer, environment, python)
+    process = PeerProcess(short_name(peer), environment, python)
     try:
-        started = process.do("start", peer=peer, task=dict(task))
+        started = process.do("start", peer=peer, task=dict(task), task_type=task_type)
         yield process, started
     except BaseException:
         process.kill()

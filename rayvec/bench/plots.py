@@ -48,109 +48,70 @@ def _legend(figure: Figure, axes: Sequence[Any]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130)
-    return path
-
-
 def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Draws efficiency over nodes, steps/s over nodes, and the time split; returns where."""
-    return [
-        _plot_efficiency(rows, directory / "efficiency.png"),
-        _plot_steps(rows, directory / "steps.png"),
-        _plot_split(rows, directory / "split.png"),
-    ]
+    """Draws efficiency over nodes, steps/s over nodes, and the time split; returns the files."""
+    durations = sorted({row["step_duration_s"] for row in rows}, reverse=True)
+    efficiency, steps = (_over_nodes(rows, durations, what) for what in ("efficiency", "steps_per_s"))
+    figures = {"efficiency": efficiency, "steps": steps, "split": _split(rows, durations)}
+    for name, figure in figures.items():
+        figure.savefig(directory / f"{name}.png", dpi=130)
+    return [directory / f"{name}.png" for name in figures]
 
 
-def _durations(rows: Sequence[Row]) -> list[float]:
-    return sorted({row["step_duration_s"] for row in rows}, reverse=True)
-
-
-def _lines(axis: Any, rows: Sequence[Row], step_s: float, value: str, scale: float = 1.0) -> None:
-    for way in dict.fromkeys(row["way"] for row in rows):
-        points = sorted(
-            (r["nodes"], scale * r[value]) for r in rows if (r["way"], r["step_duration_s"]) == (way, step_s)
-        )
-        style = {"linestyle": "--"} if way == "floor" else {"marker": "o"}
-        if points:
-            axis.plot(*zip(*points, strict=True), label=way, color=_COLORS.get(way), markersize=4, **style)
-        hollow = [
-            (r["nodes"], scale * r[value])
-            for r in rows
-            if (r["way"], r["step_duration_s"]) == (way, step_s) and r["marked"] and way != "floor"
-        ]
-        if hollow:
-            axis.plot(*zip(*hollow, strict=True), "o", color=_COLORS.get(way), markersize=4, markerfacecolor="white")
-    axis.set_title(f"step {step_s:g} s")
-    axis.set_xscale("log", base=2)
-    _whole_ticks(axis, {row["nodes"] for row in rows})
-    axis.set_xlabel("nodes")
-
-
-def _hollow_means(rows: Sequence[Row]) -> str:
-    """Explains hollow points where there are any."""
-    return "; hollow: more cores than this machine can emulate" if any(row["marked"] for row in rows) else ""
-
-
-def _whole_ticks(axis: Any, values: set[int]) -> None:
-    axis.set_xticks(sorted(values), [str(value) for value in sorted(values)])
-    axis.minorticks_off()
-
-
-def _plot_efficiency(rows: Sequence[Row], path: Path) -> Path:
-    durations = _durations(rows)
-    figure, axes = _figure(len(durations))
-    old = old_design()
-    for axis, step_s in zip(axes, durations, strict=True):
-        _lines(axis, rows, step_s, "efficiency", 100.0)
-        points = [(row["nodes"], row["efficiency_percent"]) for row in old if row["step_duration_s"] == step_s]
-        if points:
-            color = _COLORS["old design"]
-            axis.plot(*zip(*points, strict=True), ":", marker="x", color=color, label="old design, 48 cores a node")
-            _whole_ticks(axis, {row["nodes"] for row in rows} | {int(n) for n, _ in points})
-        axis.set_ylim(0, 105)
-    axes[0].set_ylabel("efficiency, %")
-    _legend(figure, axes)
-    figure.suptitle("Steps/s over (cores / step duration)" + _hollow_means(rows))
-    return _save(figure, path)
-
-
-def _plot_steps(rows: Sequence[Row], path: Path) -> Path:
-    durations = _durations(rows)
+def _over_nodes(rows: Sequence[Row], durations: Sequence[float], value: str) -> Figure:
+    """Draws efficiency in percent with the old design, or steps/s with the ideal."""
     figure, axes = _figure(len(durations))
     for axis, step_s in zip(axes, durations, strict=True):
-        _lines(axis, rows, step_s, "steps_per_s")
-        ideal = sorted({(row["nodes"], row["ideal_steps_per_s"]) for row in rows if row["step_duration_s"] == step_s})
-        axis.plot(*zip(*ideal, strict=True), ":", color="black", label="ideal")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
-    axes[0].set_ylabel("steps/s")
+        here = sorted((row for row in rows if row["step_duration_s"] == step_s), key=lambda row: row["nodes"])
+        counts = {row["nodes"] for row in rows}
+        scale = 100.0 if value == "efficiency" else 1.0
+        for way in dict.fromkeys(row["way"] for row in here):
+            mine, color = [row for row in here if row["way"] == way], _COLORS.get(way, "#888888")
+            points = [row["nodes"] for row in mine], [scale * row[value] for row in mine]
+            axis.plot(*points, "--" if way == "floor" else "-", label=way, color=color)
+            faces = ["white" if row["marked"] else color for row in mine]
+            axis.scatter(*points, s=0 if way == "floor" else 16, facecolors=faces, edgecolors=color, zorder=3)
+        if value == "efficiency":
+            old = [row for row in old_design() if row["step_duration_s"] == step_s]
+            if old:
+                points = [row["nodes"] for row in old], [row["efficiency_percent"] for row in old]
+                axis.plot(*points, "x:", color=_COLORS["old design"], label="old design, 48 cores a node")
+                counts |= {int(row["nodes"]) for row in old}
+            axis.set_ylim(0, 105)
+        else:
+            ideal = {row["nodes"]: row["ideal_steps_per_s"] for row in here}
+            axis.plot(ideal.keys(), ideal.values(), ":", color="black", label="ideal")
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.set(title=f"step {step_s:g} s", xlabel="nodes")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(counts), [str(count) for count in sorted(counts)])
+        axis.minorticks_off()
+    axes[0].set_ylabel("efficiency, %" if value == "efficiency" else "steps/s")
     _legend(figure, axes)
-    figure.suptitle("Steps/s over nodes" + _hollow_means(rows))
-    return _save(figure, path)
+    title = "Steps/s over (cores / step duration)" if value == "efficiency" else "Steps/s over nodes"
+    hollow = "; hollow: more cores than this machine can emulate" if any(row["marked"] for row in rows) else ""
+    figure.suptitle(title + hollow)
+    return figure
 
 
-def _plot_split(rows: Sequence[Row], path: Path) -> Path:
+def _split(rows: Sequence[Row], durations: Sequence[float]) -> Figure:
     most = max(row["nodes"] for row in rows)
-    chosen = [row for row in rows if row["nodes"] == most and row["way"] != "floor"]
-    ways = list(dict.fromkeys(row["way"] for row in chosen)) or ["floor"]
-    durations = _durations(rows)
+    chosen = {(row["way"], row["step_duration_s"]): row for row in rows if row["nodes"] == most}
+    ways = list(dict.fromkeys(way for way, _ in chosen if way != "floor")) or ["floor"]
     figure, axes = _figure(len(durations), height=2.1 + 0.45 * len(ways))
     for axis, step_s in zip(axes, durations, strict=True):
-        for place, way in enumerate(ways):
-            row = next((r for r in chosen if (r["way"], r["step_duration_s"]) == (way, step_s)), None)
-            left = 0.0
-            for state, color in zip(STATES, _STATE_COLORS, strict=True):
-                share = 100 * (row["split"].get(state, 0.0) if row else 0.0)
-                axis.barh(place, share, left=left, color=color, label=state if place == 0 else None)
-                left += share
-        axis.set_title(f"step {step_s:g} s")
+        left = [0.0] * len(ways)
+        for state, color in zip(STATES, _STATE_COLORS, strict=True):
+            found = [chosen.get((way, step_s), {"split": {}})["split"] for way in ways]
+            shares = [100 * split.get(state, 0.0) for split in found]
+            axis.barh(range(len(ways)), shares, left=left, color=color, label=state)
+            left = [before + share for before, share in zip(left, shares, strict=True)]
+        axis.set(title=f"step {step_s:g} s", xlabel="% of the cores' time", xlim=(0, 100))
         axis.set_yticks(range(len(ways)), ways if axis is axes[0] else [""] * len(ways))
-        axis.set_xlabel("% of the cores' time")
-        axis.set_xlim(0, 100)
         axis.invert_yaxis()
     _legend(figure, axes)
     figure.suptitle(f"Where the time goes on {most} node{'s' if most > 1 else ''}")
-    return _save(figure, path)
+    return figure

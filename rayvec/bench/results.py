@@ -1,4 +1,4 @@
-"""Result files: what was measured, with what, on what; written after every row, so that nothing is lost."""
+"""Result files: measurements with their settings, versions and machine, written after every row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+from rich.console import Console
+
+from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 
 __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
@@ -22,12 +26,12 @@ __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
 SCHEMA_VERSION = 1
 _PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
 _WRITTEN = ("schema", "schema_version", "time", "machine", "versions")
-"""What every file begins with, and every writing writes anew."""
+"""What every file begins with; each write replaces it."""
 _OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the benchmark ran on: cores, processor, memory, system, interpreter."""
+    """Returns the cores, processor, memory, system and interpreter that the benchmark ran on."""
     processors = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -36,7 +40,7 @@ def machine() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": processors[0] if processors else platform.machine(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
@@ -60,9 +64,9 @@ class Results:
         settings: Of the command.
         path: Where the JSON goes.
         rows: What was measured, one dict of plain values for each.
-        notes: Sentences for whoever reads the rows.
-        extra: What is no row.
-        command: That began it, also where another one goes on with it.
+        notes: Sentences about the rows.
+        extra: Other values.
+        command: The one that started it, also where another one resumes it.
     """
 
     kind: str
@@ -72,6 +76,12 @@ class Results:
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     command: str = field(default_factory=lambda: " ".join(["rayvec", *sys.argv[1:]]))
+
+    @classmethod
+    def of(cls, kind: str, settings: Any) -> Results:
+        """Returns an empty file for a command's settings, in the directory that they name."""
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in plain(settings).items()}
+        return cls(kind, values, settings.out / f"{kind}.json")
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row, and writes the file."""
@@ -97,6 +107,11 @@ class Results:
         beside.write_text(json.dumps(content, indent=1) + "\n")
         beside.replace(self.path)
 
+    def finish(self, terminal: Console) -> None:
+        """Writes JSON and CSV, and prints where."""
+        self.write()
+        terminal.print(f"written: {self.path}, {self.write_csv()}")
+
     def write_csv(self) -> Path:
         """Writes the rows as CSV beside the JSON, nested values with dots in their names; returns where."""
         flat = [_flat(row) for row in self.rows]
@@ -113,7 +128,7 @@ class Results:
         """Reads a result file of a command.
 
         Raises:
-            ConfigError: It is none, or of another command or another version of the schema.
+            ConfigError: It is no result file, or one of another command or version of the schema.
         """
         try:
             content = json.loads(path.read_text())
@@ -124,10 +139,10 @@ class Results:
         expected = f"rayvec-bench-{kind}, version {SCHEMA_VERSION}"
         if got != expected:
             raise ConfigError(
-                "A result file is read by the command, and by the version of it, that wrote it.",
+                "A result file can be read by the command and version that wrote it.",
                 expected=expected,
                 got=got,
-                remedy="Pass another file, or measure anew.",
+                remedy="Pass another file, or measure again.",
             )
         extra = {name: value for name, value in content.items() if name not in _WRITTEN}
         return cls(kind, settings, path, rows, notes, extra, command)

@@ -1,4 +1,4 @@
-"""Where benchmarks run: a cluster that is there, or nodes simulated on this machine."""
+"""Where benchmarks run: an existing cluster, or nodes simulated on this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from rayvec.bench.harness.host import MARK
 from rayvec.cluster.session import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError, NodeLostError
@@ -23,7 +25,7 @@ _PROBE_S = 20.0
 _PROBE = """
 import json, socket, sys
 host, _, port = sys.argv[1].rpartition(":")
-if port.isdigit():  # where nobody listens, Ray itself would go on trying
+if port.isdigit():  # Ray itself would retry for minutes
     socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
 import ray
 ray.init(sys.argv[1], log_to_driver=False)
@@ -32,6 +34,9 @@ print(json.dumps([node["Resources"].get("CPU", 0) for node in ray.nodes() if nod
 _END_S = 15.0
 _NODE_MIB = 260.0
 """Memory of a simulated node's own processes."""
+_ENV_MIB = {"rayvec": 14.0, "floor": 9.0, "gymnasium-sync": 1.0, "gymnasium-async": 30.0}
+_OTHER_ENV_MIB = 130.0
+"""Memory of the process of each environment, by peer; a Ray actor for each takes the most."""
 
 
 class Nodes:
@@ -54,7 +59,7 @@ class Nodes:
         self._count = 0
 
     def check(self, count: int, cores: int) -> None:
-        """Refuses more nodes than the cluster has; there are as many simulated ones as anybody wants.
+        """Refuses more nodes than the cluster has; simulated nodes are added as needed.
 
         Raises:
             ConfigError: There are fewer.
@@ -62,7 +67,7 @@ class Nodes:
         fit = sum(cpus >= cores for cpus in self._cpus)
         if not self.simulated and fit < count:
             raise ConfigError(
-                "On a cluster its own nodes are measured.",
+                "On a cluster, its own nodes are measured.",
                 expected=f"{count} nodes of at least {cores} cores",
                 got=f"{fit} at {self.address}, whose nodes have {', '.join(f'{n:g}' for n in self._cpus)} cores",
                 remedy="Lower --nodes or --cores-per-node, or add nodes to the cluster.",
@@ -81,7 +86,7 @@ class Nodes:
             self._count += 1
 
     def describe(self, cores: int) -> str:
-        """Says for a person what the benchmark runs on."""
+        """Returns in words what the benchmark runs on."""
         if self.simulated:
             return (
                 f"simulated nodes of {cores} cores on this machine ({os.cpu_count()} cores); "
@@ -92,7 +97,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(address: str | None = None) -> Iterator[Nodes]:
-    """Yields the cluster at an address, or else a private one without nodes to work on, which can be added.
+    """Yields the cluster at an address, or else a private one, to which nodes can be added.
 
     Raises:
         ConfigError: No cluster answers at the address.
@@ -124,11 +129,11 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
 
 
 class Keeper:
-    """The process that keeps simulated nodes, see :mod:`rayvec.bench.keeper`.
+    """The process that holds simulated nodes, see :mod:`rayvec.bench.keeper`.
 
     Args:
         environment: Of the nodes.
-        log: Where it writes what goes wrong.
+        log: Where it writes its errors.
     """
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
@@ -174,7 +179,7 @@ class Keeper:
 
 
 def reachable(address: str) -> list[float]:
-    """Returns the cores of each node of a cluster, by a process that gives up where Ray would try for minutes.
+    """Returns the cores of each node of a cluster, from a process that gives up where Ray would retry for minutes.
 
     Raises:
         ConfigError: No Ray answers.
@@ -198,19 +203,20 @@ def reachable(address: str) -> list[float]:
     )
 
 
-def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -> None:
+def check_memory(num_nodes: int, peers: Sequence[str], num_envs: int) -> None:
     """Refuses more emulated cores than this machine's memory has room for.
 
     Args:
         num_nodes: Simulated.
-        per_env_mib: What a process of each peer takes; the peers run one after another, the floor beside each.
+        peers: Which are measured, one after another; the floor runs beside each of the others.
         num_envs: Processes of a peer at most.
 
     Raises:
         ConfigError: There is not enough.
     """
-    peer = max((name for name in per_env_mib if name != "floor"), key=lambda name: per_env_mib[name])
-    each_mib = per_env_mib[peer] + per_env_mib.get("floor", 0.0)
+    needs = {name: _ENV_MIB.get(name, _OTHER_ENV_MIB) for name in peers}
+    peer = max((name for name in needs if name != "floor"), key=lambda name: needs[name])
+    each_mib = needs[peer] + needs.get("floor", 0.0)
     needed = (num_nodes + 1) * _NODE_MIB + num_envs * each_mib
     available = available_mib()
     if needed > available:
@@ -225,8 +231,5 @@ def check_memory(num_nodes: int, per_env_mib: dict[str, float], num_envs: int) -
 
 
 def available_mib() -> float:
-    """Returns the memory that can be had without swapping, in MiB."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) / 1024
-    raise AssertionError("Linux says how much memory is available")
+    """Returns the memory that is free without swapping, in MiB."""
+    return float(psutil.virtual_memory().available) / 2**20

@@ -1,4 +1,4 @@
-"""What a person sees: tables, and a bar with the time that is left."""
+"""Output on the terminal: tables, and a progress bar with the remaining time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _HYPHENATED = {
 
 
 def console() -> Console:
-    """Returns the terminal; what is no terminal gets lines that are long enough for our tables."""
+    """Returns the terminal; output that is no terminal gets lines long enough for the tables."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 class Ticker:
-    """A bar over the seconds that a benchmark is expected to take."""
+    """A progress bar over the expected seconds of a benchmark."""
 
     def __init__(self, progress: Progress, total_s: float) -> None:
         self._progress = progress
@@ -42,11 +42,11 @@ class Ticker:
         self._done_s = 0.0
 
     def say(self, text: str) -> None:
-        """Says what is being done."""
+        """Shows what is being measured."""
         self._progress.update(self._task, description=text)
 
     def advance(self, seconds: float) -> None:
-        """Notes that something of so many expected seconds is done."""
+        """Adds expected seconds that are done."""
         self._done_s += seconds
         task = self._progress.tasks[0]
         self._progress.advance(self._task, seconds)
@@ -57,7 +57,7 @@ class Ticker:
 
 @contextmanager
 def ticking(total_s: float, terminal: Console) -> Iterator[Ticker]:
-    """Shows a bar; it disappears in the end, and where nobody looks at a terminal there is none."""
+    """Shows a progress bar while inside; output that is no terminal has none."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -5,59 +5,101 @@ from __future__ import annotations
 import csv
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
 
-from rayvec.bench import simulate
+from rayvec.bench import compare, simulate
 from rayvec.bench.harness.adapters import ADAPTERS
 from rayvec.bench.harness.ddp import SHARES
-from rayvec.bench.harness.learners import LearnerTask, Updates
+from rayvec.bench.harness.learners import LearnerTask, Threads
 from rayvec.bench.learner import show
 from rayvec.bench.peers import COMPARE_PEERS, SCALING_PEERS
 from rayvec.bench.results import Results
+from rayvec.bench.settings import LearnerBench
 from rayvec.bench.terminal import console
+from rayvec.cli import main
+
+COMPARE = "bench compare --num-envs 2 --workers 1 --repeats 1 --window 0.05 --out out --peer".split()
 
 
-def test_peers_beside_ours(tmp_path: Path) -> None:
-    arguments = "bench compare --num-envs 2 --workers 1 --repeats 1 --window 0.05 --out out".split()
-    with running([*arguments, "--peer", "floor", "gymnasium-async", "pufferlib"], tmp_path) as command:
-        assert command.process.wait(150) == 0, command.stderr.read_text()
+def compared(peers: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Runs ``rayvec bench compare`` with some peers; returns its rows by name, and what it printed."""
+    with running([*COMPARE, *peers.split()], tmp_path) as command:
+        assert command.process.wait(500) == 0, command.stderr.read_text()
         printed = command.stdout.read_text()
         assert_nothing_left(command)
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert content["schema"] == "rayvec-bench-compare"
-    rows = {row["way"]: row for row in content["rows"]}
-    assert list(rows) == ["rayvec-driver", "rayvec-worker", "floor", "gymnasium-async", "pufferlib"]
-    assert "pufferlib" in rows["pufferlib"]["missing"] and "not installed" in printed
-    for way in ("rayvec-driver", "rayvec-worker", "floor", "gymnasium-async"):
-        assert rows[way]["steps_per_s"] > 0 and rows[way]["steps_per_cpu_s"] > 0 and rows[way]["num_envs"] == 2
-        assert rows[way]["of_floor"] > 0 and len(rows[way]["of_floor_all"]) == 1
-        shares = rows[way]["split"]
-        assert sum(shares.values()) == pytest.approx(1.0) and shares["environment"] > 0
-        assert shares["unattributed"] <= 0.05 and min(shares.values()) >= 0
-    assert "where the time of the processes that step goes" in printed
-    assert rows["rayvec-driver"]["transport"] == "shm x 1"
     with (tmp_path / "out" / "compare.csv").open() as file:
-        assert [row["way"] for row in csv.DictReader(file)] == list(rows)
+        assert [row["way"] for row in csv.DictReader(file)] == [row["way"] for row in content["rows"]]
+    return {row["way"]: row for row in content["rows"]}, printed
 
 
-def test_two_ranks_and_ddp(tmp_path: Path) -> None:
-    arguments = "bench learner --algorithm impala --num-learners 2 --way ranks ddp --window 0.01 --out out".split()
-    with running([*arguments, "--num-envs", "4", "--minibatch-size", "128"], tmp_path) as command:
-        assert command.process.wait(170) == 0, command.stderr.read_text()
+def assert_measured(row: dict[str, Any]) -> None:
+    assert row["steps_per_s"] > 0 and row["steps_per_cpu_s"] > 0 and row["num_envs"] == 2
+    assert row["of_floor"] > 0 and len(row["of_floor_all"]) == 1
+    shares = row["split"]
+    assert sum(shares.values()) == pytest.approx(1.0) and shares["environment"] > 0
+    assert shares["unattributed"] <= 0.05 and min(shares.values()) >= 0
+
+
+def test_rayvec_beside_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "OURS", ("rayvec-worker",))
+    assert main([*COMPARE, "floor", "gymnasium-sync", "no_such_library:no_such_peer"]) == 0
+    printed = capsys.readouterr().out
+    rows = {row["way"]: row for row in json.loads(Path("out/compare.json").read_text())["rows"]}
+    assert list(rows) == ["rayvec-worker", "floor", "gymnasium-sync", "no-such-peer"]
+    for way in ("rayvec-worker", "floor", "gymnasium-sync"):
+        assert_measured(rows[way])
+    assert rows["rayvec-worker"]["transport"] == "ray, shm x 1"
+    assert "no_such_library" in rows["no-such-peer"]["missing"] and "not installed" in printed
+    assert "where the time of the processes that step goes" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_peers_of_the_package(tmp_path: Path) -> None:
+    rows, _ = compared("floor gymnasium-sync gymnasium-async process-pool rayvec-tcp", tmp_path)
+    assert len(rows) == 7 and rows["rayvec-tcp"]["transport"] == "tcp x 1"
+    for row in rows.values():
+        assert_measured(row)
+
+
+WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("algorithm", "ways"),
+    [
+        ("ppo", ["threads", "shared-memory"]),
+        pytest.param("impala", WAYS, marks=pytest.mark.slow),
+        pytest.param("sac", WAYS, marks=pytest.mark.slow),
+    ],
+)
+def test_two_learners(tmp_path: Path, algorithm: str, ways: Sequence[str]) -> None:
+    arguments = f"bench learner --algorithm {algorithm} --num-learners 2 --window 0.01 --out out --num-envs 4".split()
+    with running([*arguments, "--minibatch-size", "128", "--way", *ways], tmp_path) as command:
+        assert command.process.wait(500) == 0, command.stderr.read_text()
         assert_nothing_left(command)
     content = json.loads((tmp_path / "out" / "learner.json").read_text())
     assert content["schema"] == "rayvec-bench-learner"
-    assert [(row["algorithm"], row["way"]) for row in content["rows"]] == [("impala", "ranks"), ("impala", "ddp")]
+    assert [row["way"] for row in content["rows"]] == list(ways)
     for row in content["rows"]:
-        assert row["samples_per_s"] > 0 and len(row["update_ms_all"]) >= 2 and row["num_learners"] == 2, row
+        assert row.get("samples_per_s", 0) > 0 and len(row["update_ms_all"]) >= 2, row
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("arguments", "result"),
     [
@@ -77,6 +119,7 @@ def test_ctrl_c_keeps_the_finished_rows(tmp_path: Path, arguments: str, result: 
     assert rows and all(row.get("steps_per_s", row.get("samples_per_s", 0)) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_fails_its_rows_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (
         "bench compare --env-id bench_failing:Failing-v0 --num-envs 1 --repeats 1 --window 0.05 --out out".split()
@@ -107,8 +150,7 @@ gymnasium.register("Failing-v0", Failing)
 @pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 8 * 256), ("sac", 16 * 64), ("impala", 256)])
 def test_samples_are_rows_of_minibatches(algorithm: str, samples: int) -> None:
     task = LearnerTask(algorithm, num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3)
-    learner = task.learner()()
-    updates = Updates(task, learner, task.batch(learner))
+    updates = Threads(task)
     updates.advance()
     assert updates.advance() == samples
 
@@ -120,9 +162,21 @@ def group_of_one() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("algorithm", "samples"), [("ppo", 8 * 256), ("sac", 16 * 64), ("impala", 256)])
-def test_ddp_learns_from_as_many(algorithm: str, samples: int, group_of_one: None) -> None:
-    task = LearnerTask(algorithm, num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3)
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize(("algorithm", "epochs"), [("ppo", 8), ("impala", 1)])
+def test_ddp_learns_from_as_many_on_policy(algorithm: str, epochs: int, images: bool, group_of_one: None) -> None:
+    task = LearnerTask(
+        algorithm, num_envs=4, num_steps=8, minibatch_size=16, hidden_sizes=(8,), obs_size=3, images=images
+    )
+    assert_ddp_learns(task, epochs * 32)
+
+
+def test_ddp_learns_from_as_many_off_policy(group_of_one: None) -> None:
+    assert_ddp_learns(LearnerTask("sac", num_envs=4, minibatch_size=64, hidden_sizes=(8,), obs_size=3), 16 * 64)
+
+
+def assert_ddp_learns(task: LearnerTask, samples: int) -> None:
+    algorithm = task.algorithm
     share = SHARES[algorithm](task, torch.device("cpu"))
     nets = [net for net in vars(share).values() if isinstance(net, torch.nn.Module)]
     before = [parameter.detach().clone() for net in nets for parameter in net.parameters()]
@@ -142,7 +196,9 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
         {
             "algorithm": "ppo",
             "way": "ranks",
+            "minibatch_size": 64,
             "num_learners": n,
+            "cores": 2,
             "scaling": "weak",
             "samples_per_s": rate,
             "update_ms": 1,
@@ -161,7 +217,7 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
         ("compare --peer warp-drive", ["warp-drive"]),
         ("compare --env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("compare --peer-venv rllib=/nowhere", ["rllib=/nowhere", "make_peer_venvs.sh"]),
-        ("compare --peer-venv someone=/usr", ["someone=/usr"]),
+        ("compare --peer-venv /usr", ["/usr", "name=path"]),
         ("compare --num-envs 0", ["num_envs"]),
         ("learner --num-learners 0", ["num_learners"]),
         ("learner --window 0", ["window"]),
@@ -185,5 +241,6 @@ def test_an_address_where_nobody_ever_answers(assert_refused: AssertRefused, mon
         assert_refused(["bench", "model", "--address", address], address, "no answer within", "ray start --head")
 
 
-def test_every_peer_can_be_made() -> None:
-    assert set(SCALING_PEERS) <= set(COMPARE_PEERS) == set(ADAPTERS) - {"cluster-floor"}
+def test_every_peer_has_an_adapter() -> None:
+    assert set(SCALING_PEERS) <= set(COMPARE_PEERS) <= {*ADAPTERS, "rayvec-tcp"}
+    assert set(get_args(get_args(get_type_hints(LearnerBench)["way"])[0])) <= set(ADAPTERS)

@@ -11,11 +11,12 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.bench.cost_model.cost import PRICES, Instance, Mix, cheapest, mix_of, read_prices, suffices
+from rayvec.bench.cost_model.cost import Instance, Mix, cheapest, mix_of, read_prices, suffices
 from rayvec.bench.cost_model.model import Cluster, Costs, Fit
+from rayvec.bench.settings import PRICES
 from rayvec.cli import main
 
-FIT = Fit(Costs(), Costs())
+FIT = Fit({"worker": {0.01: Costs()}})
 
 
 def test_the_published_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

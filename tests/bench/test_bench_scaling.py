@@ -17,9 +17,11 @@ from helpers.processes import RAYVEC, assert_nothing_left, running
 from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.bench.harness.split import STATES
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
-from rayvec.bench.scaling import Scaling, chunk_length
+from rayvec.bench.scaling import cells, chunk_length, expected_total_s
+from rayvec.bench.settings import Scaling
 from rayvec.bench.simulate import Nodes, available_mib, check_memory
 from rayvec.cli import main
+from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 
 TINY = (
@@ -53,6 +55,8 @@ def assert_schema(content: dict[str, Any]) -> None:
         assert row["steps_per_s"] > 0 and row["simulated"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with running(["bench", "scaling", *TINY, "--out", str(out)], tmp_path) as command:
@@ -65,7 +69,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     with running(["bench", "scaling", "--resume", str(out / "scaling.json")], again) as command:
-        assert command.process.wait(120) == 0, command.stderr.read_text()
+        assert command.process.wait(400) == 0, command.stderr.read_text()
         printed = command.stdout.read_text()
         assert_nothing_left(command)
     content = json.loads((out / "scaling.json").read_text())
@@ -83,10 +87,33 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Scaling(nodes=(1, 2), step_duration=(0.1,), peer=("gymnasium-async",))
+    values = {**plain(settings), "out": str(tmp_path)}
+    del values["resume"]
+    rows = [
+        {
+            **{"nodes": count, "cores": 8 * count, "step_duration_s": step_s, "way": way, "transport": "tcp x 1"},
+            **{"chunk_steps": 20 if way == "rayvec-worker" else None, "steps_per_s": 70.0 * count},
+            **{"steps_per_s_per_core": 8.75, "ideal_steps_per_s": 80.0 * count, "efficiency": 0.875, "of_floor": 0.9},
+            **{"of_floor_all": [0.9, 0.9], "marked": count == 2, "split": {"environment": 0.9, "unattributed": 0.1}},
+        }
+        for count, way, step_s in cells(settings)
+    ]
+    Results("scaling", values, tmp_path / "scaling.json", rows, ["a note"]).write()
+    assert main(["bench", "scaling", "--resume", str(tmp_path / "scaling.json")]) == 0
+    printed = capsys.readouterr().out
+    for words in ("0 cells to measure, 8 done", "87.5%*", "rayvec-worker T=20", "0.900 +-0.000", "a note"):
+        assert words in printed
+    assert "More than 5% is unattributed: 1, 0.1, rayvec-driver" in printed and "can't emulate so many" in printed
+    for name in ("efficiency", "steps", "split"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--peer warp-drive", ["warp-drive", "tianshou-ray"]),
+        ("--peer warp-drive", ["warp-drive", "gymnasium-async", "benchmarks/peers.py"]),
         ("--peer rllib", ["rllib"]),
         ("--step-duration 0", ["step_duration", "above 0"]),
         ("--step-duration 1 -0.1", ["step_duration"]),
@@ -134,7 +161,7 @@ def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest
         Results.read(path, "scaling")
 
 
-def test_settings_of_another_version_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_another_version_are_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scaling.json"
     Results("scaling", {"warp": 9}, path).write()
     assert main(["bench", "scaling", "--resume", str(path)]) == 2
@@ -151,14 +178,14 @@ def test_a_cluster_has_the_nodes_that_it_has() -> None:
 
 def test_the_floor_beside_a_peer_needs_memory_too() -> None:
     room = available_mib()
-    check_memory(0, {"rayvec": 0.6 * room}, 1)
+    check_memory(0, ("rayvec",), int(room / 20))
     with pytest.raises(ConfigError, match="GiB"):
-        check_memory(0, {"rayvec": 0.6 * room, "floor": 0.6 * room}, 1)
-    with pytest.raises(ConfigError, match="leave tianshou-ray out"):
-        check_memory(0, {"rayvec": 1.0, "floor": 1.0, "tianshou-ray": 2.0 * room}, 1)
+        check_memory(0, ("rayvec", "floor"), int(room / 20))
+    with pytest.raises(ConfigError, match="leave peers:tianshou_ray out"):
+        check_memory(0, ("rayvec", "floor", "peers:tianshou_ray"), int(room / 60))
 
 
-def test_a_policy_takes_its_actions_in_turns() -> None:
+def test_a_policy_alternates_between_its_actions() -> None:
     policy = TimedPolicy([np.array([0, 1, 0]), np.array([1, 1, 0])])
     taken = [policy.act(None, np.zeros((2, 0))) for _ in range(3)]
     assert [actions.tolist() for actions, _ in taken] == [[1, 1], [0, 1], [1, 1]]
@@ -172,23 +199,20 @@ def test_a_result_file_is_not_overwritten(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_quick_leaves_out_what_takes_long() -> None:
-    quick = Scaling(quick=True).narrowed()
-    assert quick.nodes == (1, 2) and quick.step_duration == (0.1, 0.01, 0.001) and quick.peer == ("tianshou-subproc",)
+    quick = Scaling(quick=True, peer=("gymnasium-async", "peers:tianshou_ray")).narrowed()
+    assert quick.nodes == (1, 2) and quick.step_duration == (0.1, 0.01, 0.001) and quick.peer == ("gymnasium-async",)
     assert Scaling(quick=True, nodes=(4,)).narrowed().nodes == (4,)
 
 
 def test_the_time_that_tables_are_expected_to_take() -> None:
-    def total(settings: Scaling) -> float:
-        cells = list(settings.cells())
-        starts = {cell[:2] for cell in cells}
-        return sum(map(settings.expected_s, cells)) + sum(settings.start_s(way, 8 * n) for n, way in starts)
-
-    assert total(Scaling().narrowed()) < 25 * 60
-    assert total(Scaling(quick=True).narrowed()) < 3 * 60
+    for settings, minutes in ((Scaling(), 25), (Scaling(quick=True).narrowed(), 3)):
+        assert expected_total_s(settings, list(cells(settings))) < 60 * minutes
 
 
 def test_chunks_are_of_at_least_one_step() -> None:
-    assert chunk_length(100.0) == 1 and chunk_length(1e-6) == 128 and chunk_length(0.1, 7) == 7
+    settings, way = Scaling(), "rayvec-worker"
+    assert chunk_length(settings, way, 100.0) == 1 and chunk_length(settings, way, 1e-6) == 128
+    assert chunk_length(Scaling(chunk_steps=7), way, 0.1) == 7 and chunk_length(settings, "floor", 0.1) == 1
 
 
 def test_the_old_design_is_what_was_published() -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from rayvec.config.schema import Bounds, check, plain
+import yaml
+
+from rayvec.bench.cost_model.measuring import Measured
+from rayvec.bench.cost_model.model import Cluster, Fit, Setting
+from rayvec.bench.cost_model.model import steps_per_s as predicted_steps_per_s
+from rayvec.bench.cost_model.plan import cluster_of
+from rayvec.bench.results import Results
+from rayvec.bench.settings import PRICES, Cost
+from rayvec.bench.terminal import console, show_table
+from rayvec.config.schema import check
 from rayvec.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rayvec.bench.cost_model.model import Cluster, Fit
-
-__all__ = ["Cost", "Instance", "Mix", "cheapest", "read_prices"]
-
-Positive = Annotated[float, Bounds(0, above=True)]
-PRICES = Path(__file__).with_name("prices_2023.yaml")
+__all__ = ["Instance", "Mix", "cheapest", "read_prices", "run", "suffices"]
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A machine that can be had for money.
+    """A machine for rent.
 
     Attributes:
         name: Its type.
@@ -39,7 +42,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Machines, and what they give.
+    """Machines, and what they have together.
 
     Attributes:
         counts: Of each type that is used.
@@ -76,11 +79,11 @@ def mix_of(instances: Sequence[Instance], counts: Sequence[int]) -> Mix:
 def cheapest(instances: Sequence[Instance], enough: Callable[[Mix], bool], most: int = 128) -> Mix | None:
     """Returns the cheapest mix that is enough; of equally cheap ones that of the fewest machines.
 
-    Searches counts of every instance by price, cheapest mix first, so that the first that is enough is the answer.
+    Searches counts of every instance by price, cheapest mix first, so the first that is enough is the answer.
 
     Args:
         instances: To choose from.
-        enough: Whether a mix does what is wanted. A mix with more machines may do less, since nodes cost something.
+        enough: Whether a mix suffices. A mix with more machines may do less, since nodes cost something.
         most: Machines of a mix at most.
 
     Returns:
@@ -90,10 +93,7 @@ def cheapest(instances: Sequence[Instance], enough: Callable[[Mix], bool], most:
     >>> str(cheapest([big, small], lambda mix: mix.cpus >= 10))
     '1 big + 1 small'
     """
-    import heapq
-
-    start = (0,) * len(instances)
-    heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, start)]
+    heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, (0,) * len(instances))]
     while heap:
         _, nodes, counts = heapq.heappop(heap)
         mix = mix_of(instances, counts)
@@ -115,8 +115,6 @@ def read_prices(path: Path) -> tuple[str, list[Instance]]:
     Raises:
         ConfigError: It has another form.
     """
-    import yaml
-
     try:
         content = yaml.safe_load(path.read_text())
         instances = [
@@ -135,126 +133,67 @@ def read_prices(path: Path) -> tuple[str, list[Instance]]:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Find the cheapest mix of machines for so many steps/s, or for so many cores and GPUs.
+def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
+    """Searches, prints the table, and writes the files."""
+    check(settings)
+    currency, instances = read_prices(settings.price_file)
+    enough, wanted = _need(settings)
+    groups = {"cheapest": instances}
+    for name in settings.compare_with:
+        groups |= {f"{name} alone": [each] for each in instances if each.name == name}
+    mixes = {what: _choose(group, enough) for what, group in groups.items()}
+    results, terminal = Results.of("cost", settings), console()
+    lines = []
+    for what, mix in mixes.items():
+        factor = mix.price_per_hour / mixes["cheapest"].price_per_hour
+        results.rows.append({"what": what, **asdict(mix), "mix": str(mix), "factor": factor})
+        lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
+    header = ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest")
+    show_table(terminal, f"For {wanted}", header, lines)
+    results.finish(terminal)
 
-    Without options it is the published case: 64 sampling cores and 8 GPUs.
-    """
 
-    price_file: Path = PRICES
-    """YAML with the cores, the GPUs and the price an hour of each instance."""
-
-    steps_per_s: Positive | None = None
-    """Wanted steps/s; sampling follows the model in --fit, learning the throughput given below."""
-
-    sampling_cpus: Annotated[int, Bounds(0)] = 64
-    """Cores for environments, where --steps-per-s is not given."""
-
-    gpus: Annotated[int, Bounds(0)] = 8
-    """GPUs for learners, where --steps-per-s is not given."""
-
-    fit: Path | None = None
-    """A model.json of rayvec bench model, for --steps-per-s."""
-
-    step_duration: Positive = 0.001
-    """Seconds that an environment takes for a step, for --steps-per-s."""
-
-    gpu_samples_per_s: Positive | None = None
-    """What a GPU learns from, in samples a second (rayvec bench learner --device cuda)."""
-
-    network_latency_us: Annotated[float, Bounds(0)] | None = None
-    """As of rayvec bench model: one way between machines, beside what was measured."""
-
-    network_gbit: Positive | None = None
-    """As of rayvec bench model: bandwidth of the driver's network, beside what was measured."""
-
-    cpu_samples_per_s: Positive | None = None
-    """What a core learns from that does nothing else (rayvec bench learner)."""
-
-    compare_with: tuple[str, ...] = ("g4dn.metal",)
-    """Types whose cheapest mix alone is shown beside it."""
-
-    out: Path = Path("runs/bench-cost")
-    """Directory for cost.json and cost.csv; what was there before is replaced."""
-
-    def run(self, mentioned: frozenset[str] = frozenset()) -> None:
-        """Searches, prints the table, and writes the files."""
-        check(self)
-        from rayvec.bench.results import Results
-        from rayvec.bench.terminal import console, show_table
-
-        currency, instances = read_prices(self.price_file)
-        enough, wanted = self._need()
-        chosen = self._choose(instances, enough, "all")
-        others = [
-            (name, self._choose([each for each in instances if each.name == name], enough, name))
-            for name in self.compare_with
-            if any(each.name == name for each in instances)
-        ]
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in plain(self).items()}
-        results = Results("cost", values, self.out / "cost.json")
-        terminal = console()
-        lines = []
-        for what, mix in [("cheapest", chosen), *((f"{name} alone", mix) for name, mix in others)]:
-            factor = mix.price_per_hour / chosen.price_per_hour
-            results.rows.append({"what": what, **asdict(mix), "mix": str(mix), "factor": factor})
-            lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
-        show_table(
-            terminal,
-            f"For {wanted}",
-            ("", "machines", "cores", "GPUs", f"{currency} an hour", "times the cheapest"),
-            lines,
+def _choose(instances: Sequence[Instance], enough: Callable[[Mix], bool]) -> Mix:
+    mix = cheapest(instances, enough)
+    if mix is None:
+        raise ConfigError(
+            "Some mix of machines must suffice.",
+            expected="at most 128 machines",
+            got=f"no mix of {', '.join(each.name for each in instances)} is enough",
+            remedy="Ask for less, or add larger instances to the price file.",
         )
-        results.write()
-        terminal.print(f"written: {results.path}, {results.write_csv()}")
+    return mix
 
-    def _choose(self, instances: Sequence[Instance], enough: Callable[[Mix], bool], what: str) -> Mix:
-        mix = cheapest(instances, enough)
-        if mix is None:
-            raise ConfigError(
-                "Some mix of machines does what is wanted.",
-                expected="at most 128 machines",
-                got=f"none of {', '.join(each.name for each in instances)} ({what}) is enough",
-                remedy="Ask for less, or add larger instances to the price file.",
-            )
-        return mix
 
-    def _need(self) -> tuple[Callable[[Mix], bool], str]:
-        """Returns what a mix must fulfil, and the same in words."""
-        if self.steps_per_s is None:
-            wanted = f"{self.sampling_cpus} sampling cores and {self.gpus} GPUs"
-            return lambda mix: mix.cpus >= self.sampling_cpus and mix.gpus >= self.gpus, wanted
-        if self.fit is None or (self.gpu_samples_per_s is None and self.cpu_samples_per_s is None):
-            raise ConfigError(
-                "--steps-per-s needs to know what machines do.",
-                expected="--fit model.json, and --gpu-samples-per-s or --cpu-samples-per-s",
-                got=f"--fit {self.fit}, {self.gpu_samples_per_s} and {self.cpu_samples_per_s} samples/s",
-                remedy="Measure with rayvec bench model and rayvec bench learner, and pass what they say.",
-            )
-        from rayvec.bench.cost_model.calibrate import read_measured
-        from rayvec.bench.cost_model.plan import cluster_beside
-
-        measured = read_measured(self.fit)
-        found, network = measured.fit(), cluster_beside(measured, self.network_latency_us, self.network_gbit)
-        rates = {"gpu": self.gpu_samples_per_s or 0.0, "cpu": self.cpu_samples_per_s or 0.0}
-
-        def enough(mix: Mix) -> bool:
-            return suffices(mix, float(self.steps_per_s or 0.0), found, self.step_duration, rates, network)
-
-        return enough, f"{self.steps_per_s:,.0f} steps/s, sampled and learned from"
+def _need(settings: Cost) -> tuple[Callable[[Mix], bool], str]:
+    """Returns what a mix must fulfil, and the same in words."""
+    if settings.steps_per_s is None:
+        wanted = f"{settings.sampling_cpus} sampling cores and {settings.gpus} GPUs"
+        return lambda mix: mix.cpus >= settings.sampling_cpus and mix.gpus >= settings.gpus, wanted
+    if settings.fit is None or (settings.gpu_samples_per_s is None and settings.cpu_samples_per_s is None):
+        rates = f"{settings.gpu_samples_per_s} and {settings.cpu_samples_per_s}"
+        raise ConfigError(
+            "--steps-per-s needs the throughput of machines.",
+            expected="--fit model.json, and --gpu-samples-per-s or --cpu-samples-per-s",
+            got=f"--fit {settings.fit}, {rates} samples/s",
+            remedy="Measure with rayvec bench model and rayvec bench learner, and pass what they print.",
+        )
+    measured, steps_per_s = Measured.read(settings.fit), settings.steps_per_s
+    found, network = measured.fit(), cluster_of(measured, settings.network_latency_us, settings.network_gbit)
+    learned = {"gpu": settings.gpu_samples_per_s or 0.0, "cpu": settings.cpu_samples_per_s or 0.0}
+    return (
+        lambda mix: suffices(mix, steps_per_s, found, settings.step_duration, learned, network),
+        f"{steps_per_s:,.0f} steps/s, sampled and learned from",
+    )
 
 
 def suffices(
     mix: Mix, steps_per_s: float, found: Fit, step_s: float, samples_per_s: Mapping[str, float], network: Cluster
 ) -> bool:
-    """Says whether machines sample and learn from so many steps a second.
+    """Says whether machines sample and learn from so many steps per second.
 
-    GPUs learn first; what they don't do is learned by cores, which then sample nothing. A GPU takes a core to feed it.
+    GPUs learn first; cores learn what GPUs don't, and then sample nothing. A GPU takes a core that feeds it.
     """
-    from rayvec.bench.cost_model.model import Setting
-    from rayvec.bench.cost_model.model import steps_per_s as predicted
-
     gpus = mix.gpus if samples_per_s["gpu"] else 0
     left = max(0.0, steps_per_s - gpus * samples_per_s["gpu"])
     if left and not samples_per_s["cpu"]:
@@ -265,5 +204,5 @@ def suffices(
         return False
     workers = max(1, math.ceil(sampling / mix.nodes))
     setting = Setting(mix.nodes, workers, inference="worker", chunk_steps=128, step_s=step_s)
-    each = predicted(found, setting, network) / setting.num_envs
+    each = predicted_steps_per_s(found, setting, network) / setting.num_envs
     return sampling * each >= steps_per_s

@@ -1,55 +1,52 @@
-"""A model of what a step costs: from costs that were fitted to few nodes, it predicts many.
+"""A model of what a step costs: costs that were fitted to few nodes predict many.
 
-Everything here is a pure function of numbers. A step of all environments takes the slowest worker's own work, which
-the model knows from the step duration and its variance, and beside it:
+Everything here is a pure function of numbers. A step of all environments takes the slowest worker's own step, which
+follows from the step duration and its variance, plus an overhead:
 
-- driver inference: a latency, the driver's CPU time (per call and per node), the node's (per frame and per worker),
-  the worker's wake-up, and what bytes cost. A process that slept for long finds its caches cold, and takes longer;
-- worker inference: per step the inference and bookkeeping of a worker, and per chunk of T steps a call (per chunk, per
-  node, per byte), divided by T.
+- driver inference: every step is a call. It takes CPU time of the driver (per call and per node), of a node's actor
+  (per call and per worker) and of a worker (per call and per environment), a latency, and time per byte;
+- worker inference: the same per chunk of T steps, divided by T, and per step the worker's own bookkeeping.
 
 On a cluster every node has cores of its own, and only the driver's CPU time adds up over nodes. Nodes *simulated* on
-one machine share its cores, of which Ray's own processes on each node, and whatever else runs there, take a part. Then
-what all processes compute for a call, nodes and workers in one wave, is divided by the cores that are left; sleepers
-that wake between two calls of a chunk wait for a core as often as all are taken, which is their share of the cores'
-time; and nothing is quicker than all CPU time together spread over the cores.
+one machine share its cores, of which Ray's own processes on each node and other work take a part: there the CPU time
+of all processes is divided by the cores that are left, and a fitted share of that, `crowding`, adds to each step.
+
+A process that slept for long finds cold caches. So costs are fitted at two step durations, and predictions in between
+are interpolated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 __all__ = [
     "ASSUMPTIONS",
     "Cluster",
     "Costs",
+    "Cpu",
     "Fit",
     "Setting",
-    "alone_s",
     "cpu_s",
     "expected_maximum",
-    "jitter_s",
+    "known_s",
     "predict_step_s",
     "recommend",
     "settings_for",
     "shared_s",
-    "slowest_s",
-    "stepping_s",
     "steps_per_s",
 ]
 
 ASSUMPTIONS = (
     "Every core of the cluster is as fast as those that were measured, and every worker has one of its own.",
-    "The nodes' CPU work runs in parallel; the driver's adds up over nodes, and nothing else shares its core.",
-    "Durations of steps are independent of each other, and the slowest of many is that of a normal distribution.",
-    "The network is not the bottleneck beyond the latency and the bandwidth given; no packet is lost.",
+    "The nodes' CPU work runs in parallel; the driver's adds up over nodes, and no other process uses its core.",
+    "Step durations are independent of each other, and the slowest of many is that of a normal distribution.",
+    "The network costs only the given latency and bandwidth; no packet is lost.",
     "Nodes do not fail, and weights are published so rarely that they cost nothing.",
 )
 _CHUNKS = (8, 16, 32, 64, 128, 256)
-_COLD_AFTER_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,12 @@ class Setting:
         workers: On each node.
         envs: Environments of each worker.
         inference: ``"driver"`` or ``"worker"``.
-        chunk_steps: T of a chunk, where the workers choose actions.
-        groups: 1 or 2, where the driver does.
+        chunk_steps: T of a chunk, with worker inference.
+        groups: 1 or 2, with driver inference.
         step_s: Mean duration of a step.
         sigma: Standard deviation of the logarithm of durations.
         obs_bytes: Of an observation.
-        policy: Whether a net chooses actions, so that inference costs what it was measured to cost.
+        policy: Whether a net chooses actions, so that inference costs what was measured for it.
     """
 
     nodes: int
@@ -87,7 +84,7 @@ class Setting:
 
     @property
     def num_bytes(self) -> int:
-        """That travel in a step of all: observations, and 18 for reward, flags and action of each."""
+        """Bytes sent in a step of all: observations, and 18 for reward, flags and action of each."""
         return self.num_envs * (self.obs_bytes + 18)
 
     @property
@@ -96,9 +93,14 @@ class Setting:
         return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
 
     @property
-    def rest(self) -> float:
-        """For how much of 10 ms, after which caches are as cold as they get, processes sleep in a step."""
-        return min(1.0, self.envs * self.step_s / _COLD_AFTER_S)
+    def meant_s(self) -> float:
+        """What a worker's environments take for a step without any overhead."""
+        return self.envs * self.step_s
+
+    @property
+    def jitter_s(self) -> float:
+        """Standard deviation of step durations."""
+        return self.step_s * math.sqrt(math.expm1(self.sigma**2))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Cluster:
 
     Attributes:
         shared_cores: Cores that simulated nodes share; None where each node has its own.
-        latency_s: One way through the network, beside what was measured on one machine.
+        latency_s: One way through the network, in addition to what was measured.
         bytes_per_s: Bandwidth of the driver's network.
     """
 
@@ -117,90 +119,64 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds, for one kind of inference; *per call* means per step from the driver, or per chunk.
-
-    Attributes:
-        call_s: Driver's CPU time per call.
-        frame_s: Driver's CPU time per node and call.
-        node_call_s: CPU time of a node's actor per call.
-        node_worker_s: CPU time of a node's actor per worker and call.
-        worker_call_s: CPU time of a worker per call.
-        env_s: CPU time of a worker per step of an environment.
-        oversleep_s: What a step takes longer than it is meant to.
-        spread_s: Standard deviation of what a step takes.
-        latency_s: Wall time per call beside CPU time: switches, wake-ups, waiting in queues.
-        per_env_s: Wall time per step of an environment, likewise.
-        crowding: Wall time for each second of CPU time of a call that is spread over shared cores.
-        queueing: Wall time for each second of CPU time of a chunk's step that finds no core free.
-        oversleep_share: What a step takes longer for each second of its duration, of 10 ms at most.
-        byte_s: Wall time per byte that travels, both sides together.
-        driver_cold: By what share a call takes the driver more CPU time after a sleep of 10 ms or more.
-        node_cold: Likewise of a node's actor.
-        worker_cold: Likewise of a worker, of its call and its steps.
-        driver_idle: Cores that the driver takes between the calls of a chunk, for Ray's threads in it.
-        node_idle: Likewise of a node's actor.
-    """
+class Cpu:
+    """CPU time of one process in seconds: per call, per call and part (node, worker), and per step of its parts."""
 
     call_s: float = 0.0
-    frame_s: float = 0.0
-    node_call_s: float = 0.0
-    node_worker_s: float = 0.0
-    worker_call_s: float = 0.0
-    env_s: float = 0.0
+    part_s: float = 0.0
+    step_s: float = 0.0
+
+    def per_step_s(self, calls: float, parts: int, steps: int = 1) -> float:
+        """Returns the CPU time in a step of all environments."""
+        return calls * (self.call_s + parts * self.part_s) + steps * self.step_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs in seconds, for one kind of inference and one step duration.
+
+    Attributes:
+        driver: CPU time of the driver; its parts are nodes.
+        node: CPU time of a node's actor; its parts are workers.
+        worker: CPU time of a worker, per call and per step of an environment.
+        oversleep_s: What a step takes longer than it is meant to.
+        spread_s: Standard deviation of what a step takes.
+        latency_s: Wall time per call beside CPU time: switches, wake-ups, queues.
+        crowding: Wall time for each second of CPU time that is spread over shared cores.
+        byte_s: Wall time per byte, both sides together.
+    """
+
+    driver: Cpu = Cpu()
+    node: Cpu = Cpu()
+    worker: Cpu = Cpu()
     oversleep_s: float = 0.0
     spread_s: float = 0.0
     latency_s: float = 0.0
-    per_env_s: float = 0.0
     crowding: float = 1.0
-    queueing: float = 1.0
-    oversleep_share: float = 0.0
     byte_s: float = 0.0
-    driver_cold: float = 0.0
-    node_cold: float = 0.0
-    worker_cold: float = 0.0
-    driver_idle: float = 0.0
-    node_idle: float = 0.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Costs by kind of inference, and of the inference itself.
+    """Fitted costs.
 
     Attributes:
-        driver: Where the driver chooses actions.
-        worker: Where the workers do.
+        costs: By kind of inference, at each fitted step duration, shortest first.
         policy_call_s: Of a forward pass.
         policy_row_s: Of each of its rows.
-        others: Cores of a machine that simulates nodes which somebody else takes.
+        others: Cores that other processes take on a machine that simulates nodes.
         others_per_node: Likewise for each node: Ray's own processes.
     """
 
-    driver: Costs
-    worker: Costs
+    costs: dict[str, dict[float, Costs]]
     policy_call_s: float = 0.0
     policy_row_s: float = 0.0
     others: float = 0.0
     others_per_node: float = 0.0
 
-    def of(self, setting: Setting) -> Costs:
-        """Returns the costs of a setting's kind of inference."""
-        return self.worker if setting.inference == "worker" else self.driver
-
-    def policy_s(self, rows: float) -> float:
-        """Returns what a forward pass of so many rows takes."""
-        return self.policy_call_s + rows * self.policy_row_s
-
     def free_cores(self, nodes: int, shared_cores: int) -> float:
-        """Returns the cores that are left for steps on a machine that simulates so many nodes.
-
-        Half at least: whoever would always work gets no more of a core than whoever wants it as well.
-        """
+        """Returns the cores left for steps on a machine that simulates so many nodes, at least half."""
         return max(0.5 * shared_cores, shared_cores - self.others - nodes * self.others_per_node)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return asdict(self)
 
 
 def expected_maximum(count: float) -> float:
@@ -211,96 +187,74 @@ def expected_maximum(count: float) -> float:
     >>> [round(expected_maximum(n), 2) for n in (1, 2, 10, 100)]
     [0.0, 0.59, 1.55, 2.5]
     """
-    from statistics import NormalDist
-
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def cpu_s(costs: Costs, setting: Setting) -> tuple[float, float, float]:
-    """Returns the CPU time of the driver, of a node's actor and of a worker for calls, each per step of all.
-
-    What a worker uses for its environments between two calls of a chunk is :func:`stepping_s`.
-    """
-    calls = setting.calls
+    """Returns the CPU time of the driver, of a node's actor and of a worker in a step of all."""
     return (
-        calls * (costs.call_s + setting.nodes * costs.frame_s) * (1.0 + costs.driver_cold * setting.rest),
-        calls * (costs.node_call_s + setting.workers * costs.node_worker_s) * (1.0 + costs.node_cold * setting.rest),
-        calls * costs.worker_call_s * (1.0 + costs.worker_cold * setting.rest),
+        costs.driver.per_step_s(setting.calls, setting.nodes),
+        costs.node.per_step_s(setting.calls, setting.workers),
+        costs.worker.per_step_s(setting.calls, 0, setting.envs),
     )
 
 
-def stepping_s(costs: Costs, setting: Setting) -> float:
-    """Returns the CPU time of a worker for a step of its environments."""
-    return setting.envs * costs.env_s * (1.0 + costs.worker_cold * setting.rest)
+def known_s(costs: Costs, setting: Setting, is_shared: bool) -> float:
+    """Returns what a step takes without latency, crowding and bytes.
 
-
-def jitter_s(setting: Setting) -> float:
-    """Returns the standard deviation of step durations as they are meant to be."""
-    return setting.step_s * math.sqrt(math.expm1(setting.sigma**2))
-
-
-def slowest_s(costs: Costs, setting: Setting) -> float:
-    """Returns what the slowest worker's environments take, averaged over the steps between two calls."""
+    That is the slowest worker's environments, averaged over the steps between two calls, and CPU time that passes one
+    after another: of driver, node and worker on a cluster, of the driver's call alone on shared cores.
+    """
     steps = setting.envs / setting.calls  # of one worker between two calls
-    spread = math.hypot(costs.spread_s, jitter_s(setting))
-    late = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
-    over_s = costs.oversleep_s + costs.oversleep_share * min(setting.step_s, _COLD_AFTER_S)
-    return setting.envs * (setting.step_s + over_s) + late
+    spread = math.hypot(costs.spread_s, setting.jitter_s)
+    late_s = expected_maximum(setting.nodes * setting.workers) * spread * math.sqrt(steps) * setting.calls
+    in_line_s = setting.calls * costs.driver.call_s if is_shared else sum(cpu_s(costs, setting))
+    return setting.meant_s + setting.envs * costs.oversleep_s + late_s + in_line_s
 
 
-def alone_s(costs: Costs, setting: Setting) -> float:
-    """Returns the CPU time that passes one after another also where cores are shared: driver's and own worker's."""
-    call_s = setting.calls * costs.call_s * (1.0 + costs.driver_cold * setting.rest)
-    return call_s + (stepping_s(costs, setting) if setting.inference == "worker" else 0.0)
-
-
-def shared_s(costs: Costs, setting: Setting, shared_cores: int, free_cores: float) -> tuple[float, float]:
-    """Returns what is spread over shared cores: the CPU time of a call's wave, and of steps that find no core free."""
+def shared_s(costs: Costs, setting: Setting, free_cores: float) -> float:
+    """Returns the CPU time of all processes in a step, spread over the free cores."""
     driver_s, node_s, worker_s = cpu_s(costs, setting)
-    workers, own_s = setting.nodes * setting.workers, stepping_s(costs, setting)
-    frames_s = driver_s - setting.calls * costs.call_s * (1.0 + costs.driver_cold * setting.rest)
-    wave_s = frames_s + setting.nodes * node_s + workers * worker_s
-    if setting.inference == "driver":
-        return (wave_s + workers * own_s) / free_cores, 0.0
-    stepped_s = setting.envs * (setting.step_s + costs.oversleep_s) + own_s
-    idle = costs.driver_idle + setting.nodes * costs.node_idle
-    taken = (workers * own_s / stepped_s + idle + shared_cores - free_cores) / shared_cores
-    return wave_s / free_cores, own_s * min(1.0, taken)
+    return (driver_s + setting.nodes * (node_s + setting.workers * worker_s)) / free_cores
 
 
-def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
+def predict_step_s(fit: Fit, setting: Setting, cluster: Cluster) -> float:
     """Returns the wall time of one step of all environments."""
-    costs = found.of(setting)
-    driver_s, node_s, worker_s = cpu_s(costs, setting)
-    own_s = stepping_s(costs, setting)
-    work_s = slowest_s(costs, setting) + setting.envs * costs.per_env_s
-    busy_s = 0.0  # of each core
-    if cluster.shared_cores is None:
-        beside_s = driver_s + node_s + worker_s + own_s
-    else:
-        free_cores = found.free_cores(setting.nodes, cluster.shared_cores)
-        wave_s, queue_s = shared_s(costs, setting, cluster.shared_cores, free_cores)
-        beside_s = alone_s(costs, setting) + costs.crowding * wave_s + costs.queueing * queue_s
-        busy_s = (driver_s + setting.nodes * (node_s + setting.workers * (worker_s + own_s))) / free_cores
-    travel_s = setting.num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
-    travel_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
-    if setting.inference == "worker":
-        policy_s = found.policy_s(setting.envs) if setting.policy else 0.0
-        return max(busy_s, work_s + beside_s + travel_s + policy_s)
-    policy_s = found.policy_s(setting.num_envs / setting.groups) if setting.policy else 0.0
-    if setting.groups == 2:  # one group steps while the driver works for the other
-        hidden_s = driver_s if cluster.shared_cores is None else alone_s(costs, setting)
-        return max(busy_s, work_s + beside_s - hidden_s + travel_s, 2.0 * (policy_s + driver_s))
-    return max(busy_s, work_s + beside_s + travel_s + policy_s)
+    by_duration = list(fit.costs[setting.inference].items())
+    (short_s, short), (long_s, long) = by_duration[0], by_duration[-1]
+    first_s = _step_s(fit, short, setting, cluster)
+    if setting.meant_s <= short_s or short_s == long_s:
+        return first_s
+    weight = min(1.0, (setting.meant_s - short_s) / (long_s - short_s))
+    return (1.0 - weight) * first_s + weight * _step_s(fit, long, setting, cluster)
 
 
-def steps_per_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
+def _step_s(fit: Fit, costs: Costs, setting: Setting, cluster: Cluster) -> float:
+    driver_s = cpu_s(costs, setting)[0]
+    step_s = known_s(costs, setting, cluster.shared_cores is not None)
+    step_s += setting.num_bytes * (costs.byte_s + 1.0 / cluster.bytes_per_s)
+    step_s += setting.calls * (costs.latency_s + 2.0 * cluster.latency_s)
+    busy_s, hidden_s = 0.0, driver_s
+    if cluster.shared_cores is not None:
+        busy_s = shared_s(costs, setting, fit.free_cores(setting.nodes, cluster.shared_cores))
+        step_s += costs.crowding * busy_s
+        hidden_s = setting.calls * costs.driver.call_s
+    policy_s = 0.0
+    if setting.policy:
+        rows = setting.envs if setting.inference == "worker" else setting.num_envs / setting.groups
+        policy_s = fit.policy_call_s + rows * fit.policy_row_s
+    if setting.groups == 2 and setting.inference == "driver":  # one group steps while the driver serves the other
+        return max(busy_s, step_s - hidden_s, 2.0 * (policy_s + driver_s))
+    return max(busy_s, step_s + policy_s)
+
+
+def steps_per_s(fit: Fit, setting: Setting, cluster: Cluster) -> float:
     """Returns environment steps per second."""
-    return setting.num_envs / predict_step_s(found, setting, cluster)
+    return setting.num_envs / predict_step_s(fit, setting, cluster)
 
 
 def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Setting]:
-    """Yields all ways to step so many environments on the nodes of `base`, in which all workers have equally many."""
+    """Yields all ways to step so many environments on the nodes of `base` with equally many for each worker."""
     each = num_envs // base.nodes
     for workers in range(1, min(each, most_workers) + 1):
         if each % workers:
@@ -313,12 +267,11 @@ def settings_for(base: Setting, num_envs: int, most_workers: int) -> Iterator[Se
             yield replace(setting, inference="driver", groups=2)
 
 
-def recommend(found: Fit, base: Setting, num_envs: int, most_workers: int, cluster: Cluster) -> Setting:
-    """Returns the quickest setting by the model; of those within 2 % of it the one with the shortest chunks.
+def recommend(fit: Fit, base: Setting, num_envs: int, most_workers: int, cluster: Cluster) -> Setting:
+    """Returns the setting with the most steps/s; of those within 2 % of it the one with the shortest chunks.
 
     Short chunks mean actions by newer weights.
     """
-    rated = [(steps_per_s(found, each, cluster), each) for each in settings_for(base, num_envs, most_workers)]
-    best = max(rate for rate, _ in rated)
-    chunk = {each: each.chunk_steps * (each.inference == "worker") for _, each in rated}
-    return min(((chunk[each], -rate, each) for rate, each in rated if rate > 0.98 * best), key=lambda item: item[:2])[2]
+    rates = {each: steps_per_s(fit, each, cluster) for each in settings_for(base, num_envs, most_workers)}
+    good = [each for each, rate in rates.items() if rate > 0.98 * max(rates.values())]
+    return min(good, key=lambda each: (each.chunk_steps * (each.inference == "worker"), -rates[each]))

@@ -1,41 +1,37 @@
-"""Who can step environments, by name.
-
-Each imports its library when it is made, so that a library that is missing is missing for its own peer alone.
-"""
+"""The adapters that step environments and compute updates, by name."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-from rayvec.bench.harness.floors import ClusterFloor, Floor
-from rayvec.bench.harness.foreign import Rllib, envpool, stable_baselines3, torchrl
-from rayvec.bench.harness.puffer import pufferlib
-from rayvec.bench.harness.task import Adapter, Task
-from rayvec.bench.harness.vectors import GymnasiumVector, TianshouVector
+__all__ = ["ADAPTERS", "make_adapter"]
 
-__all__ = ["ADAPTERS"]
-
-
-def _ours(task: Task) -> Adapter:
-    from rayvec.bench.harness.ours import Ours
-
-    return Ours(task)
-
-
-ADAPTERS: dict[str, Callable[[Task], Any]] = {
-    "floor": Floor,
-    "cluster-floor": ClusterFloor,
-    "rayvec": _ours,
-    "gymnasium-sync": lambda task: GymnasiumVector(task, asynchronous=False),
-    "gymnasium-async": lambda task: GymnasiumVector(task, asynchronous=True),
-    "tianshou-subproc": lambda task: TianshouVector(task, "SubprocVectorEnv"),
-    "tianshou-shmem": lambda task: TianshouVector(task, "ShmemVectorEnv"),
-    "tianshou-ray": lambda task: TianshouVector(task, "RayVectorEnv"),
-    "stable-baselines3": stable_baselines3,
-    "envpool": envpool,
-    "pufferlib": pufferlib,
-    "torchrl": torchrl,
-    "rllib": Rllib,
+_HERE = "rayvec.bench.harness"
+ADAPTERS = {
+    "floor": f"{_HERE}.floors:Floor",
+    "cluster-floor": f"{_HERE}.floors:ClusterFloor",
+    "rayvec": f"{_HERE}.ours:Ours",
+    "process-pool": f"{_HERE}.ours:BarePool",
+    "gymnasium-sync": f"{_HERE}.vectors:SyncVector",
+    "gymnasium-async": f"{_HERE}.vectors:AsyncVector",
+    "ranks": f"{_HERE}.learners:Group",
+    "threads": f"{_HERE}.learners:Threads",
+    "share": f"{_HERE}.learners:OneShare",
+    "shared-memory": f"{_HERE}.learners:SharedMemory",
+    "gloo": f"{_HERE}.learners:Gloo",
+    "ddp": f"{_HERE}.learners:DDP",
 }
-"""What steps environments, by the name it has on the command line."""
+"""Module and name of each; any other ``module:name`` that can be imported is an adapter too."""
+
+
+def make_adapter(name: str, task: dict[str, Any], task_type: str) -> Any:
+    """Makes an adapter; only then its library is imported, so that a missing library affects no other adapter."""
+    return _found(ADAPTERS.get(name, name))(_found(task_type)(**task))
+
+
+def _found(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,4 +1,4 @@
-"""Real environments that write down when they step, wherever a peer puts them, and whoever reads that afterwards."""
+"""Real environments that record when they step, in any process, and a reader of what they recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that takes a given time for a step, and writes down when it did."""
+"""An environment that takes a given time for a step, and records when it stepped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -15,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-__all__ = ["EmulatedEnv", "EmulatedSpec", "clock_offsets"]
+__all__ = ["EmulatedEnv", "clock_offsets"]
 
 _REMEMBERED = 2048
 """Steps whose times are kept, the newest ones."""
@@ -27,14 +26,14 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
 
     Args:
         step_s: Mean duration of a step in seconds.
-        busy: Whether a step burns that much CPU time; else it sleeps, as an emulated core of its own would work.
+        busy: Whether a step uses that much CPU time; else it sleeps, like a core of its own that works.
         sigma: Standard deviation of the logarithm of a step's duration; 0 for steps of equal length.
         obs_size: Numbers in an observation, float32.
     """
 
     def __init__(self, step_s: float = 0.0, busy: bool = False, sigma: float = 0.0, obs_size: int = 4) -> None:
         if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this process
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles Ctrl-C
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_size,), np.float32)
         self.action_space = spaces.Discrete(2)
         self.step_s = step_s
@@ -45,7 +44,7 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
         self._count = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begins; nothing changes but the random generator."""
+        """Changes nothing but the random generator."""
         super().reset(seed=seed)
         return self._obs, {}
 
@@ -53,7 +52,7 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
         """Takes its time."""
         begin = time.monotonic()
         duration_s = self.step_s
-        if self._sigma:  # lognormal with the mean that was asked for
+        if self._sigma:  # lognormal with mean step_s
             duration_s *= math.exp(self._sigma * self.np_random.standard_normal() - 0.5 * self._sigma**2)
         if self._busy:
             until = time.thread_time() + duration_s
@@ -61,7 +60,7 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
                 pass
         elif duration_s:
             time.sleep(duration_s)
-        if self._times is None:  # an array made before would come out of a pickle that Ray holds read-only
+        if self._times is None:  # an array from __init__ would be read-only where Ray unpickles the environment
             self._times = np.zeros((_REMEMBERED, 2))
         self._times[self._count % _REMEMBERED] = begin, time.monotonic()
         self._count += 1
@@ -83,22 +82,8 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
 
     @property
     def boot_id(self) -> str:
-        """Names the machine since it was started: processes with the same one share a clock."""
+        """Identifies one boot of a machine: processes with the same one share a clock."""
         return _boot_id()
-
-
-@dataclass(frozen=True)
-class EmulatedSpec:
-    """Makes emulated environments; the arguments are those of :class:`EmulatedEnv`."""
-
-    step_s: float = 0.0
-    busy: bool = False
-    sigma: float = 0.0
-    obs_size: int = 4
-
-    def __call__(self) -> EmulatedEnv:
-        """Makes one."""
-        return EmulatedEnv(self.step_s, self.busy, self.sigma, self.obs_size)
 
 
 def _boot_id() -> str:
@@ -107,7 +92,7 @@ def _boot_id() -> str:
 
 
 def clock_offsets(get_attr: Callable[[str], Sequence[Any]]) -> NDArray[np.float64]:
-    """How far each environment's clock is ahead of ours: nothing on the same machine, else by the quickest call.
+    """Returns how far each environment's clock is ahead: 0 on this machine, else measured by the quickest call.
 
     The error is at most half of that call's round trip (F. Cristian, Probabilistic clock synchronization, 1989).
 

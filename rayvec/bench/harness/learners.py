@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import gymnasium
 import numpy as np
+import torch
+from gymnasium import spaces
 
-from rayvec.bench.harness.ddp import DataParallel
-from rayvec.bench.harness.emulated import EmulatedSpec
+import rayvec
+from rayvec.bench.harness.ddp import SHARES
+from rayvec.bench.harness.rank_processes import RankProcesses
+from rayvec.config import CONFIGS
+from rayvec.data import Batch, CollectStats
+from rayvec.envs.factory import EnvFactory
+from rayvec.learners.ranks import Ranks
+from rayvec.policies.policy import Policy
+from rayvec.pools.serial import SerialPool
+from rayvec.rollout.loop import rollout
+from rayvec.training.runs import LEARNERS
 
-__all__ = ["WAYS", "LearnerTask"]
+__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
 
 _STEPS = {"ppo": 64, "sac": 4, "impala": 64}
 
@@ -25,10 +37,13 @@ class LearnerTask:
         algorithm: ``"ppo"``, ``"sac"`` or ``"impala"``.
         num_learners: Ranks, or threads.
         num_envs: Columns of the batch of one rank; of the whole batch with strong scaling.
-        minibatch_size: Of one rank, likewise.
+        num_steps: Steps of each; None for the algorithm's own number.
+        minibatch_size: Of one rank; of all with strong scaling.
         weak: Whether batch and minibatch grow with the number of ranks.
         hidden_sizes: Of the nets.
         obs_size: Numbers in an observation.
+        images: Whether observations are four frames of 84x84 pixels instead.
+        compile: Whether rayvec's gradients are compiled.
         device: ``"cpu"`` or ``"cuda"``.
         address: Of a Ray cluster.
     """
@@ -36,10 +51,13 @@ class LearnerTask:
     algorithm: str
     num_learners: int = 1
     num_envs: int = 16
+    num_steps: int | None = None
     minibatch_size: int = 1024
     weak: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
     obs_size: int = 17
+    images: bool = False
+    compile: bool = False
     device: str = "cpu"
     address: str | None = None
 
@@ -54,9 +72,14 @@ class LearnerTask:
         return self.num_envs * self.factor
 
     @property
+    def steps(self) -> int:
+        """Steps of each environment."""
+        return self.num_steps or _STEPS[self.algorithm]
+
+    @property
     def rows(self) -> int:
         """Steps of the whole batch."""
-        return self.columns * _STEPS[self.algorithm]
+        return self.columns * self.steps
 
     @property
     def minibatch(self) -> int:
@@ -65,93 +88,159 @@ class LearnerTask:
 
     def config(self) -> Any:
         """Returns the settings of the algorithm."""
-        from rayvec.config import CONFIGS
-
         common: dict[str, Any] = {
             "num_envs": self.columns,
-            "num_steps": _STEPS[self.algorithm],
+            "num_steps": self.steps,
             "hidden_sizes": tuple(self.hidden_sizes),
             "learner_device": self.device,
         }
         if self.algorithm == "ppo":
-            common["minibatch_size"] = self.minibatch
+            common |= {"minibatch_size": self.minibatch, "compile": self.compile, "shared_trunk": self.images}
         elif self.algorithm == "sac":
             common |= {"batch_size": self.minibatch_size * self.factor, "learning_starts": 1, "replay_size": 100_000}
+            common["compile"] = self.compile
         else:
-            common["num_minibatches"] = max(1, min(self.columns, self.rows // self.minibatch))
+            common |= {"num_minibatches": max(1, min(self.columns, self.rows // self.minibatch))}
+            common["shared_trunk"] = self.images
         return CONFIGS[self.algorithm](**common)
 
-    def learner(self) -> Callable[[], Any]:
-        """Returns what makes the learner."""
-        from rayvec.training.runs import LEARNERS
+    def env(self) -> _Still:
+        """Makes an environment with the observations and actions of the batch."""
+        return _Still(self.obs_size, self.images)
 
-        config, env = self.config(), EmulatedSpec(obs_size=self.obs_size)()
+    def learner(self) -> Callable[[], Any]:
+        """Returns a function that makes the learner."""
+        config, env = self.config(), self.env()
         return functools.partial(LEARNERS[type(config)], env.observation_space, env.action_space, config)
 
-    def batch(self, learner: Any) -> Any:
+    def batch(self, learner: Any) -> Batch:
         """Returns a batch of random observations and rewards, with the learner's own actions."""
-        from rayvec.data import Batch, CollectStats
-        from rayvec.envs.factory import EnvFactory
-        from rayvec.policies.policy import Policy
-        from rayvec.pools.serial import SerialPool
-        from rayvec.rollout.loop import rollout
-
-        pool = SerialPool(EnvFactory.build([EmulatedSpec(obs_size=self.obs_size)] * self.columns))
-        chunk = rollout(pool, Policy(learner.module), _STEPS[self.algorithm])
+        pool = SerialPool(EnvFactory.build([self.env] * self.columns))
+        chunk = rollout(pool, Policy(learner.module), self.steps)
         pool.close()
         rng = np.random.default_rng(0)
-        obs = rng.standard_normal(chunk.obs.shape).astype(np.float32)
+        shape, is_bytes = chunk.obs.shape, chunk.obs.dtype == np.uint8
+        obs = rng.integers(0, 256, shape, np.uint8) if is_bytes else rng.standard_normal(shape).astype(np.float32)
         chunk = replace(chunk, obs=obs, rew=rng.standard_normal(chunk.rew.shape))
-        fields: dict[str, Any] = dict.fromkeys(CollectStats.__dataclass_fields__, 0)
-        fields |= {"returns": np.zeros(0), "lens": np.zeros(0, np.int64), "time_split_s": {}}
-        fields |= {"n_collected_steps": self.rows, "collect_time_s": 1.0, "steps_per_s": float(self.rows)}
-        fields["weights_versions"] = (0, 0)
-        return Batch((chunk,), CollectStats(**fields))
+        stats: dict[str, Any] = dict.fromkeys((field.name for field in fields(CollectStats)), 0)
+        stats |= {"returns": np.zeros(0), "lens": np.zeros(0, np.int64), "time_split_s": {}, "weights_versions": (0, 0)}
+        stats |= {"n_collected_steps": self.rows, "collect_time_s": 1.0, "steps_per_s": float(self.rows)}
+        return Batch((chunk,), CollectStats(**stats))
+
+    def share(self, learner: Any, rank: int) -> Batch:
+        """Returns the columns of the batch that belong to a rank."""
+        batch = self.batch(learner)
+        first, last = (self.columns * k // self.num_learners for k in (rank, rank + 1))
+        return Batch((batch.chunks[0].columns(first, last),), batch.stats)
+
+    def samples(self) -> int:
+        """Rows of minibatches in an update of the whole batch."""
+        if self.algorithm == "sac":
+            return self.rows * self.minibatch_size * self.factor
+        return self.rows * int(getattr(self.config(), "num_epochs", 1))
 
 
-class Updates:
-    """A learner, or a group of them, that updates on the same batch again and again."""
+class _Still(gymnasium.Env[Any, Any]):
+    """An environment that returns zeros."""
+
+    def __init__(self, obs_size: int, images: bool) -> None:
+        frames, numbers = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-np.inf, np.inf, (obs_size,))
+        self.observation_space = frames if images else numbers
+        self.action_space = spaces.Discrete(2)
+        self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self._obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._obs, 1.0, False, False, {}
+
+
+class Threads:
+    """One process, in which torch computes with as many threads as there would be ranks."""
 
     transport = "none"
 
-    def __init__(self, task: LearnerTask, learner: Any, batch: Any) -> None:
-        self._task, self._learner, self._batch = task, learner, batch
-        self._updates = 0
+    def __init__(self, task: LearnerTask) -> None:
+        torch.set_num_threads(task.num_learners)
+        self._learner = task.learner()()
+        self._batch, self._samples = task.batch(self._learner), task.samples()
 
     def advance(self) -> int:
         """Updates once; returns how many rows of minibatches were learned from."""
-        metrics = self._learner.update(self._batch)
-        if self._task.algorithm == "sac":
-            before, self._updates = self._updates, int(metrics.get("num_updates", 0))
-            return (self._updates - before) * self._task.minibatch_size * self._task.factor
-        return self._task.rows * (getattr(self._task.config(), "num_epochs", 1))
+        self._learner.update(self._batch)
+        return self._samples
 
     def close(self) -> None:
         """Ends it."""
-        if hasattr(self._learner, "close"):
-            self._learner.close()
 
 
-def threads(task: LearnerTask) -> Updates:
-    """One process, torch computing with as many threads as there would be ranks."""
-    import torch
-
-    torch.set_num_threads(task.num_learners)
-    learner = task.learner()()
-    return Updates(task, learner, task.batch(learner))
-
-
-def ranks(task: LearnerTask) -> Updates:
+class Group(Threads):
     """A :class:`rayvec.LearnerGroup`."""
-    import rayvec
 
-    if task.num_learners == 1:
-        return threads(task)
-    group = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
-    found = Updates(task, group, task.batch(group))
-    found.transport = "ranks"
-    return found
+    transport = "ranks"
+
+    def __init__(self, task: LearnerTask) -> None:
+        self._learner = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
+        self._batch, self._samples = task.batch(self._learner), task.samples()
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._learner.close()
 
 
-WAYS: dict[str, Callable[[LearnerTask], Any]] = {"ranks": ranks, "threads": threads, "ddp": DataParallel}
-"""Ways to update, by the name that rows have."""
+class OneShare(Threads):
+    """One rank's share of the rows, learned from without the other ranks; samples count as if all had learned."""
+
+    def __init__(self, task: LearnerTask) -> None:
+        torch.set_num_threads(1)
+        size = task.num_learners
+        small = replace(task, minibatch_size=max(1, task.minibatch_size // size), weak=False)
+        self._learner = small.learner()()
+        self._batch, self._samples = task.share(self._learner, 0), task.samples()
+
+
+class SharedMemory:
+    """rayvec's learner on ranks that are processes of this machine, without Ray."""
+
+    transport = "shared-memory"
+
+    def __init__(self, task: LearnerTask) -> None:
+        make = functools.partial(_make_share, task, self.transport)
+        self._processes = RankProcesses(task.num_learners, self.transport, make, task.device)
+        self._samples = task.samples()
+
+    def advance(self) -> int:
+        """Updates once."""
+        self._processes.ask(True)
+        return self._samples
+
+    def close(self) -> None:
+        """Ends them."""
+        self._processes.close()
+
+
+class Gloo(SharedMemory):
+    """The same, with sums by gloo."""
+
+    transport = "gloo"
+
+
+class DDP(SharedMemory):
+    """Processes with ``DistributedDataParallel``."""
+
+    transport = "ddp"
+
+
+def _make_share(task: LearnerTask, sums: str, ranks: Ranks) -> Callable[[Any], Any]:
+    """Returns what a rank does on each request."""
+    if sums == "ddp":
+        cuda = task.device == "cuda"
+        rank = torch.distributed.get_rank()
+        device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+        share = SHARES[task.algorithm](task, device)
+        return lambda _: share.update()
+    learner = task.learner()()
+    batch = task.share(learner, ranks.rank)
+    learner.ranks = ranks
+    return lambda _: learner.update(batch) and None

@@ -1,48 +1,53 @@
-"""rayvec's own vector environment as the benchmarks step it: from the driver, and in chunks."""
+"""rayvec's vector environment as the benchmarks step it, from the driver and in chunks, and its bare pool."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import ray.util
 from numpy.typing import NDArray
 
 from rayvec.bench.harness.cpu import NodeProcesses
 from rayvec.bench.harness.emulated import clock_offsets
 from rayvec.bench.harness.task import Adapter, Task
+from rayvec.cluster.frames import FrameFormat
+from rayvec.collect.collector import Collector
+from rayvec.data import StepBatch
+from rayvec.data.chunk_ops import join_chunks
+from rayvec.envs.factory import EnvFactory
+from rayvec.node.process_pool import ProcessPool
+from rayvec.policies.noise import NO_NOISE
+from rayvec.pools.base import Autoreset
+from rayvec.pools.memory import ArrayLayout
+from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Ours"]
+__all__ = ["BarePool", "Ours", "TimedPolicy"]
 
 _PACKING_REPEATS = 5
 
 
 class TimedPolicy:
-    """Takes batches of actions in turns, as every peer does, and records in every chunk how long that took.
+    """Alternates between batches of actions, as every peer does, and records in every chunk how long that took.
 
     Args:
-        actions: Batches of at least as many as are asked for.
-        weights: Matrices of a net of tanh units that is evaluated meanwhile, so that it costs what such a net costs.
+        actions: Batches of at least as many as a call needs.
     """
 
-    def __init__(self, actions: Sequence[NDArray[Any]], weights: tuple[NDArray[np.float32], ...] = ()) -> None:
-        from rayvec.policies.noise import NO_NOISE
+    noise = NO_NOISE
 
-        self.noise = NO_NOISE
+    def __init__(self, actions: Sequence[NDArray[Any]]) -> None:
         self._actions = actions
         self._count = 0
-        self._weights = weights
 
     def act(self, obs: Any, noise: NDArray[np.float64]) -> tuple[Any, dict[str, NDArray[Any]]]:
         """Returns actions and ``inference_s``, ``float64 [k]``: an equal part of the time for each environment."""
         begin, count = time.monotonic(), len(noise)
-        hidden = obs
-        for matrix in self._weights:
-            hidden = np.tanh(hidden @ matrix)
         self._count = (self._count + 1) % len(self._actions)
         actions = self._actions[self._count][:count]
         return actions, {"inference_s": np.full(count, (time.monotonic() - begin) / count)}
@@ -51,15 +56,13 @@ class TimedPolicy:
 class Ours(Adapter):
     """A :class:`rayvec.RayVecEnv`, stepped by ``step`` or by ``rollout``."""
 
-    def __init__(self, task: Task) -> None:
-        from rayvec.collect.collector import Collector
-        from rayvec.vector.ray_vec_env import RayVecEnv
+    spans_nodes = True
 
+    def __init__(self, task: Task) -> None:
         self.num_envs = task.num_envs
         plain = task.env_id is not None and task.clock_dir is None
-        env_fns: Any = task.env_id if plain else [task.make] * task.num_envs
         self.env = RayVecEnv(
-            env_fns,
+            task.env_id if plain else [task.make] * task.num_envs,  # type: ignore[arg-type]
             task.num_envs,
             num_nodes=task.nodes,
             workers_per_node=task.workers_per_node,
@@ -68,14 +71,12 @@ class Ours(Adapter):
         )
         self.env.reset(seed=0)
         self.actions = task.actions(self.env.action_space)
-        weights = task.net(self.env.single_observation_space) if task.hidden_size else ()
-        self.policy = TimedPolicy(self.actions, weights)
+        self.policy = TimedPolicy(self.actions)
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
         self.resets_within_steps = task.inference == "worker"
         if task.inference == "worker":
             self.transport = f"ray, {self.transport}"
-        self.inference_s: NDArray[np.float64] | None = None
         self._task = task
         self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
         self._steps = task.chunk_steps
@@ -89,16 +90,15 @@ class Ours(Adapter):
             self._chunk = self._collector.collect(n_step=self.num_envs * self._steps).chunks[-1]
         elif self._task.inference == "worker":
             self._chunk = self.env.rollout(self.policy, self._steps)
-        elif self._task.hidden_size or self._task.groups == 2:
+        elif self._task.groups == 2:
             self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
         else:
-            self._count = (self._count + 1) % len(self.actions)
-            self.env.step(self.actions[self._count])
+            self.env.step(self.next_actions())
             return self.num_envs
         return self.num_envs * self._steps
 
     def settle(self) -> None:
-        """Waits for the chunk in flight, whose steps nobody counts."""
+        """Waits for the pending chunk, whose steps are not counted."""
         if self._collector is not None:
             self._collector.drain()
 
@@ -115,7 +115,7 @@ class Ours(Adapter):
         self._steps = chunk_steps
 
     def set_inference(self, inference: str) -> None:
-        """Sets who chooses actions from now on: ``"driver"`` or ``"worker"``."""
+        """Sets where actions are chosen from now on: ``"driver"`` or ``"worker"``."""
         self._task = replace(self._task, inference=inference)
 
     def kinds_cpu_s(self) -> tuple[float, float]:
@@ -123,8 +123,6 @@ class Ours(Adapter):
         return self._processes.cpu_s()
 
     def _node_processes(self) -> NodeProcesses:
-        import ray.util
-
         here, pids, nodes = ray.util.get_node_ip_address(), self.env.worker_pids(), self.env.topology.nodes
         away = [node.node_id for node in nodes if node.address != here]
         return NodeProcesses({node.node_id: pids[node.name] for node in nodes}, away)
@@ -151,27 +149,20 @@ class Ours(Adapter):
         return [worker[np.argsort(worker[:, 0])] for worker in joined]
 
     def packing_s(self) -> float:
-        """Seconds that a call packs and unpacks, timed apart with what it carries."""
-        nodes = self.env.topology.nodes
+        """Seconds that a call packs and unpacks, timed separately on data of the same size."""
         if self._task.inference == "worker":
-            return self._chunk_packing_s([node.num_workers for node in nodes])
-        return self._frame_packing_s(len(nodes)) if "tcp" in self.transport else 0.0
+            return self._chunk_packing_s()
+        return self._frame_packing_s() if "tcp" in self.transport else 0.0
 
-    def _frame_packing_s(self, num_nodes: int) -> float:
-        from rayvec.cluster.frames import FrameFormat
-        from rayvec.data import StepBatch
-        from rayvec.pools.base import Autoreset
-        from rayvec.pools.memory import ArrayLayout
-
-        spaces = self.env.single_observation_space, self.env.single_action_space
-        layouts = [ArrayLayout.of(space) for space in spaces]
-        if layouts[0] is None:  # objects, which are pickled
+    def _frame_packing_s(self) -> float:
+        obs_layout = ArrayLayout.of(self.env.single_observation_space)
+        if obs_layout is None:  # objects, which are pickled
             return 0.0
-        frames = FrameFormat(*layouts)
+        frames = FrameFormat(obs_layout, ArrayLayout.of(self.env.single_action_space))
+        num_nodes = len(self.env.topology.nodes)
         ids = np.arange(self.num_envs // num_nodes)
-        obs = layouts[0].empty((len(ids),))
         flags = np.zeros(len(ids), bool)
-        answer = StepBatch(ids, obs, np.zeros(len(ids)), flags, flags)
+        answer = StepBatch(ids, obs_layout.empty((len(ids),)), np.zeros(len(ids)), flags, flags)
 
         def once() -> None:
             frames.unpack_request(frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0])
@@ -179,18 +170,16 @@ class Ours(Adapter):
 
         return num_nodes * _median_s(once)
 
-    def _chunk_packing_s(self, workers: list[int]) -> float:
-        from rayvec.data.chunk_ops import join_chunks
-
-        chunk, first_node = self._chunk, self.env.topology.nodes[0].env_range
-        width = max(1, len(first_node) // workers[0])
-        part = chunk.columns(0, width)
-        node = join_chunks([part] * workers[0])
+    def _chunk_packing_s(self) -> float:
+        nodes = self.env.topology.nodes
+        workers = nodes[0].num_workers
+        part = self._chunk.columns(0, max(1, len(nodes[0].env_range) // workers))
+        whole = join_chunks([part] * workers)
 
         def once() -> None:
-            join_chunks([part] * workers[0])
-            pickle.loads(pickle.dumps(node, protocol=5))
-            join_chunks([node] * len(workers))
+            join_chunks([part] * workers)
+            pickle.loads(pickle.dumps(whole, protocol=5))
+            join_chunks([whole] * len(nodes))
 
         return _median_s(once)
 
@@ -200,7 +189,31 @@ class Ours(Adapter):
         self.env.close()
 
 
-def _median_s(function: Any) -> float:
+class BarePool(Adapter):
+    """A :class:`ProcessPool` of one node, without Ray: what an adapter's API and the network add to."""
+
+    transport = "shm"
+
+    def __init__(self, task: Task) -> None:
+        self.num_envs = task.num_envs
+        self._pool = ProcessPool.start(EnvFactory.build([task.make] * task.num_envs), task.workers)
+        self._ids = np.arange(task.num_envs)
+        self._pool.reset(self._ids, list(range(task.num_envs)))
+        self._pool.recv(self._ids)
+        self.actions = task.single_actions(task.make().action_space)
+
+    def advance(self) -> int:
+        """Steps all."""
+        self._pool.send(self._ids, self.next_actions(), Autoreset.NEXT_STEP)
+        self._pool.recv(self._ids)
+        return self.num_envs
+
+    def close(self) -> None:
+        """Ends it."""
+        self._pool.close()
+
+
+def _median_s(function: Callable[[], None]) -> float:
     times = []
     for _ in range(_PACKING_REPEATS):
         begin = time.perf_counter()

@@ -3,7 +3,7 @@
 A *call* asks all environments for one step, or for a chunk of them, and is answered when the slowest is done. Seen
 from one worker process, the time from one call to the next is, in this order: on the way there (transport,
 or the driver's own work as far as that has used CPU),
-environment and inference in turns with bookkeeping between them (serialisation), waiting for the slowest
+environment and inference alternating, with bookkeeping between them (serialisation), waiting for the slowest
 worker, on the way back (likewise), and the driver's own work until the next call.
 """
 
@@ -30,7 +30,7 @@ def split(
     """Returns the share of each state in the time of all workers; the shares sum to 1.
 
     Args:
-        calls: When each was asked and when it was answered, ``float64 [C, 2]``, in order.
+        calls: When each was requested and when it was answered, ``float64 [C, 2]``, in order.
         clocks: For each worker when its steps began and ended, by the clock of the calls, ``float64 [m, 2]``, in order.
         inference_s: Seconds that each worker's policy took in each call, ``float64 [C, workers]``.
         packing_s: Seconds of a call that are known, from timing it apart, to be spent on packing and unpacking on
@@ -81,10 +81,10 @@ def split(
 def split_ahead(
     clocks: Sequence[Times], chunk_steps: Sequence[int], inference_s: NDArray[np.float64], packing_s: float = 0.0
 ) -> dict[str, float]:
-    """Returns the same where the next chunk is asked for before this one has been answered.
+    """Returns the same for prefetched chunks, which are requested before the previous chunk is answered.
 
     From the first step of a chunk to that of the next a worker is in its environments, infers or writes down, and then
-    in the gap: packing, waiting for the slowest worker, and transport. The driver works behind the chunk under way.
+    in the gap: packing, waiting for the slowest worker, and transport. The driver works while a chunk is pending.
 
     Args:
         clocks: As of :func:`split`; the last chunk of each worker is there only to end the one before.

@@ -1,9 +1,8 @@
-"""What is to be stepped, and the few methods that whoever steps it has."""
+"""What an adapter steps, and the methods that the host calls on it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bench.harness.clocked import Clocked
-from rayvec.bench.harness.emulated import EmulatedSpec
+from rayvec.bench.harness.emulated import EmulatedEnv
 
-__all__ = ["ACTION_BATCHES", "Adapter", "Task", "receive", "told"]
+__all__ = ["ACTION_BATCHES", "Adapter", "Task", "receive", "reported"]
 
 ACTION_BATCHES = 64
 """Batches of random actions that are drawn beforehand."""
@@ -29,18 +28,17 @@ class Task:
 
     Attributes:
         num_envs: In all.
-        workers: Processes in all, where a peer can put several environments into one.
-        nodes: Of the cluster, for those who know of nodes.
+        workers: Processes in all, for peers that put several environments into one.
+        nodes: Of the cluster, for adapters that use one.
         workers_per_node: Likewise.
         env_id: Gymnasium's; None for emulated environments.
-        emulated: Arguments of :class:`EmulatedSpec`.
-        inference: Of ours: ``"driver"`` or ``"worker"``.
-        chunk_steps: T of a chunk of ours.
-        groups: Of ours.
-        prefetch: Whether ours takes chunks as a prefetching collector does: the next one while this one is handed over.
-        hidden_size: Units of two hidden layers of a net that ours evaluates; 0 for none.
+        emulated: Arguments of :class:`EmulatedEnv`.
+        inference: Of rayvec: ``"driver"`` or ``"worker"``.
+        chunk_steps: T of a chunk of rayvec.
+        groups: Of rayvec.
+        prefetch: Whether rayvec collects the next chunk while it returns this one.
         address: Of a Ray cluster.
-        clock_dir: Where real environments write down when they step; None if they don't.
+        clock_dir: Where real environments record when they step; None if they don't.
     """
 
     num_envs: int
@@ -53,16 +51,15 @@ class Task:
     chunk_steps: int = 1
     groups: int = 1
     prefetch: bool = False
-    hidden_size: int = 0
     address: str | None = None
     clock_dir: str | None = None
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Makes one environment."""
         if self.env_id is None:
-            return EmulatedSpec(**(self.emulated or {}))()
+            return EmulatedEnv(**(self.emulated or {}))
         module, _, name = self.env_id.rpartition(":")
-        if module:  # Gymnasium's own import goes wrong in some versions when it is repeated
+        if module:  # some versions of Gymnasium fail when they import it a second time
             __import__(module)
         env = gymnasium.make(name)
         return env if self.clock_dir is None else Clocked(env, self.clock_dir)
@@ -77,16 +74,10 @@ class Task:
         space.seed(0)
         return [np.stack([space.sample() for _ in range(self.num_envs)]) for _ in range(ACTION_BATCHES)]
 
-    def net(self, space: Any) -> tuple[NDArray[np.float32], ...]:
-        """Returns the matrices of a net from observations to one number for each of two actions."""
-        sizes = [int(np.prod(space.shape)), self.hidden_size, self.hidden_size, 2]
-        rng = np.random.default_rng(0)
-        return tuple(rng.normal(0, 0.1, pair).astype(np.float32) for pair in itertools.pairwise(sizes))
-
 
 @contextlib.contextmanager
-def told(pipe: Connection) -> Iterator[None]:
-    """Tells whoever waits at the other end what is raised here."""
+def reported(pipe: Connection) -> Iterator[None]:
+    """Sends an exception that is raised inside to the process at the other end."""
     try:
         yield
     except Exception as error:
@@ -98,12 +89,12 @@ def receive(pipe: Connection) -> Any:
     """Returns what a process sends.
 
     Raises:
-        RuntimeError: What it raised, or that it has ended.
+        RuntimeError: The process raised, or it exited.
     """
     try:
         found = pipe.recv()
     except EOFError:
-        raise RuntimeError("one of its processes has ended") from None
+        raise RuntimeError("a process of the benchmark exited") from None
     if isinstance(found, RuntimeError):
         raise found
     return found
@@ -115,13 +106,15 @@ class Adapter(ABC):
     Attributes:
         num_envs: How many.
         transport: How actions and observations travel.
-        actions: Batches to take in turns.
-        resets_within_steps: Whether an environment whose episode ends is reset at once, and not by the next call.
+        actions: Batches that `next_actions` alternates between.
+        spans_nodes: Whether it uses all nodes of a cluster.
+        resets_within_steps: Whether an environment is reset in the step that ends its episode, not by the next call.
     """
 
     num_envs: int
-    transport: str
+    transport: str = "none"
     actions: list[Any]
+    spans_nodes = False
     resets_within_steps = False
     _count = 0
 
@@ -129,32 +122,29 @@ class Adapter(ABC):
     def advance(self) -> int:
         """Takes some steps; returns how many in all."""
 
-    def settle(self) -> None:
-        """Waits for what has been begun ahead, which nobody counts."""
-        return
+    def settle(self) -> None:  # noqa: B027
+        """Waits for prefetched work, which is not counted."""
 
-    def wake(self) -> None:
-        """Begins its turn: processes that rested go on."""
-        return
+    def wake(self) -> None:  # noqa: B027
+        """Resumes processes that `rest` stopped."""
 
-    def rest(self) -> None:
-        """Ends its turn: whatever would work while others are measured stops."""
-        return
+    def rest(self) -> None:  # noqa: B027
+        """Stops whatever would use CPU while others are measured."""
 
     def set_step(self, step_s: float, chunk_steps: int) -> None:
         """Sets how long emulated environments take."""
         raise NotImplementedError
 
-    def steps_ahead(self) -> list[int] | None:
-        """Steps of each worker in a chunk, where the next chunk is begun while this one is handed over; else None."""
-        return None
-
     def set_inference(self, inference: str) -> None:
-        """Sets who chooses actions from now on, where there is a choice."""
+        """Sets where actions are chosen from now on."""
         raise NotImplementedError
 
+    def steps_ahead(self) -> list[int] | None:
+        """Steps of each worker in a chunk, where chunks are prefetched; else None."""
+        return None
+
     def kinds_cpu_s(self) -> tuple[float, float]:
-        """CPU time so far of what stands between the driver and the workers, and of the workers, where it is known."""
+        """CPU time so far of the node actors, and of the workers, where known."""
         return 0.0, 0.0
 
     def clocks(self) -> list[NDArray[np.float64]]:
@@ -162,15 +152,19 @@ class Adapter(ABC):
         raise NotImplementedError
 
     def worker_pids(self) -> list[int] | None:
-        """The workers' processes in the order of their environments, where that matters to the division of time."""
+        """The workers' process ids in the order of their environments, where the division of time needs them."""
         return None
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
-        """Seconds of inference of each worker in the last call; None where the workers choose no actions."""
+        """Seconds of inference of each worker in the last call; None where workers choose no actions."""
+        return None
+
+    def own_split(self) -> dict[str, float] | None:
+        """Share of each state in the time so far, of adapters that record it themselves."""
         return None
 
     def packing_s(self) -> float:
-        """Seconds of packing in each call, where that is known."""
+        """Seconds of packing in each call, where known."""
         return 0.0
 
     @abstractmethod

@@ -1,33 +1,29 @@
-"""Vector environments of Gymnasium and of Tianshou, which can step emulated environments too."""
+"""Gymnasium's own vector environments, which can step emulated environments too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from numpy.typing import NDArray
 
-from rayvec.bench.harness.emulated import clock_offsets
 from rayvec.bench.harness.task import Adapter, Task
 
-__all__ = ["GymnasiumVector", "TianshouVector"]
+__all__ = ["AsyncVector", "SyncVector"]
 
 
-class GymnasiumVector(Adapter):
-    """Gymnasium's own vector environments."""
+class SyncVector(Adapter):
+    """Gymnasium's ``SyncVectorEnv``."""
 
-    def __init__(self, task: Task, asynchronous: bool) -> None:
+    def __init__(self, task: Task) -> None:
         self.num_envs = task.num_envs
-        env_fns = [task.make] * task.num_envs
-        self.env: Any = (
-            gymnasium.vector.AsyncVectorEnv(env_fns, context="forkserver")
-            if asynchronous
-            else gymnasium.vector.SyncVectorEnv(env_fns)
-        )
+        self.env: Any = self._made([task.make] * task.num_envs)
         self.env.reset(seed=0)
-        self.transport = "pipe, shm" if asynchronous else "none"
         self.actions = task.actions(self.env.action_space)
+
+    def _made(self, env_fns: list[Any]) -> Any:
+        return SyncVectorEnv(env_fns)
 
     def advance(self) -> int:
         """Steps all."""
@@ -39,50 +35,23 @@ class GymnasiumVector(Adapter):
         self.env.set_attr("step_s", step_s)
 
     def clocks(self) -> list[NDArray[np.float64]]:
-        """One worker for each environment, or one for all."""
-        clocks = list(self.env.call("clock"))
-        if self.transport == "none":
-            joined = np.concatenate(clocks)
-            return [joined[np.argsort(joined[:, 0])]]
-        return clocks
+        """One worker for all environments."""
+        joined = np.concatenate(self.env.call("clock"))
+        return [joined[np.argsort(joined[:, 0])]]
 
     def close(self) -> None:
         """Ends it."""
         self.env.close()
 
 
-class TianshouVector(Adapter):
-    """Tianshou's; it does not reset by itself, so episodes begin anew through Gymnasium's wrapper."""
+class AsyncVector(SyncVector):
+    """Gymnasium's ``AsyncVectorEnv``: one process for each environment."""
 
-    def __init__(self, task: Task, kind: str) -> None:
-        import tianshou.env
+    transport = "pipe, shm"
 
-        if kind == "RayVectorEnv":
-            import ray
-
-            ray.init(address=task.address or "local", log_to_driver=False, logging_level=40)
-        self.num_envs = task.num_envs
-        make: Any = task.make if task.env_id is None else lambda: gymnasium.wrappers.Autoreset(task.make())
-        self.env: Any = getattr(tianshou.env, kind)([make] * task.num_envs)
-        self.env.seed(0)
-        self.env.reset()
-        self.transport = {"RayVectorEnv": "ray actors", "ShmemVectorEnv": "pipe, shm"}.get(kind, "pipe")
-        self.actions = task.single_actions(task.make().action_space)
-
-    def advance(self) -> int:
-        """Steps all."""
-        self.env.step(self.next_actions())
-        return self.num_envs
-
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
-        """Sets how long emulated environments take."""
-        self.env.set_env_attr("step_s", step_s)
+    def _made(self, env_fns: list[Any]) -> Any:
+        return AsyncVectorEnv(env_fns, context="forkserver")
 
     def clocks(self) -> list[NDArray[np.float64]]:
         """One worker for each environment."""
-        offsets = clock_offsets(self.env.get_env_attr)
-        return [clock - offset for clock, offset in zip(self.env.get_env_attr("clock"), offsets, strict=True)]
-
-    def close(self) -> None:
-        """Ends it."""
-        self.env.close()
+        return list(self.env.call("clock"))

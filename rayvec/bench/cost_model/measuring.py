@@ -1,4 +1,4 @@
-"""Measurements that the model is fitted to and held against."""
+"""Measurements that the model is fitted to and compared with."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rayvec.bench.cost_model.fitting import Observation, fit, fit_line
 from rayvec.bench.cost_model.model import Fit, Setting
+from rayvec.bench.peers import PeerProcess, peer_process
 from rayvec.bench.results import Results
+from rayvec.bench.simulate import Nodes
+from rayvec.bench.terminal import Ticker
 from rayvec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rayvec.bench.peers import PeerProcess
-    from rayvec.bench.simulate import Nodes
-    from rayvec.bench.terminal import Ticker
 
 __all__ = [
     "CHECK_NODES",
@@ -31,20 +29,19 @@ __all__ = [
     "fit_settings",
     "measure_policy",
     "measure_settings",
-    "read_measured",
 ]
 
 FIT_NODES, FIT_WORKERS = (1, 2), (1, 2, 8)
-"""What the model is fitted to. On 2 nodes of 8 workers shared cores are as crowded as where the model is checked."""
+"""What the model is fitted to. Two nodes of 8 workers crowd shared cores as much as the largest setting of a check."""
 CHECK_NODES, CHECK_WORKERS = (4, 8), 2
-_DURATIONS_S = (0.01, 0.001)
+_DURATIONS_S = (0.001, 0.01)
 _CHUNKS = (16, 128)
 _LARGE_OBS_BYTES = 40_000
 _TURNS = 3
 _CALLS_OF_WINDOW, _MOST_WINDOW_S = 4, 1.3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """What a model is fitted to, as a result file keeps it.
 
@@ -52,7 +49,7 @@ class Measured:
         observations: Of nodes, simulated or of a cluster.
         shared_cores: Of the machine that simulated them; None of a cluster.
         policy_s: Seconds of a forward pass of the policy, and of each of its rows.
-        check_observations: What the fitted model is held against, if that has been measured.
+        check_observations: What the fitted model is compared with, if that was measured.
         search_observations: Every setting for a few environments, likewise.
     """
 
@@ -62,54 +59,38 @@ class Measured:
     check_observations: list[Observation] = field(default_factory=list)
     search_observations: list[Observation] = field(default_factory=list)
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether all that a check needs has been measured."""
-        return bool(self.check_observations and self.search_observations)
-
     def fit(self) -> Fit:
         """Fits the model."""
         return fit(self.observations, self.shared_cores, self.policy_s)
 
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Returns the measurements in a result file.
 
-def read_measured(path: Path) -> Measured:
-    """Returns the measurements in a result file.
-
-    Raises:
-        ConfigError: It is no result file of ``rayvec bench model``, or holds no measurements.
-    """
-    content = Results.read(path, "model").extra
-    try:
-        if content.get("interrupted"):
-            raise ValueError(f"interrupted after {len(content['observations'])} settings")
-        call_s, row_s = content["policy_s"]
-        shared = content["shared_cores"]
-        return Measured(
-            _observations(content["observations"]),
-            None if shared is None else int(shared),
-            (call_s, row_s),
-            _observations(content.get("check_observations", [])),
-            _observations(content.get("search_observations", [])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "--fit names a model.json that holds measurements.",
-            expected="observations, shared_cores and policy_s",
-            got=f"{path} ({type(error).__name__}: {error})",
-            remedy="Measure anew, without --fit.",
-        ) from error
+        Raises:
+            ConfigError: It is no result file of ``rayvec bench model``, or holds no measurements.
+        """
+        content = Results.read(path, "model").extra
+        try:
+            if content.get("interrupted"):
+                raise ValueError(f"interrupted after {len(content['observations'])} settings")
+            lists = {
+                name: [Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content.get(name, [])]
+                for name in ("observations", "check_observations", "search_observations")
+            }
+            return cls(shared_cores=content["shared_cores"], policy_s=tuple(content["policy_s"]), **lists)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "--fit names a model.json that holds measurements.",
+                expected="observations, shared_cores and policy_s",
+                got=f"{path} ({type(error).__name__}: {error})",
+                remedy="Measure again, without --fit.",
+            ) from error
 
 
-def _observations(content: Sequence[dict[str, Any]]) -> list[Observation]:
-    return [
-        Observation(**{**each, "setting": Setting(**each["setting"]), "turns_s": tuple(each.get("turns_s", ()))})
-        for each in content
-    ]
-
-
-def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> Iterator[Setting]:
+def _of_topology(base: Setting) -> Iterator[Setting]:
     """Yields what is measured on nodes and workers of one kind, from the driver and in chunks."""
-    for step_s in durations_s:
+    for step_s in _DURATIONS_S:
         yield replace(base, step_s=step_s, inference="driver")
         for chunk_steps in _CHUNKS:
             yield replace(base, step_s=step_s, inference="worker", chunk_steps=chunk_steps)
@@ -117,22 +98,17 @@ def _of_topology(base: Setting, durations_s: Sequence[float] = _DURATIONS_S) -> 
 
 def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = max(FIT_WORKERS)) -> list[Setting]:
     """Returns what the model is fitted to: one and two nodes, few and many workers, some with several environments."""
-    found: list[Setting] = []
-    for nodes in FIT_NODES:
-        for workers in sorted({min(count, most_workers) for count in FIT_WORKERS}):
-            found += _of_topology(Setting(nodes, workers, sigma=sigma, obs_bytes=obs_bytes))
+    counts = sorted({min(count, most_workers) for count in FIT_WORKERS})
+    bases = [Setting(*pair, sigma=sigma, obs_bytes=obs_bytes) for pair in itertools.product(FIT_NODES, counts)]
     two = Setting(1, min(2, most_workers), sigma=sigma, obs_bytes=obs_bytes)
-    found += _of_topology(replace(two, envs=4), (0.001,))
-    found += _of_topology(replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes)), (0.001,))
-    return found
+    bases += [replace(two, envs=4), replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes))]
+    return [setting for base in bases for setting in _of_topology(base)]
 
 
 def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
-    """Returns what the fitted model is held against: more nodes than it was fitted to."""
-    found: list[Setting] = []
-    for nodes in CHECK_NODES:
-        found += _of_topology(Setting(nodes, CHECK_WORKERS, sigma=sigma, obs_bytes=obs_bytes))
-    return found
+    """Returns what the fitted model is compared with: more nodes than it was fitted to."""
+    bases = (Setting(nodes, CHECK_WORKERS, sigma=sigma, obs_bytes=obs_bytes) for nodes in CHECK_NODES)
+    return [setting for base in bases for setting in _of_topology(base)]
 
 
 def measure_settings(
@@ -143,9 +119,9 @@ def measure_settings(
     ticker: Ticker,
     keep: Callable[[list[Observation]], None] = lambda found: None,
 ) -> list[Observation]:
-    """Measures settings, those that can share environments in turns, and returns the quickest turn of each.
+    """Measures settings, interleaving those that share environments, and returns the fastest turn of each.
 
-    The quickest, because whatever else a machine does only adds to what a step costs.
+    The fastest, because other work on a machine only adds to what a step costs.
 
     Args:
         settings: What to measure.
@@ -153,24 +129,21 @@ def measure_settings(
         cores: Of each node.
         window_s: Seconds of each setting at least; every turn holds some calls too.
         ticker: Advanced by 1 for each setting.
-        keep: Called with what there is so far, whenever there is more.
+        keep: Called with all observations so far, whenever there are more.
     """
-    from rayvec.bench.peers import peer_process
-
     found = []
     for _, group in itertools.groupby(sorted(settings, key=_topology), _topology):
         alike = list(group)
         nodes.grow(alike[0].nodes, cores)
+        turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
         with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
-            turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
-            for _ in range(_TURNS):
-                for setting in alike:
-                    ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
-                    turns[setting].append(_observe(process, setting, window_s / _TURNS))
-                    ticker.advance(1.0 / _TURNS)
+            for setting in alike * _TURNS:
+                ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
+                turns[setting].append(_observe(process, setting, window_s / _TURNS))
+                ticker.advance(1.0 / _TURNS)
         for each in turns.values():
-            quickest = min(each, key=lambda observation: observation.step_s)
-            found.append(replace(quickest, turns_s=tuple(turn.step_s for turn in each)))
+            by_time = sorted(each, key=lambda observation: observation.step_s)
+            found.append(replace(by_time[0], slowest_s=by_time[-1].step_s))
         keep(found)
     return found
 
@@ -194,7 +167,7 @@ def _task(setting: Setting, address: str) -> dict[str, Any]:
 def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observation:
     chunk_steps = setting.chunk_steps if setting.inference == "worker" or setting.groups == 2 else 1
     process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=setting.inference)
-    seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.envs * setting.step_s))
+    seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.meant_s))
     window = process.do("measure", seconds=seconds, with_split=True)
     steps = window["steps"] / setting.num_envs
     own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
@@ -212,16 +185,19 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
 
 def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
     """Returns seconds of a forward pass of a net of two tanh layers in NumPy, and of each of its rows."""
-    from rayvec.bench.harness.emulated import EmulatedEnv
-    from rayvec.bench.harness.task import Task
-
-    matrices = Task(1, hidden_size=hidden_size).net(EmulatedEnv(obs_size=obs_size).observation_space)
+    if not hidden_size:
+        return 0.0, 0.0
+    rng = np.random.default_rng(0)
+    matrices = [
+        rng.normal(0, 0.1, pair).astype(np.float32)
+        for pair in ((obs_size, hidden_size), (hidden_size, hidden_size), (hidden_size, 2))
+    ]
     sizes, times = (1, 8, 64, 256), []
     for rows in sizes:
-        obs, samples = np.zeros((rows, obs_size), np.float32), []
+        samples = []
         for _ in range(51):
+            hidden = np.zeros((rows, obs_size), np.float32)
             begin = time.perf_counter()
-            hidden = obs
             for matrix in matrices:
                 hidden = np.tanh(hidden @ matrix)
             samples.append(time.perf_counter() - begin)
