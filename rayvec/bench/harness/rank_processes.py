@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from rayvec.bench.harness.task import receive, reported
-from rayvec.distributed.collective import CollectiveRanks, RankStore
+from rayvec.distributed.collective import CollectiveRanks
 from rayvec.distributed.shared_memory import SharedMemoryRanks
 from rayvec.learners.ranks import ALONE, Ranks
 
 __all__ = ["RankProcesses"]
-
-_c10d: Any = dist  # whose annotations lack TCPStore
 
 
 class RankProcesses:
@@ -64,33 +63,29 @@ class RankProcesses:
 def _serve(make: Any, sums: str, rank: int, size: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     with reported(pipe):
-        ranks, store = _join(sums, rank, size, device, pipe)
-        compute = make(ranks)
+        compute = make(_join(sums, rank, size, device, pipe))
         pipe.send(None)
         while (request := pipe.recv()) is not None:
             pipe.send(compute(request))
-        del store  # which the other ranks need until here
     if sums == "ddp":
         dist.destroy_process_group()
 
 
-def _join(sums: str, rank: int, size: int, device: str, pipe: Connection) -> tuple[Ranks, object]:
-    """Connects the ranks; rank 0 sends the address, which the benchmark forwards to the others."""
+def _join(sums: str, rank: int, size: int, device: str, pipe: Connection) -> Ranks:
+    """Connects the ranks; rank 0 sends where they meet, which the benchmark forwards to the others."""
     if sums == "shared-memory":
         if size == 1:
             pipe.send(None)
-            return ALONE, None
+            return ALONE
         block = SharedMemoryRanks(rank, size, None if rank == 0 else pipe.recv())
         if rank == 0:
             pipe.send(block.path)
-        return block, None
-    store = RankStore("127.0.0.1") if rank == 0 else None
-    address = pipe.recv() if store is None else store.address
-    if store is not None:
-        pipe.send(address)
+        return block
+    path = tempfile.mkstemp(prefix="rayvec-ranks-")[1] if rank == 0 else pipe.recv()
+    if rank == 0:
+        pipe.send(path)
+    store = dist.FileStore(path, size)  # which deletes the file when the last rank ends
     if sums == "gloo":
-        return CollectiveRanks(rank, size, address), store
-    backend = "nccl" if device == "cuda" else "gloo"
-    joined = _c10d.TCPStore(*address, is_master=False)
-    dist.init_process_group(backend, store=joined, rank=rank, world_size=size)
-    return ALONE, store
+        return CollectiveRanks(rank, size, store)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    return ALONE
