@@ -164,13 +164,24 @@ def test_train_resume_and_eval(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_resume_and_eval_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_moves_between_ray_and_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where `num_nodes` is not given, Ray is used, since it is initialised. Each command says what it uses."""
     run_dir = tmp_path / "a"
-    assert main(["train", "ppo", *TINY, "--eval-episodes", "2", "--run-dir", str(run_dir)]) == 0
-    on_ray = ["--num-nodes", "1", "--workers-per-node", "2"]
-    assert main(["train", "ppo", "--resume", str(run_dir), *on_ray]) == 0
-    assert main(["eval", str(run_dir), "--episodes", "2", *on_ray]) == 0
-    assert capsys.readouterr().err.count("rayvec: 4 environments on Ray (nodes: 1, workers: 2)\n") == 2
+    settings = options({**SMALL, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4, "run_dir": run_dir})
+    commands = {
+        ("train", "ppo", *settings): "on Ray (nodes: 2, workers: 2)",
+        ("train", "ppo", "--resume", str(run_dir), "--num-nodes=0"): "on this machine, without Ray",
+        (
+            "eval",
+            str(run_dir),
+            "--episodes=4",
+            "--num-nodes=1",
+            "--workers-per-node=2",
+        ): "on Ray (nodes: 1, workers: 2)",
+    }
+    for arguments, where in commands.items():
+        assert main(arguments) == 0
+        assert f"rayvec: 4 environments {where}\n" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("ray_cluster")
