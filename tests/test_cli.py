@@ -1,5 +1,4 @@
-"""The command line: what works prints what it should; what can't work ends with one message and code 2, what fails
-after it has begun with 1."""
+"""The command line: its output, and its exit codes: 2 for wrong input, 1 for a failed run, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
