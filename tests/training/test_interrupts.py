@@ -23,6 +23,7 @@ from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
 SLOW_RAY = pytest.param(1, marks=pytest.mark.slow)
+pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
 
 
 def press() -> None:
