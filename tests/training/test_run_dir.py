@@ -125,7 +125,7 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
     assert [line["steps"] for line in read_metrics(metrics)] == list(range(64, steps + 641, 64))
     last = load_run(run_dir)[1]
     assert last["learner"]["num_updates"] == last["progress"]["iterations"] == steps // 64 + 10
-    rayvec.resume(twin, num_nodes=0)
+    rayvec.resume(twin)
     assert_same(load_run(twin)[1]["learner"], last["learner"])
 
 
