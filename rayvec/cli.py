@@ -3,9 +3,8 @@
 Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
 error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
 
-Ctrl-C ends a command with code 130. Before `main` runs (Python starts, this module is imported), it is Python that
-ends the process, by SIGINT itself: a shell shows 130 then too. After the last output the command is complete, and a
-Ctrl-C changes nothing.
+Ctrl-C ends a command with code 130. Before and after `main` (while Python starts, imports this module or exits), the
+signal itself ends the process, which a shell shows as 130 too. What a command has printed by then is complete.
 """
 
 from __future__ import annotations

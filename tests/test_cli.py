@@ -1,5 +1,4 @@
-"""The command line: what works prints what it should; what can't work ends with one message and code 2, what fails
-after it has begun with 1."""
+"""The command line: its output, and its exit codes: 2 for wrong input, 1 for a failed run, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -164,13 +163,24 @@ def test_train_resume_and_eval(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_resume_and_eval_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_moves_between_ray_and_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where `num_nodes` is not given, Ray is used, since it is initialised. Each command says what it uses."""
     run_dir = tmp_path / "a"
-    assert main(["train", "ppo", *TINY, "--eval-episodes", "2", "--run-dir", str(run_dir)]) == 0
-    on_ray = ["--num-nodes", "1", "--workers-per-node", "2"]
-    assert main(["train", "ppo", "--resume", str(run_dir), *on_ray]) == 0
-    assert main(["eval", str(run_dir), "--episodes", "2", *on_ray]) == 0
-    assert capsys.readouterr().err.count("rayvec: 4 environments on Ray (nodes: 1, workers: 2)\n") == 2
+    settings = options({**SMALL, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4, "run_dir": run_dir})
+    commands = {
+        ("train", "ppo", *settings): "on Ray (nodes: 2, workers: 2)",
+        ("train", "ppo", "--resume", str(run_dir), "--num-nodes=0"): "on this machine, without Ray",
+        (
+            "eval",
+            str(run_dir),
+            "--episodes=4",
+            "--num-nodes=1",
+            "--workers-per-node=2",
+        ): "on Ray (nodes: 1, workers: 2)",
+    }
+    for arguments, where in commands.items():
+        assert main(arguments) == 0
+        assert f"rayvec: 4 environments {where}\n" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -181,6 +191,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in printed
 
 
+@pytest.mark.timeout(600)
 def test_a_private_ray_leaves_no_process(tmp_path: Path) -> None:
     settings = options({**SMALL, "num_nodes": 1, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4})
     with running(["train", "ppo", *settings], tmp_path) as command:

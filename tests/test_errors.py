@@ -53,7 +53,7 @@ def make_local() -> Exception:
     class Local(ValueError):
         pass
 
-    return Local("nobody can import me")
+    return Local("no process can import me")
 
 
 def captured(error: BaseException) -> RemoteFailure:

@@ -1,4 +1,4 @@
-"""The tools of the tests: they must see what they are made to see."""
+"""The tools of the tests: comparisons see every difference, and environments do what tests expect of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atari as usual, whoever steps it."""
+"""The Atari wrappers: frames, FIRE, and a run with them."""
 
 from __future__ import annotations
 

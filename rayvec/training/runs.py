@@ -140,7 +140,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
             raise ConfigError(
                 "learners_apart puts ranks on nodes of Ray where no environments step.",
                 expected="environments on nodes of Ray",
-                got="num_nodes=0: the driver's process steps them",
+                got="num_nodes=0, which is this machine without Ray",
                 remedy="Leave learners_apart out, or pass num_nodes=1.",
             )
         from rayvec.distributed.learner_group import LearnerGroup  # imports Ray, which one learner does without

@@ -23,6 +23,7 @@ from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
 SLOW_RAY = pytest.param(1, marks=pytest.mark.slow)
+pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
 
 
 def press() -> None:
@@ -192,10 +193,10 @@ def test_an_interrupt_at_any_moment_of_a_run_ends_it(tmp_path: Path, num_nodes: 
         said = command.stderr.read_text()
         if codes[-1] == 0:
             assert "greedy return" in command.stdout.read_text(), said
-        elif codes[-1] == -signal.SIGINT:  # before `main`: Python ends itself by the signal, which shells show as 130
-            assert "rayvec: 4 environments" not in said
+        elif codes[-1] == -signal.SIGINT:  # before or after `main`: the signal ends Python, which shells show as 130
+            assert "rayvec: 4 environments" not in said or "greedy return" in command.stdout.read_text(), said
         elif codes[-1] == 1:  # while Python itself starts
-            assert "Fatal Python error: init_import_site" in said
+            assert "Fatal Python error: init_import_site" in said, said
         else:
             assert codes[-1] == 130 and "rayvec: " in said and "Traceback" not in said, said
     assert 130 in codes, codes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks_kit import FallingLearner
-from helpers.training_kit import HERE, SMALL, lengthen, tiny
+from helpers.training_kit import HERE, lengthen, tiny
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
@@ -168,15 +168,3 @@ def test_a_rank_that_is_killed_in_an_update_changes_nothing(tmp_path: Path, monk
     weights = [load_run(run.run_dir)[1]["weights"] for run in (undisturbed, result)]
     assert torch.equal(*weights)
     assert result.eval_return_mean == undisturbed.eval_return_mean
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_run_on_ray_learns_what_it_learns_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`num_nodes` is unset and Ray is initialised: the run uses it and says so."""
-    settings = {"total_steps": 128, "eval_episodes": 4}
-    here = rayvec.train(tiny(tmp_path / "here", **settings))
-    assert "rayvec: 4 environments on this machine, without Ray\n" in capsys.readouterr().err
-    ray = rayvec.train(PPOConfig(**SMALL, **settings, workers_per_node=1, run_dir=tmp_path / "ray"))
-    assert "rayvec: 4 environments on Ray (nodes: 2, workers: 2)\n" in capsys.readouterr().err
-    weights = [load_run(run.run_dir)[1]["weights"] for run in (here, ray)]
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
