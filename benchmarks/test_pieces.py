@@ -76,8 +76,13 @@ def test_wake_up(benchmark: Any, pool: ProcessPool) -> None:
 def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
     import cloudpickle
 
-    pool.load_policy(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
-    benchmark(pool.rollout, 1, 128, 0, 0)
+    pool.acting.load(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
+
+    def take() -> None:
+        pool.begin_rollout(1, 128, 0, 0)
+        pool.finish_rollout()
+
+    benchmark(take)
 
 
 def test_join_chunks(benchmark: Any) -> None:

@@ -98,7 +98,6 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
             [
                 "RuntimeError: the",
                 "wears out",
-                "the driver's process",
                 ", environment ",
                 'helpers/wrap.py", line ',
                 ", in reward. Remedy",

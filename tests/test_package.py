@@ -34,7 +34,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec.tianshou.env.pool_env", {"gymnasium"}),
         ("import rayvec; rayvec.Policy", {"gymnasium"}),
         ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
-        ("import rayvec; rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0).close()", {"gymnasium"}),
+        ("import rayvec; rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0, workers_per_node=0).close()", {"gymnasium"}),
         ("import rayvec.learners.ranks, rayvec.distributed.shared_memory, rayvec.distributed.collective", {"torch"}),
     ],
 )

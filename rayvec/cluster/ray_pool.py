@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.acting import ActingNodes
+from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import LocalNode, Node, RemoteNode, open_node
+from rayvec.cluster.nodes import Node
 from rayvec.cluster.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
 from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
@@ -184,7 +187,10 @@ class RayPool:
             raise
 
     def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
-        return open_node(node_slice, self._preload, self._supervision, loose=self._loose)
+        """Claims the cores of a node; its workers are started by ``start``."""
+        if node_slice.node_id == ray.get_runtime_context().get_node_id():
+            return LocalNode(node_slice, self._preload, self._supervision)
+        return RemoteNode(node_slice, self._preload, self._supervision, self._loose)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +17,18 @@ from rayvec.data import Chunk, ChunkRef, NodeSlice, RawInfo, Rollout, RolloutTim
 from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.errors import RemoteFailure
 from rayvec.node.acting import WorkerActing
-from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.object_store import check_object_store, put_object
 from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.supervisor import Supervisor
 from rayvec.node.wire import NodeBlock, Op, travels
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
 from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.plan import Part, Plan, Plans
-from rayvec.pools.restarts import LastAnswers, NodeState, RestartBudget
+from rayvec.pools.restarts import NodeState
 
 __all__ = ["ProcessPool"]
 
@@ -80,17 +79,13 @@ class ProcessPool:
         self.topology = Topology((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
         self.layout: ArrayLayout | None = None
         self.action_layout: ArrayLayout | None = None
-        self._supervision = supervision
         self._server_lost = server_lost
         self._block: NodeBlock | None = None
         self._links: list[WorkerLink] = []
-        self._budget = RestartBudget()
         self._plans = Plans(np.array(self._workers.bounds[:-1]))
         self._turn = 0
         self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
-        self._look_at_s = 0.0
-        self._closed = False
 
     @classmethod
     def start(
@@ -139,14 +134,17 @@ class ProcessPool:
         self._arrays = block.arrays
         self._action_rows = block.actions(slice(None))
         self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
-        self._last = LastAnswers(self._obs, self.num_envs) if self._supervision.restart else None
         self._links = [
             WorkerLink(block, k, process, workers.where(k), self.first_id)
             for k, process in enumerate(workers.processes)
         ]
-        self.acting = WorkerActing(workers, self._links, self._call_all, self._wait_all)
+        supervisor = self._supervisor = Supervisor(
+            workers, self._links, block, self._under_way, self._command_of, self._server_lost
+        )
+        self._last = supervisor.last
+        self.acting = supervisor.acting = WorkerActing(workers, self._links, self._call_all, supervisor.wait_all)
         if state is not None and self.layout is None:
-            self._know_objects(slice(None), state.obs)
+            supervisor.know_objects(slice(None), state.obs)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -211,7 +209,7 @@ class ProcessPool:
             for part in plan.parts:
                 part.number = int(self._command_of[part.of_all].max())
         for part in reversed(plan.parts):  # the worker that began last ends last: waiting for it wakes us only once
-            self._wait(self._links[part.owner], part.number, deadline)
+            self._supervisor.wait(self._links[part.owner], part.number, deadline)
         plan.turn = -1
         self._under_way[plan.select] = False
         self._raise_failures(plan)
@@ -223,9 +221,7 @@ class ProcessPool:
     @property
     def event_fd(self) -> int:
         """A file descriptor that is readable when some step is done; for who calls :meth:`ready_ids`."""
-        self._arrays["wants_event"][0] = True
-        assert self._block is not None
-        return self._block.event_fd
+        return self._supervisor.event_fd()
 
     def ready_ids(self) -> NDArray[np.int64]:
         """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``.
@@ -235,9 +231,9 @@ class ProcessPool:
         event = self.event_fd  # from here on, whatever is done is told
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(event)
-        self._look_after_all()
+        self._supervisor.look_after_all()
         for link in self._links:
-            self._poll(link)
+            self._supervisor.poll(link)
         done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
         return np.flatnonzero(self._under_way & (self._command_of < done))
 
@@ -253,130 +249,6 @@ class ProcessPool:
             if deadline is not None and time.monotonic() >= deadline:
                 raise NotReady(f"{len(done)} of {min_ready} environments have answered in time")
             readable([self.event_fd], LOOK_S)
-
-    def _look_after_all(self) -> None:
-        """Restarts workers that have ended or hang; looks every 0.1 s, however often it is called."""
-        if time.monotonic() < self._look_at_s:
-            return
-        self._look_at_s = time.monotonic() + LOOK_S
-        for link in self._links:
-            if link.num_done < link.num_posted:
-                self._look_after(link)
-
-    def _wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
-        """Waits for a command; a worker that ends or hangs meanwhile is restarted, or that is raised."""
-        while True:
-            try:
-                link.wait(number, self._until(link, number, deadline))
-                return
-            except NotReady:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
-                self._restart_if_overdue(link)
-            except WorkerLostError as error:
-                self._restart_worker(link, error)
-
-    def _until(self, link: WorkerLink, number: int, deadline: float | None) -> float | None:
-        """Until when to wait for a command before looking whether its worker hangs."""
-        limit_s = self._supervision.step_timeout_s
-        if link.num_done > number or (limit_s is None and not link.is_starting):
-            return deadline
-        look_s = time.monotonic() + LOOK_S  # at the steps of a chunk, and at the start
-        if limit_s is not None:
-            look_s = min(look_s, link.overdue_s(limit_s))
-        return min(look_s, math.inf if deadline is None else deadline)
-
-    def _look_after(self, link: WorkerLink) -> None:
-        """Restarts a worker that has ended, or takes too long for its oldest command."""
-        ended = link.ended()
-        self._poll(link)  # what is done was in time, however late this look is
-        if link.num_done == link.num_posted:
-            return
-        if ended:
-            self._restart_worker(link, link.lost())
-        else:
-            self._restart_if_overdue(link)
-
-    def _restart_if_overdue(self, link: WorkerLink) -> None:
-        limit_s, start_s = self._supervision.step_timeout_s, self._supervision.start_timeout_s
-        if link.is_starting:
-            if link.startup_s > start_s:
-                self._restart_worker(link, link.hangs("start_timeout_s", start_s), link.startup_s)
-        elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
-            self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
-
-    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
-        """Restarts a worker, gives it the pending commands again, and ends the episodes that were being stepped.
-
-        Args:
-            link: To the worker.
-            error: What is raised if it may not be restarted at all.
-            hung_s: How long it was waited for, if it hangs.
-
-        Raises:
-            WorkerLostError: It may not be restarted, or not once more.
-            Exception: What a newly made environment raised.
-        """
-        if self._closed:  # by another thread
-            raise error
-        if self._server_lost is not None and self._workers.server.ended():
-            raise self._server_lost(error) from error
-        if self._last is None:
-            if hung_s:
-                link.kill()  # else closing would wait for it
-            raise error
-        link.kill()  # one that was only slow must not write over what is restored now
-        link.raise_what_it_said()
-        if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
-            raise WorkerLostError(
-                "A worker that ends again and again is not restarted for ever.",
-                expected=RestartBudget.rule(),
-                got=f"one more of {link.where}",
-                remedy="Look into the system's log for what ends it.",
-            ) from error
-        for chunk in self.acting.done_chunks(link):
-            self._note_chunk(link, chunk)
-        self._keep_last(self._finished(link))
-        link.give_up_what_is_not_repeated()
-        rows = slice(link.start, link.stop)
-        lost = np.flatnonzero(~self._mask(self._finished(link)))
-        self._last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
-        self._arrays["cut"][rows] |= self._last.mid_episode(rows) & self._arrays["started"][rows]
-        self._arrays["restarts"][rows] += 1
-        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
-        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
-        logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
-        link.reconnect(self._workers.restart(link.index, self.acting.policies))
-
-    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
-        """Ids of a worker whose answers are there but have not been asked for."""
-        ids = np.arange(link.start, link.stop)
-        return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
-
-    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        mask = np.zeros(self.num_envs, bool)
-        mask[ids] = True
-        return mask
-
-    def _note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
-        """Takes note of a worker's finished chunk: an environment that fails from now on resumes from its end."""
-        rows = slice(link.start, link.stop)
-        if self.layout is None:
-            self._know_objects(rows, chunk.last_obs)
-        if self._last is not None:
-            self._last.started(rows, True)
-            self._last.keep(rows, chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
-
-    def _know_objects(self, rows: slice, obs: NDArray[Any]) -> None:
-        """Takes note of observations that are no arrays, ``object [n]``, of consecutive environments."""
-        env_ids = range(self.num_envs)[rows]
-        for link in self._links:
-            link.objects.update((i, obs[i - env_ids.start]) for i in env_ids if link.start <= i < link.stop)
-
-    def _keep_last(self, select: Any) -> None:
-        assert self._last is not None
-        obs = None if self._obs is None else index_tree(self._obs, select)
-        self._last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -438,7 +310,7 @@ class ProcessPool:
         packed = self.acting.finish(timeout_s)
         chunks = tuple(part.unpack(memory) for part, memory in zip(packed, self._workers.memories, strict=True))
         for link, chunk in zip(self._links, chunks, strict=True):
-            self._note_chunk(link, chunk)
+            self._supervisor.note_chunk(link, chunk)
         return chunks, tuple(part.times for part in packed)
 
     def worker_pids(self) -> dict[str, list[int]]:
@@ -451,7 +323,8 @@ class ProcessPool:
         Args:
             timeout_s: After this long, 10 s by default, workers are ended by force.
         """
-        self._closed = True
+        if self._block is not None:
+            self._supervisor.closed = True
         for link in self._links:
             link.post_close()
         self._links = []
@@ -465,36 +338,6 @@ class ProcessPool:
         """Calls a method of every worker and waits; a worker that is restarted meanwhile knows what it was told."""
         everyone = self._plans.of(np.arange(self.num_envs))
         self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=False)(None)
-
-    def _wait_all(self, numbers: Sequence[int], deadline: float | None) -> None:
-        """Waits until each worker has done the command with its number; Ctrl-C leaves everything as it was.
-
-        Raises:
-            NotReady: Some had not at the deadline.
-        """
-        event = self.event_fd  # from here on, each command that is done makes it readable
-        while True:
-            with Uninterrupted():
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(event)
-                for link in self._links:
-                    self._poll(link)
-                self._look_after_all()
-                missing = [link for link, number in zip(self._links, numbers, strict=True) if link.num_done <= number]
-                if not missing:
-                    self._arrays["wants_event"][0] = False
-                    return
-            left = math.inf if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise NotReady(f"{missing[0].where} has not answered in time")
-            readable([event], min(LOOK_S, left))
-
-    def _poll(self, link: WorkerLink) -> None:
-        """Takes note of what a worker has done; restarts it if it ended in the midst of a reply."""
-        try:
-            link.poll()
-        except WorkerLostError as error:
-            self._restart_worker(link, error)
 
     def _ask(
         self,
@@ -523,7 +366,7 @@ class ProcessPool:
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             for link, number in zip(links, numbers, strict=True):
-                self._wait(link, number, deadline)
+                self._supervisor.wait(link, number, deadline)
             replies = [link.take_reply(number) for link, number in zip(links, numbers, strict=True)]
             for link, reply in zip(links, replies, strict=True):
                 link.failures += reply.failures

@@ -72,7 +72,7 @@ def zeros(obs: Any) -> Any:
 
 
 def local(envs: Any) -> RayVecEnv:
-    return RayVecEnv(envs, num_nodes=0)
+    return RayVecEnv(envs, num_nodes=0, workers_per_node=0)
 
 
 ONE_BAD = [partial(BadEnv, 99), BadEnv, partial(BadEnv, 99)]

@@ -33,7 +33,7 @@ def counting(make_module_vec: MakeVec) -> RayVecEnv:
 
 def local(envs: Any, **kwargs: Any) -> RayVecEnv:
     """Environments that this process steps, for tests to which it makes no difference where they are."""
-    return RayVecEnv(envs, num_nodes=0, **kwargs)
+    return RayVecEnv(envs, num_nodes=0, workers_per_node=0, **kwargs)
 
 
 def assert_consistent(batch: Batch) -> None:

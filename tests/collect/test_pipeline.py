@@ -52,7 +52,7 @@ def test_episodes_are_those_that_a_walk_through_the_steps_finds(
 
 
 def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = RayVecEnv([CountingEnv] * 2, num_nodes=0)
+    env = RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0)
     store = env.publish(TablePolicy())
     pipeline = ChunkPipeline(env, noise_seed=1)
     pipeline.start(store, 3)

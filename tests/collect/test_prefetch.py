@@ -195,7 +195,9 @@ def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeV
 
 
 def test_closing_logs_what_a_pending_chunk_raised(caplog: pytest.LogCaptureFixture) -> None:
-    collector = Collector(RayVecEnv([FailingEnv] * 2, num_nodes=0), TablePolicy(), seed=0, prefetch=True)
+    collector = Collector(
+        RayVecEnv([FailingEnv] * 2, num_nodes=0, workers_per_node=0), TablePolicy(), seed=0, prefetch=True
+    )
     collector.collect(n_step=2 * 5)
     collector.close()
     assert "a pending chunk failed" in caplog.text and "the sixth step" in caplog.text

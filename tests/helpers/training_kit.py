@@ -9,7 +9,7 @@ import torch
 
 from rayvec.config import PPOConfig
 
-HERE = {"num_nodes": 0}
+HERE = {"num_nodes": 0, "workers_per_node": 0}
 """Environments are stepped in the process of the test."""
 
 SMALL = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "num_epochs": 2}

@@ -148,7 +148,7 @@ def test_random_actions_depend_on_the_environment_only() -> None:
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
 def test_memory_lasts_for_one_episode(inference: Any) -> None:
-    env = RayVecEnv([DriftEnv] * 4, num_nodes=0, groups=2)
+    env = RayVecEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=0, groups=2)
     collector = Collector(env, TianshouPolicy(Remembers()), inference, seed=0)
     count = np.zeros(4)
     for _ in range(2):

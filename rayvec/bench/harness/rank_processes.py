@@ -84,7 +84,7 @@ def _join(sums: str, rank: int, size: int, device: str, pipe: Connection) -> Ran
     path = tempfile.mkstemp(prefix="rayvec-ranks-")[1] if rank == 0 else pipe.recv()
     if rank == 0:
         pipe.send(path)
-    store = dist.FileStore(path, size)  # which deletes the file when the last rank ends
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # which deletes the file when the last rank ends
     if sums == "gloo":
         return CollectiveRanks(rank, size, store)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)

@@ -1,0 +1,135 @@
+"""The driver's own node: the driver owns its process pool, and a placement group holds the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from gymnasium import Space
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
+from rayvec.data import NodeSlice
+from rayvec.data.chunk_ops import join_chunks, summarize
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError
+from rayvec.node.process_pool import ProcessPool
+from rayvec.pools.base import PoolSpaces, Supervision
+from rayvec.pools.restarts import NodeState
+
+__all__ = ["LocalNode"]
+
+_CLOSE_S = 10.0
+
+
+class LocalNode:
+    """The driver's own node: this process owns the pool, a placement group holds the cores.
+
+    Args:
+        node_slice: Which environments it holds.
+        preload: Modules that workers import once.
+        supervision: What becomes of environments that raise, hang, or whose process ends.
+    """
+
+    transport = "shm"
+
+    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
+        self.slice = node_slice
+        self._preload = preload
+        self._supervision = supervision
+        self._pool: ProcessPool | None = None
+        self._claim: PlacementGroup | None = None
+        if node_slice.num_cpus:
+            self._claim = placement_group(
+                [{"CPU": node_slice.num_cpus}], bundle_label_selector=[{"ray.io/node-id": node_slice.node_id}]
+            )
+
+    @property
+    def _running(self) -> ProcessPool:
+        assert self._pool is not None
+        return self._pool
+
+    def wait_until_placed(self, timeout_s: float) -> None:
+        """Waits until the cores are this node's.
+
+        Raises:
+            NodeLostError: Others have claimed them meanwhile.
+        """
+        if self._claim is not None and not self._claim.wait(timeout_s):
+            raise self._lost(TimeoutError(f"no {self.slice.num_cpus} free cores within {timeout_s:g} s"))
+
+    def start(self, factory: EnvFactory) -> Wait:
+        """See :class:`Node`."""
+
+        def make(timeout_s: float | None) -> PoolSpaces:
+            self.wait_until_placed(_CLOSE_S if timeout_s is None else timeout_s)
+            bounds = self.slice.worker_bounds
+            self._pool = ProcessPool(
+                factory.in_parts(bounds), bounds, self.slice.name, self._preload, self._supervision, self._lost
+            )
+            return self._pool.spaces
+
+        return make
+
+    def _lost(self, error: Exception) -> NodeLostError:
+        return node_lost(self.slice, error)
+
+    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
+        """See :class:`Node`."""
+        self._running.allocate(observation, action, state)
+        pool = self._running
+        self.send, self.reset, self.ready, self.recv = pool.send, pool.reset, pool.ready, pool.recv
+        self.call, self.set_attr, self.ready_ids = pool.call, pool.set_attr, pool.ready_ids
+        return done
+
+    def flush(self) -> None:
+        """See :class:`Node`; the workers know."""
+
+    @property
+    def event_fd(self) -> int:
+        """See :class:`Node`."""
+        return self._running.event_fd
+
+    def load(self, key: int, policy: bytes, version: int) -> Wait:
+        """See :class:`Node`."""
+        return lambda timeout_s: self._running.acting.load(key, policy, version)
+
+    def drop(self, key: int) -> Wait:
+        """See :class:`Node`."""
+        return lambda timeout_s: self._running.acting.drop(key)
+
+    def publish(self, key: int, weights: Weights) -> Wait:
+        """See :class:`Node`."""
+        self._running.acting.publish(key, weights.version, weights.array)
+        return done
+
+    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
+        """See :class:`Node`."""
+        self._running.begin_rollout(key, num_steps, first_step, noise_seed)
+
+        def finish(timeout_s: float | None) -> NodePart:
+            chunks, times = self._running.finish_chunks(timeout_s)
+            if not by_reference:
+                return NodePart(times, [], None, chunks)
+            chunk = join_chunks(chunks)
+            return NodePart(times, [], summarize(chunk), ray.put(chunk))
+
+        return finish
+
+    def worker_pids(self) -> list[int]:
+        """See :class:`Node`."""
+        return next(iter(self._running.worker_pids().values()))
+
+    def close(self, timeout_s: float | None = None) -> Wait:
+        """See :class:`Node`."""
+
+        def end(timeout_s: float | None) -> None:
+            if self._pool is not None:
+                self._pool.close(timeout_s)
+                self._pool = None
+            if self._claim is not None and ray.is_initialized():
+                remove_placement_group(self._claim)
+            self._claim = None
+
+        return end

@@ -1,0 +1,232 @@
+"""Waiting for workers: those that end or hang meanwhile are restarted, if they may be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import Chunk, Tree
+from rayvec.errors import WorkerLostError
+from rayvec.node.acting import WorkerActing
+from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.wire import NodeBlock
+from rayvec.node.worker_link import WorkerLink
+from rayvec.node.workers import Workers
+from rayvec.pools.base import NotReady
+from rayvec.pools.memory import index_tree
+from rayvec.pools.restarts import LastAnswers, RestartBudget
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Waits for the workers of one pool and restarts them; their episodes end at the last true observation.
+
+    Args:
+        workers: The processes.
+        links: To each.
+        block: Of the pool.
+        unanswered: Which environments have a command whose answer has not been received, ``bool [N]``; the pool's.
+        command_of: Number of each environment's last command, ``int64 [N]``; the pool's.
+        server_lost: As of :class:`~rayvec.node.process_pool.ProcessPool`.
+
+    Attributes:
+        last: What environments last answered; None where nothing is restarted.
+        acting: The policies in the workers, which replacements must know.
+        closed: Whether the pool is closed: nothing is restarted any more.
+    """
+
+    acting: WorkerActing
+
+    def __init__(
+        self,
+        workers: Workers,
+        links: Sequence[WorkerLink],
+        block: NodeBlock,
+        unanswered: NDArray[np.bool_],
+        command_of: NDArray[np.int64],
+        server_lost: Callable[[Exception], Exception] | None,
+    ) -> None:
+        self.closed = False
+        self._workers = workers
+        self._supervision = workers.supervision
+        self._links = links
+        self._block = block
+        self._arrays = block.arrays
+        self._under_way = unanswered
+        self._command_of = command_of
+        self._server_lost = server_lost
+        self._obs: Tree = None if block.layout is None else block.layout.select(block.arrays, "obs")
+        self.last = LastAnswers(self._obs, len(command_of)) if self._supervision.restart else None
+        self._budget = RestartBudget()
+        self._look_at_s = 0.0
+
+    def event_fd(self) -> int:
+        """Returns a descriptor that from now on is readable when some command is done."""
+        self._arrays["wants_event"][0] = True
+        return self._block.event_fd
+
+    def wait_all(self, numbers: Sequence[int], deadline: float | None) -> None:
+        """Waits until each worker has done the command with its number; Ctrl-C leaves everything as it was.
+
+        Raises:
+            NotReady: Some had not at the deadline.
+        """
+        event = self.event_fd()  # from here on, each command that is done makes it readable
+        while True:
+            with Uninterrupted():
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(event)
+                for link in self._links:
+                    self.poll(link)
+                self.look_after_all()
+                missing = [link for link, number in zip(self._links, numbers, strict=True) if link.num_done <= number]
+                if not missing:
+                    self._arrays["wants_event"][0] = False
+                    return
+            left = math.inf if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise NotReady(f"{missing[0].where} has not answered in time")
+            readable([event], min(LOOK_S, left))
+
+    def poll(self, link: WorkerLink) -> None:
+        """Takes note of what a worker has done; restarts it if it ended in the midst of a reply."""
+        try:
+            link.poll()
+        except WorkerLostError as error:
+            self._restart_worker(link, error)
+
+    def look_after_all(self) -> None:
+        """Restarts workers that have ended or hang; looks every 0.1 s, however often it is called."""
+        if time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + LOOK_S
+        for link in self._links:
+            if link.num_done < link.num_posted:
+                self._look_after(link)
+
+    def wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
+        """Waits for a command; a worker that ends or hangs meanwhile is restarted, or that is raised."""
+        while True:
+            try:
+                link.wait(number, self._until(link, number, deadline))
+                return
+            except NotReady:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                self._restart_if_overdue(link)
+            except WorkerLostError as error:
+                self._restart_worker(link, error)
+
+    def _until(self, link: WorkerLink, number: int, deadline: float | None) -> float | None:
+        """Until when to wait for a command before looking whether its worker hangs."""
+        limit_s = self._supervision.step_timeout_s
+        if link.num_done > number or (limit_s is None and not link.is_starting):
+            return deadline
+        look_s = time.monotonic() + LOOK_S  # at the steps of a chunk, and at the start
+        if limit_s is not None:
+            look_s = min(look_s, link.overdue_s(limit_s))
+        return min(look_s, math.inf if deadline is None else deadline)
+
+    def _look_after(self, link: WorkerLink) -> None:
+        """Restarts a worker that has ended, or takes too long for its oldest command."""
+        ended = link.ended()
+        self.poll(link)  # what is done was in time, however late this look is
+        if link.num_done == link.num_posted:
+            return
+        if ended:
+            self._restart_worker(link, link.lost())
+        else:
+            self._restart_if_overdue(link)
+
+    def _restart_if_overdue(self, link: WorkerLink) -> None:
+        limit_s, start_s = self._supervision.step_timeout_s, self._supervision.start_timeout_s
+        if link.is_starting:
+            if link.startup_s > start_s:
+                self._restart_worker(link, link.hangs("start_timeout_s", start_s), link.startup_s)
+        elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
+            self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
+
+    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
+        """Restarts a worker, gives it the pending commands again, and ends the episodes that were being stepped.
+
+        Args:
+            link: To the worker.
+            error: What is raised if it may not be restarted at all.
+            hung_s: How long it was waited for, if it hangs.
+
+        Raises:
+            WorkerLostError: It may not be restarted, or not once more.
+            Exception: What a newly made environment raised.
+        """
+        if self.closed:  # by another thread
+            raise error
+        if self._server_lost is not None and self._workers.server.ended():
+            raise self._server_lost(error) from error
+        if self.last is None:
+            if hung_s:
+                link.kill()  # else closing would wait for it
+            raise error
+        link.kill()  # one that was only slow must not write over what is restored now
+        link.raise_what_it_said()
+        if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
+            raise WorkerLostError(
+                "A worker that ends again and again is not restarted for ever.",
+                expected=RestartBudget.rule(),
+                got=f"one more of {link.where}",
+                remedy="Look into the system's log for what ends it.",
+            ) from error
+        for chunk in self.acting.done_chunks(link):
+            self.note_chunk(link, chunk)
+        self._keep_last(self._finished(link))
+        link.give_up_what_is_not_repeated()
+        rows = slice(link.start, link.stop)
+        lost = np.flatnonzero(~self._mask(self._finished(link)))
+        self.last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
+        self._arrays["cut"][rows] |= self.last.mid_episode(rows) & self._arrays["started"][rows]
+        self._arrays["restarts"][rows] += 1
+        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
+        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
+        logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
+        link.reconnect(self._workers.restart(link.index, self.acting.policies))
+
+    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
+        """Ids of a worker whose answers are there but have not been asked for."""
+        ids = np.arange(link.start, link.stop)
+        return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
+
+    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        mask = np.zeros(len(self._command_of), bool)
+        mask[ids] = True
+        return mask
+
+    def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
+        """Takes note of a worker's finished chunk: an environment that fails from now on resumes from its end."""
+        rows = slice(link.start, link.stop)
+        if self._obs is None:
+            self.know_objects(rows, chunk.last_obs)
+        if self.last is not None:
+            self.last.started(rows, True)
+            self.last.keep(rows, chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
+
+    def know_objects(self, rows: slice, obs: NDArray[Any]) -> None:
+        """Takes note of observations that are no arrays, ``object [n]``, of consecutive environments."""
+        env_ids = range(len(self._command_of))[rows]
+        for link in self._links:
+            link.objects.update((i, obs[i - env_ids.start]) for i in env_ids if link.start <= i < link.stop)
+
+    def _keep_last(self, select: Any) -> None:
+        assert self.last is not None
+        obs = None if self._obs is None else index_tree(self._obs, select)
+        self.last.keep(select, obs, self._arrays["terminated"][select], self._arrays["truncated"][select])
