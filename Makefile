@@ -29,8 +29,8 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=1)
 	$(BIN)/rayvec train ppo --env-id CartPole-v1 --seed $(SEED)
 
-test: $(STAMP) ## Run the tests, in minutes
-	$(BIN)/python -m pytest
+test: $(STAMP) ## Run the tests, in minutes, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP) ## Run the slow tests too, before a release
 	$(BIN)/python -m pytest --all

@@ -42,14 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects slow tests without ``--all``; under xdist, one process has all tests that share the Ray cluster."""
+    """Deselects slow tests without ``--all``."""
     if not config.getoption("--all"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    for item in items:
-        shares_ray = "ray_cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,8 @@ class ForkServer:
 
     def close(self) -> None:
         """Lets it end, and waits: it kills every worker that is left."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)  # also for forked children, which hold copies
         self._socket.close()
         if not self._watch.wait(_END_S):
             self._watch.kill()

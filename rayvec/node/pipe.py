@@ -225,6 +225,8 @@ class MessagePipe:
                 raise NotReady("no message came in time")
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes the connection, also for processes that hold copies of this end, such as forked children."""
         self._drop_output()
+        with contextlib.suppress(OSError):  # the peer has closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

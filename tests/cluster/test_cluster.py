@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeVec
+from helpers.waiting import shm_names
 
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv
@@ -119,7 +120,7 @@ def run() -> Iterator[MakeDriver]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals) -> None:
-    names = set(os.listdir("/dev/shm"))
+    names = shm_names()
     driver = run(STEPPING)
     driver.wait_for_output("stepping")
     assert len(driver.left()) > 5 and [*driver.tmp.iterdir()]
@@ -129,7 +130,7 @@ def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals)
         driver.process.send_signal(number)
     driver.process.wait(DEADLINE_S)
     driver.assert_nothing_left()
-    driver.wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "no name in /dev/shm is left")
+    driver.wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in driver.output.read_text()
 

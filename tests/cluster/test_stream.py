@@ -252,6 +252,7 @@ def cut_off(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(drop_all)))
 
 
+@pytest.mark.slow
 def test_who_reads_late_gets_what_was_sent() -> None:
     """For longer than the dead are silent, the other machine says that there is no room yet."""
     large = frame(bytes(range(256)) * (1 << 12))
@@ -273,6 +274,7 @@ def test_who_reads_late_gets_what_was_sent() -> None:
     assert not errors
 
 
+@pytest.mark.slow
 def test_a_peer_whose_machine_is_gone_is_found_out() -> None:
     """Whatever is waited for; by the kernel where nothing was sent, else by us."""
     found: dict[str, Exception] = {}

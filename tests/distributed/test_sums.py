@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.rank_processes import fall_before_second_sum, on_processes, sum_at_random, sum_each, sum_strided, tensor_of
+from helpers.waiting import shm_names, wait_until
 from torch import Tensor
 
 from rayvec.distributed.shared_memory import SharedMemoryRanks
@@ -84,9 +84,10 @@ def test_a_rank_that_leaves_tells_the_others(kind: str) -> None:
 
 
 def test_nothing_has_a_name() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     ranks = SharedMemoryRanks(0, 2)
-    assert set(os.listdir("/dev/shm")) == before and Path(ranks.path).exists()
+    wait_until(lambda: shm_names() <= before, "it has no name")
+    assert Path(ranks.path).exists()
     ranks.close()
     ranks.close()
     assert not Path(ranks.path).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,11 @@ def wait_until(condition: Callable[[], bool], what: str = "the condition") -> No
     while not condition():
         assert time.monotonic() < deadline, f"never came true: {what}"
         time.sleep(0.01)
+
+
+def shm_names() -> set[str]:
+    """Names in shared memory, apart from those of Ray's object stores: another test process may start a cluster."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("plasma")}
 
 
 def alive(pid: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.examples import examples
+from helpers.waiting import shm_names, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,12 +110,12 @@ def test_what_can_not_be_pickled_is_an_error(ends: tuple[ChunkMemory, ChunkMemor
 
 
 def test_descriptors_are_given_back_and_arrays_stay() -> None:
-    fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    fds, names = len(os.listdir("/proc/self/fd")), shm_names()
     with closing(ChunkMemory()) as writer, closing(reader_of(writer)) as reader:
         for size in (60_000, 70_000, 80_000, 1, 90_000):
             writer.begin(0)
             array = reader.unpack(writer.pack(np.full(size, 7)))
-        assert set(os.listdir("/dev/shm")) <= names
+        wait_until(lambda: shm_names() <= names, "it has no name")
     assert array.shape == (90_000,) and (array == 7).all()
     del array
     assert len(os.listdir("/proc/self/fd")) == fds

@@ -47,7 +47,7 @@ from helpers.odd_envs import (
     Unpicklable,
     WritesWhenClosed,
 )
-from helpers.waiting import alive, wait_until
+from helpers.waiting import alive, shm_names, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -445,11 +445,11 @@ class TestEnd:
             return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
 
         cycle()
-        before, names, workers = held(), set(os.listdir("/dev/shm")), set(children())
+        before, names, workers = held(), shm_names(), set(children())
         for _ in range(20):
             cycle()
         assert held() == before
-        wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "no name in /dev/shm is left")
+        wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
         assert set(children()) == workers
 
 

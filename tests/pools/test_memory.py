@@ -14,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, create_empty_array
 from helpers.examples import examples
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
+from helpers.waiting import shm_names, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
@@ -51,9 +52,9 @@ class TestSharedBlock:
 
     def test_it_has_no_name_and_leaves_nothing(self) -> None:
         gc.collect()  # what earlier tests left is not counted
-        fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+        fds, names = len(os.listdir("/proc/self/fd")), shm_names()
         block = SharedBlock(FIELDS)
-        assert set(os.listdir("/dev/shm")) == names
+        wait_until(lambda: shm_names() <= names, "it has no name")
         assert not os.get_inheritable(block.fd)
         kept = block.arrays["a"]
         block.close()

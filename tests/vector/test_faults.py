@@ -579,6 +579,7 @@ def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, caplog: pytest
     assert any(said in text for text in caplog.messages), caplog.messages
 
 
+@pytest.mark.slow
 def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any) -> None:
     """The part was done, and is lost with the store that it lay in: it is taken again elsewhere."""
     extra = ray_cluster.add_node(num_cpus=1)
@@ -596,6 +597,7 @@ def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_clust
     assert extra.node_id not in [node.node_id for node in env.topology.nodes]
 
 
+@pytest.mark.slow
 def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any) -> None:
     extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 3, nodes=3, workers=1)

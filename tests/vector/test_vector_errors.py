@@ -24,7 +24,7 @@ from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
 from helpers.vector_kit import DEADLINE_S, assert_explained, pids_of
-from helpers.waiting import alive, wait_until
+from helpers.waiting import alive, shm_names, wait_until
 
 import rayvec
 from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
@@ -184,7 +184,7 @@ class TestCtrlC:
 class TestEnd:
     @pytest.mark.parametrize(("nodes", "pending"), [(1, "step"), (2, "step"), (2, "reset"), (1, "call"), (2, None)])
     def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
-        fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+        fds, names = len(os.listdir("/proc/self/fd")), shm_names()
         env = make_vec([partial(SlowCall, seconds=0.2)] * 4, nodes, 2)
         pids = [pid for node in pids_of(env) for pid in node]
         assert len(pids) == 3 * nodes and all(map(alive, pids))
@@ -198,11 +198,12 @@ class TestEnd:
         with nullcontext() if pending is None else pytest.warns(UserWarning, match=pending):
             within(DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
-        wait_until(lambda: set(os.listdir("/dev/shm")) <= names, "its shared memory is gone")
+        wait_until(lambda: shm_names() <= names, "its shared memory is gone")
         gc.collect()
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "its descriptors are closed")
 
-    def test_close_although_an_environment_hangs(self, make_vec: MakeVec) -> None:
+    def test_close_although_an_environment_hangs(self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rayvec.cluster.ray_pool._CLOSE_S", 1.0)
         env = make_vec([CountingEnv, partial(FaultyEnv, "hang")], 2)
         pids = [pid for node in pids_of(env) for pid in node]
         env.reset(seed=0)
