@@ -37,7 +37,7 @@ test-all: $(STAMP) ## Run the slow tests too, before a release
 
 coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers and actors too
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --skip-covered
 

@@ -8,12 +8,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import ray
 from helpers.chunks import wait_for_parts
 from helpers.exact import TablePolicy
 from helpers.kinds import within
@@ -558,9 +560,18 @@ def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everyt
         env.step(told(2))
 
 
-def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def extra(ray_cluster: Any) -> Iterator[Any]:
+    """A node for a test to kill; after it, the cluster knows that the node is dead, and is as it was."""
+    node = ray_cluster.add_node(num_cpus=1)
+    yield node
+    if node in ray_cluster.list_all_nodes():
+        ray_cluster.remove_node(node, allow_graceful=False)
+    wait_until(lambda: node.node_id not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}, "it is dead")
+
+
+def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, extra: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The whole node goes; its environments go on elsewhere, the others never notice, and the log says so."""
-    extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 6, nodes=3, workers=1)
     env.reset(seed=1)
     node = env.topology.nodes[number_of(extra, env)]
@@ -580,9 +591,8 @@ def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, caplog: pytest
 
 
 @pytest.mark.slow
-def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any) -> None:
+def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_cluster: Any, extra: Any) -> None:
     """The part was done, and is lost with the store that it lay in: it is taken again elsewhere."""
-    extra = ray_cluster.add_node(num_cpus=1)
     env = make_vec([long_env] * 6, nodes=3, workers=1)
     env.reset(seed=1)
     lost = list(env.topology.nodes[number_of(extra, env)].env_range)
@@ -598,8 +608,7 @@ def test_a_raylet_that_is_killed_with_a_part_of_a_chunk(make_vec: Any, ray_clust
 
 
 @pytest.mark.slow
-def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any) -> None:
-    extra = ray_cluster.add_node(num_cpus=1)
+def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluster: Any, extra: Any) -> None:
     env = make_vec([long_env] * 3, nodes=3, workers=1)
     env.reset(seed=1)
     make_vec([long_env] * 64, nodes=None, workers=None)  # takes every core that is left
