@@ -1,8 +1,9 @@
-"""What the start of a training is made of, from the interpreter's start to the learner, with a private Ray.
+"""How long starts take: of a training with a private Ray, part by part, and of environments without Ray.
 
     python benchmarks/start.py
 
-Each repeat is a process of its own, which takes the steps of ``rayvec.train`` one by one.
+Each repeat is a process of its own. It takes the steps of ``rayvec.train`` one by one; another process makes and resets
+96 CartPoles in two workers without Ray, twice: the second time its fork server is running.
 """
 
 from __future__ import annotations
@@ -37,20 +38,41 @@ env.close()
 session.release()
 """
 
+WITHOUT_RAY = ["96 environments without Ray", "the same again"]
+CODE_WITHOUT_RAY = """
+import time
+import rayvec
+rayvec.RayVecEnv
+for _ in range(2):
+    began = time.monotonic()
+    with rayvec.RayVecEnv("CartPole-v1", 96, num_nodes=0, workers_per_node=2) as env:
+        env.reset(seed=0)
+        print(time.monotonic() - began)
+"""
+
+
+def run(code: str) -> list[float]:
+    """Returns the milliseconds that a process of its own prints as seconds."""
+    command = [sys.executable, "-c", code, str(time.monotonic())]
+    output = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True).stdout
+    return [1e3 * float(part) for part in output.split()]
+
 
 def start() -> list[float]:
-    """Returns the milliseconds that each part takes, and their sum, in a process of its own."""
-    command = [sys.executable, "-c", CODE, str(time.monotonic())]
-    output = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True).stdout
-    parts_ms = [1e3 * float(part) for part in output.split()]
-    return [*parts_ms, sum(parts_ms)]
+    """Returns the milliseconds of each part, of their sum, and of starts without Ray."""
+    parts_ms = run(CODE)
+    return [*parts_ms, sum(parts_ms), *run(CODE_WITHOUT_RAY)]
 
 
 def main(repeats: int = 9) -> None:
     """Prints the table."""
     columns = zip(*(start() for _ in range(repeats)), strict=True)
     print(heading(("ray", "torch")))
-    print(markdown(["part", "ms"], [[part, spread(each)] for part, each in zip(PARTS, columns, strict=True)]))
+    print(
+        markdown(
+            ["part", "ms"], [[part, spread(each)] for part, each in zip([*PARTS, *WITHOUT_RAY], columns, strict=True)]
+        )
+    )
 
 
 if __name__ == "__main__":
