@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rayvec.training.loop import TrainResult as TrainResult
     from rayvec.training.loop import resume as resume
     from rayvec.training.loop import train as train
+    from rayvec.vector.make_vec import make_vec as make_vec
     from rayvec.vector.ray_vec_env import RayVecEnv as RayVecEnv
-    from rayvec.vector.ray_vec_env import make_vec as make_vec
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _HOMES = {
     "StepBatch": "rayvec.data",
     "TrainConfig": "rayvec.config",
     "TrainResult": "rayvec.training.loop",
-    "make_vec": "rayvec.vector.ray_vec_env",
+    "make_vec": "rayvec.vector.make_vec",
     "resume": "rayvec.training.loop",
     "train": "rayvec.training.loop",
 }

@@ -22,7 +22,7 @@ from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
 from rayvec.cluster.nodes import Node
-from rayvec.cluster.placement import check_counts, free_nodes, place_again, plan_topology, wait_for_topology
+from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
 from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
@@ -39,7 +39,6 @@ __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
 _PLACE_S = 10.0
-_START_ATTEMPTS = 3
 _T = TypeVar("_T")
 
 Ask = Callable[[Node, NDArray[np.int64]], None]
@@ -129,62 +128,6 @@ class RayPool:
         self._session = session
         sizes = [len(node_slice.env_range) for node_slice in topology.nodes]
         self.spaces = PoolSpaces.join(list(zip(sizes, spaces, strict=True)))
-
-    @classmethod
-    def open(
-        cls,
-        factory: EnvFactory,
-        *,
-        num_nodes: int | None = None,
-        workers_per_node: int | None = None,
-        worker_per_env: bool = False,
-        claim_cpus: bool = True,
-        preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
-        rehost: bool = False,
-        address: str | None = None,
-    ) -> RayPool:
-        """Connects to Ray, finds nodes with free cores, and starts a pool on them.
-
-        Args:
-            factory: Makes all environments.
-            num_nodes: How many nodes to use; by default all that have free cores.
-            workers_per_node: Worker processes on each; by default one for each free core.
-            worker_per_env: A worker for each environment, answered as soon as it is done.
-            claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
-            preload: As for the class.
-            supervision: As for the class.
-            rehost: As for the class.
-            address: Of a running Ray cluster.
-
-        Raises:
-            ConfigError: Settings that can't work, or a cluster without the cores for them.
-        """
-        check_counts(num_nodes, workers_per_node)
-        session = RaySession(address)
-
-        def plan() -> Topology:
-            nodes = free_nodes(claimed_too=not claim_cpus)
-            topology = plan_topology(
-                nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env
-            )
-            return topology if claim_cpus else topology.without_claims()
-
-        try:
-            for attempt in range(_START_ATTEMPTS):
-                topology = wait_for_topology(plan)
-                try:
-                    return cls(
-                        factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
-                    )
-                except NodeLostError as error:  # a node that ended may be listed for some seconds
-                    if attempt + 1 == _START_ATTEMPTS:
-                        raise
-                    logger.warning("placing environments anew: %s", error)
-            raise AssertionError("unreachable")
-        except BaseException:
-            session.release()
-            raise
 
     def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
         """Claims the cores of a node; its workers are started by ``start``."""

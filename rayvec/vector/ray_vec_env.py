@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
-import multiprocessing
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import gymnasium
 import numpy as np
 from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, Rollout, StepBatch, Topology, Tree, tree_map
+from rayvec.data import StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, check_choice, check_count, message
-from rayvec.node.local_pool import LocalPool
-from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import ActingPool, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.errors import ConfigError, check_choice, message
+from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
-from rayvec.rollout.loop import as_policy
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -40,12 +33,12 @@ from rayvec.vector.batching import (
     checked_mask,
     parse_autoreset_mode,
 )
+from rayvec.vector.chunk_calls import ChunkCalls
 from rayvec.vector.driver import DriverActing
+from rayvec.vector.engine import open_local
 
-__all__ = ["RayVecEnv", "make_vec"]
+__all__ = ["RayVecEnv"]
 
-_T = TypeVar("_T")
-_Fatal = type[BaseException] | tuple[type[BaseException], ...]
 _MODES = {
     AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
     AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
@@ -53,7 +46,7 @@ _MODES = {
 }
 
 
-class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
+class RayVecEnv(ChunkCalls):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
     It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
@@ -128,13 +121,13 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.copy = copy
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
-        self._pool: ActingPool
         if num_nodes == 0 and num_nodes is not False:
-            self._pool = _open_local(factory, supervision, workers_per_node, preload, address)
+            self._pool = open_local(factory, supervision, workers_per_node, preload, address)
         else:
-            from rayvec.cluster.ray_pool import RayPool  # programs without Ray do not import it, a third of a second
+            # Programs without Ray do not import it: that takes a third of a second.
+            from rayvec.cluster.open_pool import open_ray_pool
 
-            self._pool = RayPool.open(
+            self._pool = open_ray_pool(
                 factory,
                 num_nodes=num_nodes,
                 workers_per_node=workers_per_node,
@@ -337,107 +330,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             InfoMerger(len(ids)).merge(infos),
         )
 
-    def rollout(
-        self,
-        policy: Any,
-        num_steps: int,
-        inference: Literal["worker", "driver"] = "worker",
-        seed: int | None = None,
-    ) -> Chunk:
-        """Lets a policy take steps of every environment, without a word to the driver in between.
-
-        Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
-
-        Args:
-            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
-                been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
-                :class:`rayvec.Collector` publishes weights.
-            num_steps: T.
-            inference: Where the policy acts: in every worker over its own slice, or in this process.
-            seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
-                :meth:`reset` with one int is; without either, the noise can't be repeated.
-        """
-        self._assert_idle("rollout")
-        check_choice("inference", inference, ("worker", "driver"))
-        if seed is not None:
-            self.reset(seed=seed)
-        if inference == "worker":
-            if self._local_policy is None or self._local_policy[0] is not policy:
-                before, self._local_policy = self._local_policy, None
-                if before is not None:
-                    before[1].drop()
-                self._local_policy = (policy, self._store(policy))
-            taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
-        else:
-            taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
-        self._chunk_steps += num_steps
-        assert taken.chunk is not None
-        return taken.chunk
-
-    def rollout_workers(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
-    ) -> Rollout:
-        """Lets the workers act with a published policy.
-
-        Args:
-            weights: Of the policy.
-            num_steps: T.
-            first_step: How many steps the environments had taken in chunks before.
-            noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in the object store.
-        """
-        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
-        return self.rollout_wait()
-
-    def rollout_async(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
-    ) -> None:
-        """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
-
-        Until then the environments are busy, but weights may be published: the next chunk that is asked for begins
-        with them. That may be while one is under way: the workers then go from one to the other by themselves.
-        """
-        if self._pending == "rollout" and self._pool.acting.has_room:
-            check_count("num_steps", num_steps)
-        else:
-            self._begin_rollout(num_steps)
-        self._guarded(
-            lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
-        )
-        self._pending = "rollout"
-
-    def rollout_wait(self, timeout: float | None = None) -> Rollout:
-        """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
-
-        Raises:
-            NoAsyncCallError: Nothing was started.
-            multiprocessing.TimeoutError: It takes longer; it stays pending.
-        """
-        self._assert_pending("rollout")
-        fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
-        result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
-        if not self._pool.acting.num_under_way:
-            self._pending = None
-        self._driver.note_absence()
-        return result
-
-    def rollout_driver(
-        self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
-    ) -> Rollout:
-        """Acts in this process, for one group while the others step."""
-        self._begin_rollout(num_steps)
-        return self._guarded(lambda: self._driver.rollout(policy, num_steps, first_step, noise_seed, weights_version))
-
-    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights.
-
-        Args:
-            policy: Pickled as it is now.
-            first_version: Of the weights that it brings along.
-        """
-        self._assert_idle("publish")
-        return self._store(policy, first_version)
-
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""
         self.call_async(name, *args, **kwargs)
@@ -538,15 +430,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
         self._guarded(start)
 
-    def _store(self, policy: Any, first_version: int = 0) -> WeightStore:
-        guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
-        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
-
-    def _begin_rollout(self, num_steps: int) -> None:
-        self._assert_idle("rollout")
-        check_count("num_steps", num_steps)
-        self._done[:] = False  # every environment whose episode has ended is reset first
-
     def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         self._assert_pending(what)
         batch = self._recv(ids, timeout)
@@ -556,23 +439,6 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
-
-    def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
-
-        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
-        """
-        try:
-            return function()
-        except NotReady as error:
-            self._late = True
-            raise multiprocessing.TimeoutError(str(error)) from error
-        except fatal as error:
-            self._pending = None
-            if self.closed and isinstance(error, Exception):
-                raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
-            self.close()
-            raise
 
     def _note_done(self, batch: StepBatch) -> None:
         self._driver.note_ended(batch)
@@ -596,107 +462,3 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 remedy="Make the environment with groups=2 to have two.",
             )
         return self.groups[group]
-
-    def _assert_running(self) -> None:
-        if os.getpid() != self._creator:
-            raise ClosedEnvironmentError(
-                message(
-                    "An environment is used by the process that created it.",
-                    expected=f"process {self._creator}",
-                    got=f"process {os.getpid()}, which was forked from it",
-                    remedy="Create the environment after the fork.",
-                )
-            )
-        if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
-
-    def _assert_pending(self, what: str) -> None:
-        self._assert_running()
-        if self._pending != what:
-            raise NoAsyncCallError(f"Calling `{what}_wait` without any prior call to `{what}_async`.", what)
-
-    def _assert_idle(self, name: str) -> None:
-        self._assert_running()
-        pending = self._pending or ("send" if self._pending_groups else None)
-        if pending is not None:
-            raise AlreadyPendingCallError(
-                f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
-            )
-        self._late = False
-
-
-def _open_local(
-    factory: EnvFactory, supervision: Supervision, workers: int | None, preload: Sequence[str], address: str | None
-) -> ActingPool:
-    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0.
-
-    Raises:
-        ConfigError: Settings that have no meaning without Ray, or without worker processes.
-    """
-    if address is not None:
-        raise ConfigError(
-            "num_nodes=0 steps environments on this machine, without Ray.",
-            expected="no address beside num_nodes=0",
-            got=f"address={address!r}",
-            remedy="Leave address out, or pass num_nodes=1 or more.",
-        )
-    if workers == 0 and workers is not False:
-        if supervision.step_timeout_s is not None:
-            raise ConfigError(
-                "workers_per_node=0 steps environments in this process, where no step can be stopped.",
-                expected="no step_timeout_s beside workers_per_node=0",
-                got=f"step_timeout_s={supervision.step_timeout_s:g}",
-                remedy="Leave step_timeout_s out, or pass workers_per_node=1 or more.",
-            )
-        return LocalPool(factory, supervision)
-    if workers is not None:
-        check_count("workers_per_node", workers)
-    num_workers = min(workers or len(os.sched_getaffinity(0)), factory.num_envs)
-    return ProcessPool.of(factory, num_workers, preload=preload, supervision=supervision)
-
-
-def make_vec(
-    id: str | EnvSpec,
-    num_envs: int = 1,
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[Callable[[Any], Any]] | None = None,
-    **kwargs: Any,
-) -> RayVecEnv:
-    """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
-
-    Args:
-        id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
-        num_envs: How many environments.
-        vector_kwargs: Arguments of :class:`RayVecEnv`.
-        wrappers: Applied to each environment in order.
-        **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
-
-    >>> envs = make_vec("CartPole-v1", num_envs=4, workers_per_node=1, sutton_barto_reward=True)
-    >>> envs
-    RayVecEnv(CartPole-v1, num_envs=4)
-    >>> envs.spec.kwargs["sutton_barto_reward"]
-    True
-    >>> envs.close()
-    """
-    ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
-    env_kwargs: dict[str, Any] = {}
-    if isinstance(id, EnvSpec):
-        id = deepcopy(id)
-        env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
-        num_envs = env_kwargs.pop("num_envs", num_envs)
-        ours = env_kwargs.pop("vector_kwargs", {}) | ours
-        wrappers = env_kwargs.pop("wrappers", wrappers)
-        env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec
-    env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
-    env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
-    env.spec = deepcopy(env.spec)
-    assert env.spec is not None
-    env.spec.kwargs.update(env_kwargs)
-    for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
-        if value != usual:
-            env.spec.kwargs[name] = value
-    return env
-
-
-_KEYWORDS = set(inspect.signature(RayVecEnv.__init__).parameters) - {"self", "env", "num_envs", "wrappers"}

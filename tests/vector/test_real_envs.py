@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rayvec.testing import assert_identical
-from rayvec.vector.ray_vec_env import RayVecEnv, make_vec
+from rayvec.vector.make_vec import make_vec
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 IDS = ["ale_py:ALE/Breakout-v5", "HalfCheetah-v5", "MiniGrid-DoorKey-5x5-v0"]
 

@@ -13,7 +13,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
-from rayvec.cluster.ray_pool import RayPool
+from rayvec.cluster.open_pool import open_ray_pool
 from rayvec.data import Rollout, StepBatch, Topology
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
@@ -94,7 +94,7 @@ class RayVectorEnv(BaseVectorEnv):
         self._in_chunk = False
         self._everyone = np.arange(self.env_num)
         self._assembler = Assembler()
-        self._pool = RayPool.open(
+        self._pool = open_ray_pool(
             factory,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,

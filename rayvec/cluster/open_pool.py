@@ -1,0 +1,73 @@
+"""Opens the pool of a cluster: connects to Ray and finds nodes with free cores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rayvec.cluster.placement import check_counts, free_nodes, plan_topology, wait_for_topology
+from rayvec.cluster.ray_pool import RayPool
+from rayvec.cluster.session import RaySession
+from rayvec.data import Topology
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError
+from rayvec.pools.base import RAISE, Supervision
+
+__all__ = ["open_ray_pool"]
+
+_START_ATTEMPTS = 3
+
+logger = logging.getLogger(__name__)
+
+
+def open_ray_pool(
+    factory: EnvFactory,
+    *,
+    num_nodes: int | None = None,
+    workers_per_node: int | None = None,
+    worker_per_env: bool = False,
+    claim_cpus: bool = True,
+    preload: Sequence[str] = (),
+    supervision: Supervision = RAISE,
+    rehost: bool = False,
+    address: str | None = None,
+) -> RayPool:
+    """Connects to Ray, finds nodes with free cores, and starts a pool on them.
+
+    Args:
+        factory: Makes all environments.
+        num_nodes: How many nodes to use; by default all that have free cores.
+        workers_per_node: Worker processes on each; by default one for each free core.
+        worker_per_env: A worker for each environment, answered as soon as it is done.
+        claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
+        preload: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
+        supervision: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
+        rehost: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
+        address: Of a running Ray cluster.
+
+    Raises:
+        ConfigError: Settings that can't work, or a cluster without the cores for them.
+    """
+    check_counts(num_nodes, workers_per_node)
+    session = RaySession(address)
+
+    def plan() -> Topology:
+        nodes = free_nodes(claimed_too=not claim_cpus)
+        topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env)
+        return topology if claim_cpus else topology.without_claims()
+
+    try:
+        for attempt in range(_START_ATTEMPTS):
+            topology = wait_for_topology(plan)
+            try:
+                return RayPool(
+                    factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
+                )
+            except NodeLostError as error:  # a node that ended may be listed for some seconds
+                if attempt + 1 == _START_ATTEMPTS:
+                    raise
+                logger.warning("placing environments anew: %s", error)
+        raise AssertionError("unreachable")
+    except BaseException:
+        session.release()
+        raise
