@@ -1,4 +1,4 @@
-"""Policies in the workers of one machine: loaded, given weights, and let act a chunk at a time."""
+"""Loads policies into the workers of one machine, publishes weights to them, and requests chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ __all__ = ["WorkerActing"]
 
 @dataclass(slots=True)
 class _Policy:
-    """A policy that the workers hold: pickled, the memory of its weights, and the weights it acts with next."""
+    """A policy that the workers hold.
+
+    Attributes:
+        pickled: The pickled policy.
+        weights: The weights for the next chunk.
+        memory: The shared memory of its weights.
+    """
 
     pickled: bytes
     weights: WeightsRef
@@ -32,13 +38,13 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _PendingChunk:
-    """A chunk that was asked for.
+    """A requested chunk that has not been received.
 
     Attributes:
-        key: Of the policy.
-        weights: That the policy acts with.
-        by_reference: Whether it goes to the object store.
-        numbers: Of each worker's command.
+        key: Key of the policy.
+        weights: The weights that the policy acts with.
+        by_reference: Whether the chunk goes to the object store.
+        numbers: Command number for each worker.
     """
 
     key: int
@@ -48,13 +54,13 @@ class _PendingChunk:
 
 
 class WorkerActing:
-    """The policies of a process pool and its pending chunks, `MOST_CHUNKS` at most.
+    """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS`.
 
     Args:
-        workers: The processes.
-        links: To each.
-        call_all: Calls a method of every worker, with arguments and descriptors, and waits.
-        wait_all: Waits until each worker has done the command with its number, up to a deadline.
+        workers: The worker processes.
+        links: The link to each worker.
+        call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
+        wait_all: Waits until each worker has completed the command with its number, or until a deadline.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class WorkerActing:
 
     @property
     def policies(self) -> list[tuple[int, bytes, int]]:
-        """What a replacement worker must know: key, pickled policy, and the descriptor of its weights' memory."""
+        """The policies to send to a replacement worker: key, pickled policy, descriptor of its weight memory."""
         return [(key, policy.pickled, policy.memory.fd) for key, policy in self._policies.items()]
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
@@ -102,7 +108,7 @@ class WorkerActing:
             raise
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """See :class:`~rayvec.pools.base.Acting`; one copy into shared memory, which waits for nothing."""
+        """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory and does not block."""
         policy = self._policies[key]
         in_use = {chunk.weights.slot for chunk in self._pending if chunk.key == key}
         policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
@@ -113,7 +119,7 @@ class WorkerActing:
         self._policies.pop(key).memory.close()
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
-        """Lets every worker take steps with a policy over its own slice; workers go from one chunk to the next."""
+        """Requests a chunk from every worker, each over its own slice. A worker runs pending chunks in order."""
         assert self.has_room, "a chunk more than there is memory for"
         weights = self._policies[key].weights
         args = (key, num_steps, first_step, noise_seed, weights, self._num_begun % MOST_CHUNKS)
@@ -123,11 +129,11 @@ class WorkerActing:
             self._num_begun += 1
 
     def finish(self, timeout_s: float | None = None) -> list[PackedChunk]:
-        """Waits for the oldest pending chunk; returns each worker's, packed.
+        """Waits for the oldest pending chunk and returns each worker's packed part.
 
         Raises:
-            NotReady: It takes longer; the chunk stays pending, as it does after Ctrl-C.
-            Exception: What the policy raised.
+            NotReady: The timeout was reached. The chunk stays pending, also after Ctrl-C.
+            Exception: The exception that the policy raised.
         """
         chunk = self._pending[0]
         self._wait_all(chunk.numbers, None if timeout_s is None else time.monotonic() + timeout_s)
@@ -139,7 +145,7 @@ class WorkerActing:
         return [reply.value for reply in replies]
 
     def done_chunks(self, link: WorkerLink) -> list[Chunk]:
-        """Returns a worker's part of the pending chunks that it has finished, the oldest first."""
+        """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
         replies = [link.peek_reply(chunk.numbers[link.index]) for chunk in self._pending]
         memory = self._workers.memories[link.index]
         return [reply.value.unpack(memory) for reply in replies if reply is not None and not reply.failures]

@@ -1,4 +1,4 @@
-"""Objects for other processes: pickled, and the large arrays of chunks in shared memory."""
+"""Pickles objects for other processes, with the large arrays of chunks in shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayvec.pools.memory import aligned
 __all__ = ["MOST_CHUNKS", "ChunkMemory", "Packed", "PackedChunk", "dumps"]
 
 MOST_CHUNKS = 2
-"""How many chunks of a worker may be under way, or lie in its memory: one that is taken and one that is copied."""
+"""The most chunks of a worker that may be pending or in its memory: the worker fills one, the pool copies the other."""
 
 _IN_BAND_BYTES = 1 << 15
 
@@ -30,18 +30,20 @@ def dumps(
     buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
     start_again: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Pickles for another process; functions and classes of a main module, which that has not, go by value.
+    """Pickles an object for another process.
+
+    Functions and classes of ``__main__`` are pickled by value, because the other process can't import them.
 
     Args:
-        value: What to pickle.
-        buffer_callback: As of ``pickle.dumps``.
-        start_again: Called before a second attempt, to forget the buffers of the first.
+        value: The object to pickle.
+        buffer_callback: The argument of ``pickle.dumps``.
+        start_again: Called before a second attempt, to discard the buffers of the first attempt.
     """
     try:
         data = pickle.dumps(value, 5, buffer_callback=buffer_callback)
         if b"__main__" not in data:
             return data
-    except Exception:  # a local function, say: cloudpickle can
+    except Exception:  # such as a local function, which cloudpickle can handle
         pass
     start_again()
     by_value: bytes = cloudpickle.dumps(value, 5, buffer_callback=buffer_callback)
@@ -49,12 +51,12 @@ def dumps(
 
 
 class Packed(NamedTuple):
-    """An object whose large arrays lie in a :class:`ChunkMemory`.
+    """A pickled object whose large arrays are stored in a :class:`ChunkMemory`.
 
     Attributes:
-        turn: In which piece of it.
-        head: The pickled rest.
-        places: Of each of these arrays, where it begins and how many bytes it has.
+        turn: Index of the piece that holds the arrays.
+        head: The pickled object without these arrays.
+        places: Offset and size of each array, in bytes.
     """
 
     turn: int
@@ -63,29 +65,29 @@ class Packed(NamedTuple):
 
 
 class ChunkMemory:
-    """Shared memory in which a worker's chunks lie until somebody has copied them: a piece for each, used by turns.
+    """Shared memory for a worker's chunks, with one piece for each of `MOST_CHUNKS` chunks.
 
-    Some are read while the worker writes another, so whoever asks for one more must have copied the oldest. The
-    worker allocates a chunk's arrays here, so that they are written once. The pieces have no names, and outlive the
-    worker; they grow to what the largest chunk needs.
+    Consecutive chunks alternate between the pieces, so that the pool reads one while the worker writes the next. The
+    pool must copy the oldest chunk before it requests another. The worker allocates a chunk's arrays here and writes
+    them only once. The pieces have no names and outlive the worker. Each grows to the size of its largest chunk.
 
     Args:
-        fds: Of existing pieces, which are closed with this object; new ones are made where they are left out.
+        fds: File descriptors of existing pieces, which this object then owns and closes. Empty creates new pieces.
     """
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
         self.fds = tuple(fds) or tuple(os.memfd_create("rayvec", os.MFD_CLOEXEC) for _ in range(MOST_CHUNKS))
         self._pieces = [np.zeros(0, np.uint8)] * len(self.fds)
         self._turn = 0
-        self._used = 0  # bytes of the piece whose turn it is
+        self._used = 0  # bytes of the current piece
 
     def begin(self, turn: int) -> None:
-        """Lets what is allocated and packed from now on lie in one of the pieces, over what was there."""
+        """Selects the piece for all later allocations and overwrites its previous chunk."""
         self._turn, self._used = turn, 0
         self._map(turn)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Allocates an array, if there is room where it need not be copied when it is packed."""
+        """Allocates an array, in the current piece if it fits. :meth:`pack` need not copy an array in the piece."""
         dtype = np.dtype(dtype)
         num_bytes = dtype.itemsize * math.prod(shape)
         start, stop = self._used, self._used + aligned(num_bytes)
@@ -95,7 +97,7 @@ class ChunkMemory:
         return self._pieces[self._turn][start : start + num_bytes].view(dtype).reshape(shape)
 
     def pack(self, value: Any, *, bulk: bool = True) -> Packed:
-        """Pickles `value`; if `bulk`, arrays of 32 KiB or more are copied to the memory, unless they lie there."""
+        """Pickles `value`. If `bulk`, it copies arrays of 32 KiB or more into the piece, unless they are there."""
         arrays: list[NDArray[np.uint8]] = []
 
         def keep_small(buffer: pickle.PickleBuffer) -> bool:
@@ -123,20 +125,20 @@ class ChunkMemory:
         return Packed(self._turn, head, tuple((start, a.nbytes) for start, a in zip(starts, arrays, strict=True)))
 
     def unpack(self, packed: Packed) -> Any:
-        """Returns the object; its large arrays are views of the memory."""
+        """Returns the object. Its large arrays are views of the memory."""
         if any(start + size > len(self._pieces[packed.turn]) for start, size in packed.places):
             self._map(packed.turn)
         piece = self._pieces[packed.turn]
         return pickle.loads(packed.head, buffers=[piece[start : start + size] for start, size in packed.places])
 
     def _map(self, turn: int) -> None:
-        """Maps a piece as large as it is now; arrays over what was mapped before stay what they are."""
+        """Maps a piece at its current size. Arrays of an earlier mapping stay valid."""
         size = os.fstat(self.fds[turn]).st_size
         if size > len(self._pieces[turn]):
             self._pieces[turn] = np.frombuffer(mmap.mmap(self.fds[turn], size), np.uint8)
 
     def close(self) -> None:
-        """Gives the file descriptors back; the memory goes when the last array over it does."""
+        """Closes the file descriptors. The memory is freed once no array refers to it."""
         for fd in self.fds:
             os.close(fd)
         self.fds, self._pieces = (), []
@@ -144,12 +146,12 @@ class ChunkMemory:
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """A chunk on its way: its arrays may lie in memory that is used again, its infos not.
+    """A chunk in transfer. Its arrays may be in memory that a later chunk overwrites. Its infos never are.
 
     Attributes:
         packed: The chunk without infos.
-        infos: Those, pickled.
-        times: Of the worker that took it.
+        infos: The pickled infos and reset infos.
+        times: The times that the worker measured for this chunk.
     """
 
     packed: Packed
@@ -158,13 +160,13 @@ class PackedChunk:
 
     @classmethod
     def of(cls, chunk: Chunk, memory: ChunkMemory, times: RolloutTimes) -> PackedChunk:
-        """Packs a chunk; observations that are objects are not left in memory that is used again."""
+        """Packs a chunk. If observations are objects, it copies all arrays out of the chunk memory."""
         bulk = not any(leaf.dtype.hasobject for leaf in tree_leaves(chunk.obs))
         packed = memory.pack(replace(chunk, infos=ChunkInfos(), reset_infos=ChunkInfos()), bulk=bulk)
         return cls(packed, dumps((chunk.infos, chunk.reset_infos)), times)
 
     def unpack(self, memory: ChunkMemory) -> Chunk:
-        """Returns the chunk; its arrays are still views."""
+        """Returns the chunk. Its arrays are views of the memory."""
         infos, reset_infos = pickle.loads(self.infos)
         chunk: Chunk = memory.unpack(self.packed)
         return replace(chunk, infos=infos, reset_infos=reset_infos)

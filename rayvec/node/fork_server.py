@@ -1,12 +1,13 @@
-"""Processes that fork workers: they have imported what a worker needs, which then takes milliseconds to start.
+"""Fork servers. They import what a worker needs once, so that a worker starts in milliseconds.
 
-A process has one *root* fork server, which is started when it is needed and stays for some seconds after the last pool
-has been closed. The root forks a *branch* for each pool, and the branch forks the pool's workers. All speak through
-sockets without names.
+Each process has at most one *root* fork server for each set of preloaded modules. It starts on demand and exits a few
+seconds after the last pool is closed. The root forks a *branch* for each pool, and the branch forks that pool's
+workers. All of them communicate through unnamed sockets.
 
-Nothing outlives its pool. A branch ends when its pool is closed and when the owner's process ends, however that ends;
-before, it kills its workers and whatever their environments have started. When a worker ends, what is left of its
-process group is killed. The kernel kills the workers when their branch is killed, and the root kills what remains.
+No process outlives its pool. A branch exits when its pool is closed or when the owner's process ends for any reason.
+Before it exits, it kills its workers and all processes that their environments started. When a worker exits, the
+branch kills the rest of the worker's process group. If a branch is killed, the kernel kills its workers, and the root
+kills the remaining processes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ __all__ = ["ForkServer", "serve"]
 _PID = struct.Struct("<q")
 _END_S = 5.0
 _IDLE_S = 3.0
-"""How long a root without a pool waits for the next one."""
+"""How long a root without a branch waits before it exits."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
-"""Workers have one thread for linear algebra each: there is a worker for every core already."""
+"""Each worker uses one thread for linear algebra, because there is already a worker for every core."""
 _START = """
 import os, sys
 if os.fork():
@@ -55,9 +56,9 @@ class ForkServer:
     """The owner's side of a fork server.
 
     Args:
-        sock: To the server.
-        pid: Its process id.
-        watch: On it.
+        sock: The socket to the server.
+        pid: The server's process id.
+        watch: The watch on the server's process.
     """
 
     _lock = threading.Lock()
@@ -74,10 +75,10 @@ class ForkServer:
         """Returns a new fork server for one pool.
 
         Args:
-            preload: Modules that are imported once, beside those that every worker needs.
+            preload: Modules to import once, in addition to those that every worker needs.
 
         Raises:
-            EOFError: It could not be started.
+            EOFError: The fork server could not be started.
         """
         key = os.getpid(), tuple(preload)
         with cls._lock:
@@ -102,7 +103,7 @@ class ForkServer:
     def _start_root(cls, preload: Sequence[str]) -> Self:
         ours, theirs = socket.socketpair()
         command = _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
-        with theirs:  # the root is no child of this process, which would have to wait for it
+        with theirs:  # the root is not a child of this process, which would have to reap it
             subprocess.run(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", command],  # type: ignore[attr-defined]
                 stdin=subprocess.DEVNULL,
@@ -115,21 +116,21 @@ class ForkServer:
         return cls(ours, _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0]))
 
     def ended(self) -> bool:
-        """Whether it has ended, and its workers with it."""
+        """Whether the server has exited. Its workers exit with it."""
         return self._watch.ended()
 
     def fork(self, spec: bytes, fds: Sequence[int]) -> tuple[int, ProcessWatch]:
-        """Forks a worker; the root, a branch.
+        """Forks a worker. On the root, forks a branch.
 
         Args:
-            spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`; nothing for a branch.
-            fds: Descriptors for :func:`~rayvec.node.worker.worker_main`; for a branch, its socket.
+            spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`, or no bytes for a branch.
+            fds: File descriptors for :func:`~rayvec.node.worker.worker_main`. For a branch, its socket.
 
         Returns:
             The process id and a watch on the process.
 
         Raises:
-            EOFError: The fork server has ended.
+            EOFError: The fork server has exited.
         """
         with self._turn:
             pipe = MessagePipe(self._socket, self._watch)
@@ -138,9 +139,9 @@ class ForkServer:
         return _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0])
 
     def close(self) -> None:
-        """Lets it end, and waits: it kills every worker that is left."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)  # also for forked children, which hold copies
+        """Ends the server, which kills its remaining workers, and waits until it has exited."""
+        with contextlib.suppress(OSError):  # the server has already exited
+            self._socket.shutdown(socket.SHUT_RDWR)  # also affects copies in forked children
         self._socket.close()
         if not self._watch.wait(_END_S):
             self._watch.kill()
@@ -150,23 +151,23 @@ class ForkServer:
 @atexit.register
 def _end_roots() -> None:
     for (owner, _), root in ForkServer._roots.items():
-        if owner == os.getpid():  # else this is a child that was forked later, to which it does not belong
+        if owner == os.getpid():  # a forked child of the owner must not close it
             root.close()
 
 
 def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = False) -> None:
-    """Forks workers and forked on request until the owner closes its socket or ends.
+    """Forks workers or branches on request until the owner closes its socket or exits.
 
     Args:
-        fd: Of the socket to the owner.
+        fd: File descriptor of the socket to the owner.
         owner: Process id of the owner.
         preload: Modules to import first.
-        is_root: Whether it forks forked, else workers.
+        is_root: Whether this server forks branches. Otherwise it forks workers.
     """
-    import rayvec.node.worker  # noqa: F401  # for all workers
+    import rayvec.node.worker  # noqa: F401  # imported once for all workers
 
     for name in preload:
-        with contextlib.suppress(Exception):  # the worker that needs it raises
+        with contextlib.suppress(Exception):  # the worker that imports it reports the error
             importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -212,9 +213,9 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
 
 
 def _tell(pipe: MessagePipe, pid: int) -> None:
-    """Sends the owner the id and a descriptor of a process."""
+    """Sends a process id and a file descriptor of that process to the owner."""
     pidfd = os.pidfd_open(pid)
-    with contextlib.suppress(BrokenPipeError):  # the owner has just ended
+    with contextlib.suppress(BrokenPipeError):  # the owner has just exited
         pipe.send(_PID.pack(pid), [pidfd])
     os.close(pidfd)
 
@@ -226,24 +227,28 @@ def _work(spec: bytes, fds: Sequence[int]) -> None:
 
 
 def _reap(forked: set[int], *, wait: bool = False) -> None:
-    """Collects children that have ended and kills what is left of the process groups that they led.
+    """Reaps children that have exited and kills the rest of their process groups.
 
     Args:
-        forked: Process ids of children; those that have ended are removed.
-        wait: Whether to wait until at least one has ended.
+        forked: Process ids of the children. Reaped ids are removed from it.
+        wait: Whether to wait until at least one child has exited.
     """
     options = os.WEXITED | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
         while (info := os.waitid(os.P_ALL, 0, options if wait else options | os.WNOHANG)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(info.si_pid, signal.SIGKILL)  # its number stays taken until it is collected
+                os.killpg(info.si_pid, signal.SIGKILL)  # the id can't be reused before waitpid
             os.waitpid(info.si_pid, 0)
             forked.discard(info.si_pid)
             wait = False
 
 
 def _kill_children(apart_from: Collection[int] = ()) -> bool:
-    """Kills children, also inherited ones, with the process groups that they lead; returns whether there were any."""
+    """Kills all children, also inherited ones, and their process groups. Returns whether there were any.
+
+    Args:
+        apart_from: Process ids to spare.
+    """
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     children = {int(pid) for pid in listed}.difference(apart_from)
     for pid in children:
@@ -257,11 +262,14 @@ _libc = ctypes.CDLL(None)
 
 
 def _run(server: int, target: Callable[[], None]) -> None:
-    """Runs a target in a newly forked child, which leads a process group and ends with the server; does not return."""
+    """Runs a target in a newly forked child and does not return.
+
+    The child leads its own process group. The kernel kills it when the server exits.
+    """
     code = 1
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # else the server ended before the kernel knew that the child ends with it
+        if os.getppid() == server:  # else the server exited before prctl took effect
             os.setsid()
             target()
             code = 0

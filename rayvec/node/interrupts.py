@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until a few statements are done."""
+"""Defers Ctrl-C until a block of statements has completed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Uninterrupted"]
 
 
 class Uninterrupted:
-    """A block of statements that Ctrl-C does not split: ``KeyboardInterrupt`` comes after it.
+    """A context manager that defers ``KeyboardInterrupt`` to the end of the block.
 
-    Python handles signals in the main thread alone; in other threads this does nothing.
+    Python handles signals only in the main thread. In other threads this context manager has no effect.
     """
 
     def __enter__(self) -> None:
-        """Begins to hold Ctrl-C back."""
+        """Starts to defer Ctrl-C."""
         self._received: tuple[int, FrameType | None] | None = None
         self._previous = None
         if threading.current_thread() is threading.main_thread():
@@ -28,7 +28,7 @@ class Uninterrupted:
         self._received = number, frame
 
     def __exit__(self, *exc_info: object) -> None:
-        """Lets Ctrl-C through, also one that came meanwhile."""
+        """Restores the signal handler and delivers a deferred Ctrl-C."""
         if callable(self._previous):
             signal.signal(signal.SIGINT, self._previous)
             if self._received is not None:

@@ -1,6 +1,6 @@
-"""The pool of no node at all: environments in the driver's own process, without Ray.
+"""The local pool, which steps environments in the driver's own process, without Ray.
 
-For looking into environments with a debugger, and for those whose step costs less than telling another process of it.
+Use it to debug environments, and for environments whose step costs less than a message to another process.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 
 class LocalPool:
-    """Steps environments in the driver's process, one after another, when their answer is asked for.
+    """Steps environments in the driver's process, one after another, inside :meth:`recv`.
 
-    It behaves like a :class:`~rayvec.cluster.ray_pool.RayPool` on one node with one worker: what goes in and what
-    comes out are copies. Nobody can end a step from outside, so that no wait has a timeout.
+    It behaves like a :class:`~rayvec.cluster.ray_pool.RayPool` on one node with one worker: arguments and results are
+    copies. A running step can't be interrupted, so timeouts have no effect.
 
     Args:
         factory: Makes all environments.
-        supervision: What becomes of environments that raise.
+        supervision: The restart policy for environments that raise.
 
     Attributes:
         acting: The policies that act in chunks.
 
     Raises:
-        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+        Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     transports = ("local",)
@@ -64,11 +64,11 @@ class LocalPool:
         try:
             self._pool = SerialPool(factory, where=_WHERE, supervision=supervision)
         except EnvsFailed as failed:
-            raise failed.failures[0][1].rebuild()  # noqa: B904  # it has its cause
+            raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
 
     @property
     def spaces(self) -> PoolSpaces:
-        """What the environments say of themselves."""
+        """The spaces and metadata of the environments."""
         return self._pool.spaces
 
     @property
@@ -82,7 +82,7 @@ class LocalPool:
         return self._pool.action_layout
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Makes the arrays for these spaces."""
+        """Allocates the arrays for these spaces."""
         self._pool.action_layout = ArrayLayout.of(action)
         self._pool.attach_own(ArrayLayout.of(observation))
 
@@ -106,7 +106,7 @@ class LocalPool:
         min_ready: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
-        """See :class:`~rayvec.pools.base.EnvPool`; what was started is done now."""
+        """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         with self._logging():
             batch = self._pool.recv(env_ids)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
@@ -118,13 +118,13 @@ class LocalPool:
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
-        """See :class:`~rayvec.pools.base.EnvPool`; it is called now."""
+        """See :class:`~rayvec.pools.base.EnvPool`. Executes the call now."""
         results = self._pool.call(name, deepcopy(args), deepcopy(kwargs), env_ids)(None)
         try:
             copies = deepcopy(results)
         except Exception as error:
             failure = RemoteFailure.capture(error, f"{_WHERE}, in what an environment returned, which can't be copied")
-            raise failure.rebuild()  # noqa: B904  # it has its cause
+            raise failure.rebuild()  # noqa: B904  # rebuild() sets the cause
         return lambda timeout_s: copies
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
@@ -134,26 +134,26 @@ class LocalPool:
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`; only note is taken of it, and of the weights of now.
+        """See :class:`~rayvec.pools.base.ActingPool`. Records the request and the current weights.
 
         Raises:
-            ConfigError: The chunk is to stay in Ray's object store, and no Ray is initialised.
+            ConfigError: `by_reference` is set and Ray is not initialised.
         """
         if by_reference:
             check_object_store()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
     def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
-        """See :class:`~rayvec.pools.base.ActingPool`; the steps are taken now."""
+        """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
         with self._logging():
             return self.acting.finish(self._pool)
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """This process, by the node's name."""
+        """Returns the id of this process, by node name."""
         return {node.name: [os.getpid()] for node in self.topology.nodes}
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Closes the environments; may be called again."""
+        """Closes the environments. Further calls do nothing."""
         try:
             self._pool.close()
         except Exception:
@@ -161,7 +161,7 @@ class LocalPool:
 
     @contextlib.contextmanager
     def _logging(self) -> Iterator[None]:
-        """Logs what was restarted meanwhile."""
+        """Logs the restarts that happen inside the block."""
         try:
             yield
         finally:
@@ -172,7 +172,13 @@ class LocalPool:
 
 @dataclass(slots=True)
 class _Held:
-    """A policy, the version of the weights that it has, and the newest with their version, if any were published."""
+    """A policy and its weights.
+
+    Attributes:
+        policy: The policy.
+        version: Version of the weights that the policy has loaded.
+        newest: The last published version and its weights, or None before the first publication.
+    """
 
     policy: ActingPolicy
     version: int
@@ -181,16 +187,16 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A chunk that was asked for.
+    """A requested chunk that has not been executed.
 
     Attributes:
-        key: Of the policy.
-        held: Who acts.
-        weights: With which, and their version, if any had been published.
-        num_steps: T.
-        first_step: How many steps the environments had taken in chunks before.
-        noise_seed: Of the noise.
-        by_reference: Whether it goes to the object store.
+        key: Key of the policy.
+        held: The policy that acts.
+        weights: Version and weights to act with, or None if none were published before the request.
+        num_steps: The number of steps T.
+        first_step: The number of steps that the environments took in earlier chunks.
+        noise_seed: The seed of the policy's noise.
+        by_reference: Whether the chunk goes to the object store.
     """
 
     key: int
@@ -203,7 +209,7 @@ class _Flight:
 
 
 class LocalActing:
-    """Policies that act in this process, each a copy of what was passed, and the chunks that were asked for."""
+    """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in."""
 
     def __init__(self) -> None:
         self._policies: dict[int, _Held] = {}
@@ -233,13 +239,13 @@ class LocalActing:
         self._policies.pop(key, None)
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
-        """Takes note of a chunk, and of the weights that it is to begin with."""
+        """Records a requested chunk and the weights that it uses."""
         assert self.has_room, "a chunk more than may be asked for"
         held = self._policies[key]
         self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
     def finish(self, pool: SerialPool) -> Rollout:
-        """Takes the steps of the oldest chunk that was asked for."""
+        """Executes the oldest pending chunk and returns it."""
         flight, stopwatch = self._flights.popleft(), Stopwatch()
         held = flight.held
         if flight.weights is not None and flight.weights[0] != held.version:
@@ -257,7 +263,7 @@ class LocalActing:
             begun=begun,
             stopwatch=stopwatch,
         )
-        if pool.layout is None:  # objects, which the pool goes on with
+        if pool.layout is None:  # objects that the pool's next steps may change
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
         times, summary = stopwatch.read(), summarize(chunk)
         if not flight.by_reference:

@@ -1,4 +1,4 @@
-"""Ray's object store, for chunks that stay where a learner's ranks fetch them."""
+"""Access to Ray's object store, from which a learner's ranks fetch chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["check_object_store", "put_object"]
 
 
 def check_object_store() -> None:
-    """Refuses chunks by reference where no Ray is initialised.
+    """Checks that Ray is initialised, which chunks by reference require.
 
     Raises:
-        ConfigError: There is no object store.
+        ConfigError: Ray is not initialised, so there is no object store.
     """
-    import ray  # programs without ranks need not import it, a third of a second
+    import ray  # imported here: programs without ranks save a third of a second
 
     if not ray.is_initialized():
         raise ConfigError(
@@ -27,7 +27,7 @@ def check_object_store() -> None:
 
 
 def put_object(value: Any) -> Any:
-    """Puts a value into the object store; returns the reference."""
+    """Puts a value into the object store and returns its reference."""
     import ray
 
     return ray.put(value)

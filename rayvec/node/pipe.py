@@ -1,7 +1,7 @@
-"""Messages between a worker and its owner: bytes and file descriptors, over a socket without a name.
+"""Messages between a worker and its owner: bytes and file descriptors over an unnamed socket.
 
-Nothing else in rayvec reads what a worker sends. Whoever waits for a message also watches the process of the peer:
-a child that an environment has forked may hold the other end of the socket open, so that no end of file comes.
+Only this module reads from and writes to that socket. While a receiver waits, it also watches the peer's process. The
+socket alone does not report the peer's exit, because a child that an environment forked may hold the other end open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayvec.pools.base import NotReady
 __all__ = ["LOOK_S", "MessagePipe", "ProcessWatch", "readable"]
 
 LOOK_S = 0.1
-"""How often a wait looks whether the worker still lives."""
+"""The interval at which a wait checks whether the worker is alive, in seconds."""
 _HEADER = struct.Struct("<Q")
 _MOST_FDS = 128
 _KILL_S = 10.0
@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 
 
 def readable(fds: Sequence[int], timeout_s: float | None) -> bool:
-    """Waits until one of some file descriptors is readable, for up to `timeout_s`; returns whether one is."""
+    """Waits up to `timeout_s` until at least one file descriptor is readable. Returns whether one is."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -37,11 +37,11 @@ def readable(fds: Sequence[int], timeout_s: float | None) -> bool:
 
 
 class ProcessWatch:
-    """Tells whether a process of this machine has ended, whoever started it.
+    """Detects the exit of any process on this machine, whether or not it is a child of this process.
 
     Args:
-        pid: Of the process.
-        pidfd: A descriptor of the process, instead of its id.
+        pid: Process id.
+        pidfd: A file descriptor of the process, instead of `pid`. The watch then owns it.
     """
 
     def __init__(self, pid: int = -1, *, pidfd: int = -1) -> None:
@@ -51,30 +51,30 @@ class ProcessWatch:
                 self._fd = os.pidfd_open(pid)
 
     def fileno(self) -> int:
-        """Returns the descriptor, which is readable once the process has ended; -1 if it never was there."""
+        """Returns the process's file descriptor, readable once the process has exited. -1 if there is no process."""
         return self._fd
 
     def ended(self) -> bool:
-        """Whether it has."""
+        """Whether the process has exited."""
         return self._fd < 0 or readable([self._fd], 0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the process has ended, for up to `timeout_s`; returns whether it has."""
+        """Waits up to `timeout_s` until the process has exited. Returns whether it has."""
         return self._fd < 0 or readable([self._fd], timeout_s)
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless the process has ended."""
+        """Sends a signal, unless the process has exited."""
         if self._fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> None:
-        """Kills it, and waits until it has ended."""
+        """Kills the process and waits until it has exited."""
         self.signal(signal.SIGKILL)
         self.wait(_KILL_S)
 
     def close(self) -> None:
-        """Stops watching."""
+        """Closes the file descriptor of the process."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -83,12 +83,12 @@ class ProcessWatch:
 class MessagePipe:
     """One end of a pipe of messages.
 
-    With a `peer`, sending never waits: what the socket does not take is kept and goes out with :meth:`flush`.
-    Without one, sending waits until the socket has taken all.
+    With a `peer`, :meth:`send` never blocks: it queues what does not fit into the socket, and :meth:`flush` sends the
+    queue. Without a `peer`, :meth:`send` blocks until the socket has accepted the whole message.
 
     Args:
-        sock: Of a socket pair.
-        peer: The process at the other end, if its death is to be noticed.
+        sock: One socket of a socket pair.
+        peer: A watch on the process at the other end, if the pipe must detect its exit.
     """
 
     def __init__(self, sock: socket.socket, peer: ProcessWatch | None = None) -> None:
@@ -97,14 +97,14 @@ class MessagePipe:
         self._out: deque[tuple[memoryview, list[int]]] = deque()
 
     def fileno(self) -> int:
-        """Returns the socket's descriptor."""
+        """Returns the socket's file descriptor."""
         return self._socket.fileno()
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends a message; descriptors are duplicated.
+        """Sends a message. The receiver gets duplicates of the file descriptors.
 
         Raises:
-            OSError: The peer has closed its end; only without a `peer`.
+            OSError: The other end is closed. Raised only without a `peer`.
         """
         kept = [os.dup(fd) for fd in fds] if self._peer is not None else list(fds)
         self._out.append((memoryview(_HEADER.pack(len(data))), kept))
@@ -115,18 +115,18 @@ class MessagePipe:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what the socket takes of what is kept, without waiting; returns whether nothing is kept any more."""
+        """Sends as much of the queue as fits into the socket, without blocking. Returns whether the queue is empty."""
         with contextlib.suppress(BlockingIOError):
             try:
                 self._write(socket.MSG_DONTWAIT)
             except OSError as error:
                 if isinstance(error, BlockingIOError):
                     raise
-                self._drop_output()  # the peer has ended, as whoever waits for its answer finds out
+                self._drop_output()  # the peer has exited: receive() reports that
         return not self._out
 
     def wait_to_send(self, timeout_s: float) -> None:
-        """Waits until the socket takes more, or the peer has sent something, for up to `timeout_s`."""
+        """Waits up to `timeout_s` until the socket accepts more data or has data to read."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN | select.POLLOUT)
         poll.poll(1000.0 * timeout_s)
@@ -154,18 +154,22 @@ class MessagePipe:
         self._out.clear()
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits for the beginning of a message, or the end of the peer's; returns whether there is one."""
+        """Waits up to `timeout_s` for the start of a message or an end of file. Returns whether one has arrived."""
         return readable([self._socket.fileno()], timeout_s)
 
     def receive(self, deadline: float | None = None) -> tuple[bytes, list[int]]:
         """Waits for a message.
 
         Args:
-            deadline: Of ``time.monotonic``, for the whole of it; None for no limit.
+            deadline: ``time.monotonic`` time at which the whole message must have arrived. None sets no limit.
+
+        Returns:
+            The message and its file descriptors.
 
         Raises:
-            EOFError: The peer has ended, or closed its end, before the message was whole.
-            NotReady: It was not there at the deadline. Only its beginning may have been read: the pipe is of no use.
+            EOFError: The peer exited, or closed its end, before the message was complete.
+            NotReady: The deadline was reached. The pipe can't be used afterwards, because part of the message may
+                have been read.
         """
         header, fds = self._read_header(deadline)
         (size,) = _HEADER.unpack(header)
@@ -208,7 +212,7 @@ class MessagePipe:
         return received
 
     def _wait(self, deadline: float | None) -> None:
-        """Waits until there is something to read; while it waits, kept output goes out."""
+        """Waits until there is data to read. Sends queued output while it waits."""
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waiting_to_send = bool(self._out) and not self.flush()
@@ -225,8 +229,8 @@ class MessagePipe:
                 raise NotReady("no message came in time")
 
     def close(self) -> None:
-        """Closes the connection, also for processes that hold copies of this end, such as forked children."""
+        """Closes the connection, also in processes that hold copies of this end, such as forked children."""
         self._drop_output()
-        with contextlib.suppress(OSError):  # the peer has closed it already
+        with contextlib.suppress(OSError):  # the peer has already closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

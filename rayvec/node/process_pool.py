@@ -1,4 +1,4 @@
-"""The pool of one machine: worker processes, each with a slice of the environments."""
+"""The pool of one machine, with worker processes that each hold a slice of the environments."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ logger = logging.getLogger(__name__)
 class ProcessPool:
     """Steps environments in worker processes on this machine, through shared memory.
 
-    It starts in two steps, because the shapes of the arrays are known only when the environments have been made:
-    construct, look at :attr:`spaces`, then :meth:`allocate`. Ids, also those of infos, are the machine's own, from 0.
+    The pool starts in two steps, because the array shapes are known only after the environments are made. The
+    constructor starts the workers and sets :attr:`spaces`. :meth:`allocate` then creates the arrays. All environment
+    ids, also those of infos, are local to this machine and start at 0.
 
     Args:
-        factories: Make the environments, one for each worker, by cloudpickle.
+        factories: One cloudpickled factory of environments for each worker.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the machine, for errors.
-        preload: Modules that workers import once.
-        supervision: What becomes of environments that raise, and of workers that end or hang.
-        server_lost: Makes the error to raise when the fork server, and with it every worker, has ended; without it,
-            workers are restarted, or not, as when they end one by one.
+        preload: Modules that the fork server imports once for all workers.
+        supervision: The restart policy for environments that raise, and for workers that exit or hang.
+        server_lost: Makes the error to raise if the fork server exits, which ends every worker. None applies the
+            restart policy to each worker instead.
 
     Attributes:
         acting: The policies that act in the workers.
 
     Raises:
-        WorkerLostError: A worker ended, or its environments were not made in time.
-        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+        WorkerLostError: A worker exited, or did not make its environments in time.
+        Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     steps_here = False
@@ -97,7 +98,7 @@ class ProcessPool:
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
     ) -> ProcessPool:
-        """Starts workers for all environments of a factory; returns the pool, ready to be stepped."""
+        """Starts workers for all environments of a factory and allocates the arrays."""
         pool = cls.of(factory, num_workers, node=node, preload=preload, supervision=supervision)
         pool.allocate(pool.spaces.observation, pool.spaces.action)
         return pool
@@ -112,17 +113,17 @@ class ProcessPool:
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
     ) -> ProcessPool:
-        """Starts workers for all environments of a factory; :meth:`allocate` must follow."""
+        """Starts workers for all environments of a factory. The caller must call :meth:`allocate` next."""
         bounds = even_bounds(factory.num_envs, num_workers)
         return cls(factory.in_parts(bounds), bounds, node, preload, supervision)
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> None:
-        """Makes the shared memory for these spaces and gives it to the workers.
+        """Allocates the shared memory for these spaces and sends it to the workers.
 
         Args:
-            observation: Of one environment.
-            action: Of one environment.
-            state: Of the node that this one replaces, if there was one.
+            observation: Observation space of one environment.
+            action: Action space of one environment.
+            state: State of the lost node that this node replaces, if any.
         """
         workers = self._workers
         try:
@@ -190,7 +191,7 @@ class ProcessPool:
             self._last.started(plan.select, stays)
         plan.turn = self._turn
         self._under_way[plan.select] = True
-        for part in plan.parts:  # after the workers have begun
+        for part in plan.parts:  # after posting, so that the workers start sooner
             self._command_of[part.of_all] = part.number
 
     def recv(
@@ -204,11 +205,11 @@ class ProcessPool:
         if env_ids is None:
             env_ids = self._wait_for(min_ready, deadline)
         plan = self._plans.of(env_ids)
-        if plan.turn != self._turn:  # requested as a different subset: look up each worker's last command
+        if plan.turn != self._turn:  # requested as another subset: look up each worker's last command
             self._turn += 1
             for part in plan.parts:
                 part.number = int(self._command_of[part.of_all].max())
-        for part in reversed(plan.parts):  # the worker that began last ends last: waiting for it wakes us only once
+        for part in reversed(plan.parts):  # the last worker to start usually ends last: one wake-up
             self._supervisor.wait(self._links[part.owner], part.number, deadline)
         plan.turn = -1
         self._under_way[plan.select] = False
@@ -220,15 +221,15 @@ class ProcessPool:
 
     @property
     def event_fd(self) -> int:
-        """A file descriptor that is readable when some step is done; for who calls :meth:`ready_ids`."""
+        """A file descriptor that is readable once a command completes. Call :meth:`ready_ids` then."""
         return self._supervisor.event_fd()
 
     def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` would return without waiting, ``int64 [k]``.
+        """Returns the ids whose results :meth:`recv` would return without waiting, ``int64 [k]``.
 
-        Now and then it sees to workers that have ended or hang, however many others go on answering.
+        Every 0.1 s, a call also checks for workers that have exited or hang.
         """
-        event = self.event_fd  # from here on, whatever is done is told
+        event = self.event_fd  # every command that completes from here on signals it
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(event)
         self._supervisor.look_after_all()
@@ -238,7 +239,7 @@ class ProcessPool:
         return np.flatnonzero(self._under_way & (self._command_of < done))
 
     def _wait_for(self, min_ready: int | None, deadline: float | None) -> NDArray[np.int64]:
-        """Returns the ids under way, or those of them that are done when at least `min_ready` are."""
+        """Returns all pending ids, or, given `min_ready`, the completed ids once there are at least that many."""
         ids = np.flatnonzero(self._under_way)
         if min_ready is None or min_ready >= len(ids):
             return ids
@@ -280,7 +281,7 @@ class ProcessPool:
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice."""
+        """See :class:`~rayvec.pools.base.ActingPool`. Every worker acts over its own slice."""
         if by_reference:
             check_object_store()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
@@ -298,14 +299,14 @@ class ProcessPool:
         return Rollout(summary, None, (ref,), times, waited_s)
 
     def finish_chunks(self, timeout_s: float | None = None) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
-        """Waits for the oldest chunk that was asked for.
+        """Waits for the oldest pending chunk.
 
         Returns:
             The chunk of each worker, with global ids, and its times. The arrays are views of shared memory, which
             the chunk after the next one overwrites.
 
         Raises:
-            NotReady: It takes longer; the chunk stays pending.
+            NotReady: The timeout was reached. The chunk stays pending.
         """
         packed = self.acting.finish(timeout_s)
         chunks = tuple(part.unpack(memory) for part, memory in zip(packed, self._workers.memories, strict=True))
@@ -314,14 +315,14 @@ class ProcessPool:
         return chunks, tuple(part.times for part in packed)
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids of the fork server, which started the workers and ends with them, and of the workers."""
+        """Returns the process ids of the fork server and of the workers, by node name."""
         return {self._workers.node: [self._workers.server.pid, *(each.pid for each in self._workers.processes)]}
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Closes the environments, ends the workers and frees the memory; may be called again.
+        """Closes the environments, ends the workers and frees the memory. Further calls do nothing.
 
         Args:
-            timeout_s: After this long, 10 s by default, workers are ended by force.
+            timeout_s: Workers that still run after this time are killed. None means 10 s.
         """
         if self._block is not None:
             self._supervisor.closed = True
@@ -335,7 +336,7 @@ class ProcessPool:
             self._block = None
 
     def _call_all(self, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
-        """Calls a method of every worker and waits; a worker that is restarted meanwhile knows what it was told."""
+        """Calls a method of every worker and waits. A replacement worker does not repeat the call."""
         everyone = self._plans.of(np.arange(self.num_envs))
         self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=False)(None)
 
@@ -347,16 +348,16 @@ class ProcessPool:
         fds: Sequence[int] = (),
         repeat: bool = True,
     ) -> Callable[[float | None], list[Any]]:
-        """Calls a method on every worker concerned, all at once.
+        """Calls a method on every worker in the plan, in parallel.
 
         Args:
-            plan: Of the environments concerned.
-            command: The name and the arguments, for each part.
-            fds: Descriptors that go along.
-            repeat: Whether a replacement worker is to do it again.
+            plan: The plan of the environments.
+            command: Returns the method name and the arguments for a part.
+            fds: File descriptors to send with the call.
+            repeat: Whether a replacement worker repeats the call.
 
         Returns:
-            A function that waits and returns one value for each part of the plan.
+            A function that takes a timeout in seconds, waits, and returns one value for each part of the plan.
         """
         links = [self._links[part.owner] for part in plan.parts]
         numbers = [
@@ -376,7 +377,7 @@ class ProcessPool:
         return collect
 
     def _write_actions(self, plan: Plan, actions: Tree) -> list[int] | None:
-        """Writes actions into the block; returns the codes of their data types, or None if they don't fit."""
+        """Writes actions into the block. Returns the codes of their data types, or None if they don't fit."""
         layout = self.action_layout
         if layout is None:
             return None
@@ -424,7 +425,7 @@ class ProcessPool:
         return objects
 
     def _raise_failures(self, plan: Plan) -> None:
-        """Raises what one of these environments raised; what others did is raised when they are asked for."""
+        """Raises the first failure of the environments in the plan. Failures of other environments stay stored."""
         ours: list[RemoteFailure] = []
         for part in plan.parts:
             link = self._links[part.owner]

@@ -1,4 +1,4 @@
-"""Waiting for workers: those that end or hang meanwhile are restarted, if they may be."""
+"""Waits for workers, and restarts workers that exit or hang if the restart policy allows it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Waits for the workers of one pool and restarts them; their episodes end at the last true observation.
+    """Waits for the workers of one pool and restarts them.
+
+    The episodes of a restarted worker end as truncated, at the last true observation.
 
     Args:
-        workers: The processes.
-        links: To each.
-        block: Of the pool.
-        unanswered: Which environments have a command whose answer has not been received, ``bool [N]``; the pool's.
-        command_of: Number of each environment's last command, ``int64 [N]``; the pool's.
-        server_lost: As of :class:`~rayvec.node.process_pool.ProcessPool`.
+        workers: The worker processes.
+        links: The link to each worker.
+        block: The pool's shared block.
+        unanswered: Whether each environment has a command whose result has not been received, ``bool [N]``. Shared
+            with the pool.
+        command_of: Number of each environment's last command, ``int64 [N]``. Shared with the pool.
+        server_lost: See :class:`~rayvec.node.process_pool.ProcessPool`.
 
     Attributes:
-        last: What environments last answered; None where nothing is restarted.
-        acting: The policies in the workers, which replacements must know.
-        closed: Whether the pool is closed: nothing is restarted any more.
+        last: The last result of each environment, or None if the restart policy restarts nothing.
+        acting: The policies to send to replacement workers.
+        closed: Whether the pool is closed. A closed pool restarts no workers.
     """
 
     acting: WorkerActing
@@ -73,17 +76,17 @@ class Supervisor:
         self._look_at_s = 0.0
 
     def event_fd(self) -> int:
-        """Returns a descriptor that from now on is readable when some command is done."""
+        """Enables the event of the block. Its file descriptor is readable once a command completes."""
         self._arrays["wants_event"][0] = True
         return self._block.event_fd
 
     def wait_all(self, numbers: Sequence[int], deadline: float | None) -> None:
-        """Waits until each worker has done the command with its number; Ctrl-C leaves everything as it was.
+        """Waits until each worker has completed the command with its number. Ctrl-C leaves the state unchanged.
 
         Raises:
-            NotReady: Some had not at the deadline.
+            NotReady: The deadline was reached before all workers had completed.
         """
-        event = self.event_fd()  # from here on, each command that is done makes it readable
+        event = self.event_fd()  # every command that completes from here on makes it readable
         while True:
             with Uninterrupted():
                 with contextlib.suppress(BlockingIOError):
@@ -101,14 +104,14 @@ class Supervisor:
             readable([event], min(LOOK_S, left))
 
     def poll(self, link: WorkerLink) -> None:
-        """Takes note of what a worker has done; restarts it if it ended in the midst of a reply."""
+        """Records a worker's completed commands. Restarts the worker if it exited in the middle of a reply."""
         try:
             link.poll()
         except WorkerLostError as error:
             self._restart_worker(link, error)
 
     def look_after_all(self) -> None:
-        """Restarts workers that have ended or hang; looks every 0.1 s, however often it is called."""
+        """Restarts workers that have exited or hang. Checks at most every 0.1 s."""
         if time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + LOOK_S
@@ -117,7 +120,12 @@ class Supervisor:
                 self._look_after(link)
 
     def wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
-        """Waits for a command; a worker that ends or hangs meanwhile is restarted, or that is raised."""
+        """Waits for a command. A worker that exits or hangs is restarted if the restart policy allows it.
+
+        Raises:
+            NotReady: The deadline was reached.
+            WorkerLostError: The worker exited or hangs, and may not be restarted.
+        """
         while True:
             try:
                 link.wait(number, self._until(link, number, deadline))
@@ -130,19 +138,19 @@ class Supervisor:
                 self._restart_worker(link, error)
 
     def _until(self, link: WorkerLink, number: int, deadline: float | None) -> float | None:
-        """Until when to wait for a command before looking whether its worker hangs."""
+        """Returns the time until which to wait for a command before checking whether its worker hangs."""
         limit_s = self._supervision.step_timeout_s
         if link.num_done > number or (limit_s is None and not link.is_starting):
             return deadline
-        look_s = time.monotonic() + LOOK_S  # at the steps of a chunk, and at the start
+        look_s = time.monotonic() + LOOK_S  # to notice progress within a chunk, and the end of a start
         if limit_s is not None:
             look_s = min(look_s, link.overdue_s(limit_s))
         return min(look_s, math.inf if deadline is None else deadline)
 
     def _look_after(self, link: WorkerLink) -> None:
-        """Restarts a worker that has ended, or takes too long for its oldest command."""
+        """Restarts a worker that has exited or exceeds the time limit of its oldest command."""
         ended = link.ended()
-        self.poll(link)  # what is done was in time, however late this look is
+        self.poll(link)  # completed commands were in time, even if this check is late
         if link.num_done == link.num_posted:
             return
         if ended:
@@ -159,26 +167,26 @@ class Supervisor:
             self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
 
     def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
-        """Restarts a worker, gives it the pending commands again, and ends the episodes that were being stepped.
+        """Restarts a worker, posts its pending commands again, and ends its interrupted episodes.
 
         Args:
-            link: To the worker.
-            error: What is raised if it may not be restarted at all.
-            hung_s: How long it was waited for, if it hangs.
+            link: The link to the worker.
+            error: The error to raise if the restart policy restarts nothing.
+            hung_s: Seconds that the pool waited for the worker, if it hangs.
 
         Raises:
-            WorkerLostError: It may not be restarted, or not once more.
-            Exception: What a newly made environment raised.
+            WorkerLostError: The restart policy restarts nothing, or the restart budget is spent.
+            Exception: The exception that the constructor of an environment raised during a restart.
         """
-        if self.closed:  # by another thread
+        if self.closed:  # another thread has closed the pool
             raise error
         if self._server_lost is not None and self._workers.server.ended():
             raise self._server_lost(error) from error
         if self.last is None:
             if hung_s:
-                link.kill()  # else closing would wait for it
+                link.kill()  # else close() would wait for it
             raise error
-        link.kill()  # one that was only slow must not write over what is restored now
+        link.kill()  # a slow worker must not overwrite the restored state
         link.raise_what_it_said()
         if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
             raise WorkerLostError(
@@ -202,7 +210,7 @@ class Supervisor:
         link.reconnect(self._workers.restart(link.index, self.acting.policies))
 
     def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
-        """Ids of a worker whose answers are there but have not been asked for."""
+        """Returns a worker's ids whose results are complete but not received, ``int64 [k]``."""
         ids = np.arange(link.start, link.stop)
         return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
 
@@ -212,7 +220,7 @@ class Supervisor:
         return mask
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
-        """Takes note of a worker's finished chunk: an environment that fails from now on resumes from its end."""
+        """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""
         rows = slice(link.start, link.stop)
         if self._obs is None:
             self.know_objects(rows, chunk.last_obs)
@@ -221,7 +229,7 @@ class Supervisor:
             self.last.keep(rows, chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
 
     def know_objects(self, rows: slice, obs: NDArray[Any]) -> None:
-        """Takes note of observations that are no arrays, ``object [n]``, of consecutive environments."""
+        """Stores observations that are objects, ``object [n]``, of the consecutive environments in `rows`."""
         env_ids = range(len(self._command_of))[rows]
         for link in self._links:
             link.objects.update((i, obs[i - env_ids.start]) for i in env_ids if link.start <= i < link.stop)

@@ -1,4 +1,4 @@
-"""The published weights of one policy, in shared memory that the workers of a node read."""
+"""Shared memory for the published weights of one policy, which the workers of a node read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from rayvec.node.chunk_memory import MOST_CHUNKS
 __all__ = ["WeightMemory"]
 
 _SLOTS = MOST_CHUNKS + 1
-"""One for each chunk that may be pending, and one for the weights that are published meanwhile."""
+"""One slot for each chunk that may be pending, and one for newly published weights."""
 _ITEM_BYTES = 4
 
 
 class WeightMemory:
-    """Slots of one flat vector each. The first publication decides the size; a slot that is never used takes no memory.
+    """Slots of one flat vector each.
+
+    The first publication sets the size of a slot. An unused slot takes no physical memory.
 
     Args:
-        fd: Of existing memory; new memory is made where it is left out. It is closed with this object.
+        fd: The file descriptor of existing memory, or None to create it. This object closes it.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -30,7 +32,7 @@ class WeightMemory:
         self._slots: NDArray[np.float32] | None = None
 
     def write(self, weights: NDArray[np.float32], in_use: Collection[int | None]) -> int:
-        """Copies weights, ``float32 [P]``, into a slot that is not in use; returns its number."""
+        """Copies weights, ``float32 [P]``, into a slot that is not in use. Returns the slot's number."""
         if self._slots is None:
             os.ftruncate(self.fd, _SLOTS * weights.size * _ITEM_BYTES)
         slot = next(slot for slot in range(_SLOTS) if slot not in in_use)
@@ -38,7 +40,7 @@ class WeightMemory:
         return slot
 
     def read(self, slot: int) -> NDArray[np.float32]:
-        """Returns the weights in a slot, a view of ``float32 [P]``."""
+        """Returns a view of the weights in a slot, ``float32 [P]``."""
         view: NDArray[np.float32] = self._map()[slot]
         return view
 
@@ -50,6 +52,6 @@ class WeightMemory:
         return self._slots
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes when the last array over it does."""
+        """Closes the file descriptor. The memory is freed once no array refers to it."""
         os.close(self.fd)
         self._slots = None

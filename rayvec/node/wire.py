@@ -1,9 +1,9 @@
-"""What a node's client and its workers agree on: the shared block and the messages in their pipes.
+"""The protocol between a node's pool and its workers: the shared block and the messages in their pipes.
 
-For each worker the block holds a ring of commands, one semaphore that says "there is a command" and one that
-says "a command is done". A step needs nothing else: its actions and its results have their rows in the
-block. What has no fixed size (infos, errors, the arguments of a call) follows through the worker's pipe. An
-event beside the block wakes those who wait for whichever worker is first.
+For each worker, the block holds a ring of commands and two semaphores. One counts posted commands, the other counts
+completed commands. A step needs nothing else, because its actions and results have rows in the block. Data without a
+fixed size (infos, errors, arguments of a call) goes through the worker's pipe. An event next to the block wakes a
+thread that waits for any of the workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
 
 
 class Op(IntEnum):
-    """What a command in the ring asks for."""
+    """The operation of a command in the ring."""
 
     STEP = 0
     """Step these rows with the actions in the block."""
@@ -39,21 +39,21 @@ class Op(IntEnum):
     RESET = 2
     """Reset these rows with the seeds and options that follow in the pipe."""
     READY = 3
-    """Reset those of these rows that are between two episodes."""
+    """Reset the rows that are between two episodes."""
     LOOK = 4
-    """Do nothing: their observations are asked for."""
+    """Do nothing. The pool reads the current observations of these rows."""
     CALL = 5
-    """Call the worker's method that is named, with its arguments, by what follows in the pipe."""
+    """Call a method of the worker. Its name and arguments follow in the pipe."""
 
 
 class Reply(NamedTuple):
-    """What follows a finished command in the pipe, where the arrays don't say it all.
+    """A message about a completed command. The worker sends it only if the arrays don't hold the whole result.
 
     Attributes:
-        value: What a call returned; of a step or reset, its tuple of :class:`~rayvec.data.RawInfo`.
-        failures: Row within the worker, and what the environment raised.
-        objects: Observations of the rows concerned, where they are no arrays.
-        notes: What a log should tell of environments that were restarted.
+        value: The return value of a call. For a step or reset, a tuple of :class:`~rayvec.data.RawInfo`.
+        failures: Pairs of an environment's row within the worker and the failure. Row -1 stands for all rows.
+        objects: Observations of the command's rows, if observations are objects.
+        notes: Messages about restarted environments for the log.
     """
 
     value: Any = ()
@@ -63,17 +63,17 @@ class Reply(NamedTuple):
 
     @property
     def infos(self) -> tuple[RawInfo, ...]:
-        """The value of a step or reset."""
+        """The infos of a step or reset."""
         return tuple(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """All that determines the arrays of a node's block.
+    """The parameters that determine the arrays of a node's block.
 
     Attributes:
-        observation: Space of one environment's observations.
-        action: Space of one environment's actions.
+        observation: Observation space of one environment.
+        action: Action space of one environment.
         worker_bounds: Local indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
     """
 
@@ -83,22 +83,24 @@ class BlockShape:
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the block."""
+        """The number of workers that share the block."""
         return len(self.worker_bounds) - 1
 
     @property
     def num_envs(self) -> int:
-        """How many environments the node holds."""
+        """The number of environments on the node."""
         return self.worker_bounds[-1]
 
 
 class Setup(NamedTuple):
-    """What a worker is told once the spaces of all are known; descriptors of the block and the chunk memory come along.
+    """The message that sets up a worker once the pool knows the spaces of all environments.
+
+    The file descriptors of the block and of the chunk memory come with it.
 
     Attributes:
-        shape: Of the block.
-        first_command: Number of the first command that is the worker's; an earlier worker did those before it.
-        num_policies: How many policies follow, a message each.
+        shape: Parameters of the block.
+        first_command: Number of the worker's first command. A previous worker completed the commands before it.
+        num_policies: Number of policies that follow, one message each.
     """
 
     shape: BlockShape
@@ -107,11 +109,12 @@ class Setup(NamedTuple):
 
 
 class WeightsRef(NamedTuple):
-    """Which weights a policy acts with.
+    """A reference to the weights that a policy acts with.
 
     Attributes:
-        version: Of the weights.
-        slot: Of the policy's :class:`~rayvec.node.weight_memory.WeightMemory`; None for those it brought along.
+        version: Version of the weights.
+        slot: Slot of the policy's :class:`~rayvec.node.weight_memory.WeightMemory`. None means the weights that the
+            pickled policy contains.
     """
 
     version: int
@@ -119,11 +122,14 @@ class WeightsRef(NamedTuple):
 
 
 class ActionRows:
-    """Rows of actions in shared memory, in whatever data type the caller brings.
+    """Rows of actions in shared memory, in the caller's data type.
 
-    An action must reach the environment in the data type that the caller gave it, since an environment
-    computes with it. So a leaf's row is a run of bytes wide enough for any, and the data type travels
-    with the command.
+    An environment computes with the action's data type, so the transport must preserve it. Each row of a leaf is
+    therefore a run of bytes wide enough for any data type, and the command carries the data type.
+
+    Args:
+        raw: The bytes of all rows, ``uint8 [N, row_bytes]``.
+        shape: Shape of one action.
     """
 
     def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
@@ -133,7 +139,7 @@ class ActionRows:
         self._views: dict[str, NDArray[Any]] = {}
 
     def view(self, char: str) -> NDArray[Any]:
-        """Returns the rows as an array ``[N, *shape]`` of the data type with this character code."""
+        """Returns the rows as an array ``[N, *shape]`` of the data type with NumPy character code `char`."""
         view = self._views.get(char)
         if view is None:
             dtype = np.dtype(char)
@@ -143,17 +149,17 @@ class ActionRows:
 
 
 def travels(array: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Says whether a batch of actions fits into :class:`ActionRows` as it is."""
+    """Returns whether a batch of actions of this shape fits into :class:`ActionRows` without conversion."""
     dtype = array.dtype
     return array.shape[1:] == shape and dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
 
 
 class NodeBlock:
-    """The shared block of a node, seen by its client and by its workers.
+    """The shared block of a node. The pool and each worker hold one object of this class.
 
     Args:
-        shape: What determines its arrays.
-        fds: Of the existing block and its event; without them new ones are made.
+        shape: Parameters that determine the arrays.
+        fds: File descriptors of an existing block and its event. None creates a new block and event.
     """
 
     def __init__(self, shape: BlockShape, fds: tuple[int, int] | None = None) -> None:
@@ -199,16 +205,16 @@ class NodeBlock:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """File descriptors of the block and of the event that says that some command is done."""
+        """The file descriptors of the block and of the event that signals completed commands."""
         return self.block.fd, self.event_fd
 
     def forget(self, worker: int) -> None:
-        """Sets up a worker's semaphores anew, after it has ended in the midst of things."""
+        """Reinitialises a worker's semaphores after the worker has exited."""
         self.go[worker].initialise()
         self.done[worker].initialise()
 
     def actions(self, rows: slice) -> list[ActionRows]:
-        """Returns the action rows of each leaf, for some environments."""
+        """Returns the action rows of each leaf for the environments in `rows`."""
         if self.action_layout is None:
             return []
         return [
@@ -217,7 +223,7 @@ class NodeBlock:
         ]
 
     def results(self, rows: slice) -> Mapping[str, Any]:
-        """Returns the arrays that a worker writes its results to, for its rows."""
+        """Returns the arrays, restricted to `rows`, into which a worker writes its results."""
         names = ("rew", "terminated", "truncated", "seed", "has_seed", "restarts", "cut", "started")
         arrays = {name: self.arrays[name][rows] for name in names}
         if self.layout is None:
@@ -226,7 +232,7 @@ class NodeBlock:
         return arrays | {"obs": self.layout.tree(leaves)}
 
     def close(self) -> None:
-        """Gives the file descriptors back."""
+        """Closes the file descriptors."""
         if self.event_fd >= 0:
             os.close(self.event_fd)
             self.event_fd = -1

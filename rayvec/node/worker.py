@@ -1,7 +1,7 @@
-"""A worker process: one slice of environments behind a ring of commands.
+"""A worker process, which holds one slice of environments and serves a ring of commands.
 
-It imports neither Ray nor torch, so that a fork server that has imported this module starts workers in
-milliseconds. A worker ends when its owner closes it, and the kernel kills it when the fork server ends.
+This module imports neither Ray nor torch, so that the fork server can import it and start workers in milliseconds. A
+worker exits when its owner closes the pipe. The kernel kills it when the fork server exits.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 __all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
-"""Makes a worker write its stack to a file that its owner reads."""
+"""The signal on which a worker writes its stack to a file that its owner reads."""
 _LOOK_S = 1.0
-"""How often an idle worker looks whether its client has hung up."""
+"""The interval at which an idle worker checks whether its owner has closed the pipe, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker is told when it starts.
+    """The parameters with which a worker starts.
 
     Attributes:
-        index: Of the worker on its node.
-        first_id: Global index of its first environment.
-        factory: By cloudpickle, of exactly its environments.
+        index: Index of the worker on its node.
+        first_id: Global index of the worker's first environment.
+        factory: The cloudpickled factory of the worker's environments.
         node: Name of the node, for errors.
-        supervision: What becomes of environments that raise.
-        replacement: Whether it replaces a worker that has ended: its owner waits for no reports then.
+        supervision: The restart policy for environments that raise.
+        replacement: Whether the worker replaces one that exited. A replacement worker reports no spaces.
     """
 
     index: int
@@ -59,17 +59,17 @@ class WorkerSpec:
 
 
 def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
-    """Runs a worker until its owner closes the pipe; what the fork server calls in a new process.
+    """Runs a worker until its owner closes the pipe. The fork server calls this function in a new process.
 
     Args:
-        spec: What to do.
-        fds: Of the pipe to the owner, and of the file for the stack of a worker that hangs.
+        spec: The parameters of the worker.
+        fds: File descriptors of the pipe to the owner and of the file for the worker's stack.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and closes its workers
     faulthandler.register(STACK_SIGNAL, file=fds[1])
-    np.random.seed()  # the fork server's state would be the same in every worker
+    np.random.seed()  # else every worker inherits the fork server's state
     worker: Worker | None = None
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has exited
         try:
             worker = Worker(spec, MessagePipe(socket.socket(fileno=fds[0])))
             worker.run()
@@ -80,11 +80,18 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
 
 
 class Worker:
-    """Serves one slice. Its public methods are what an :attr:`Op.CALL` may name.
+    """Serves one slice of environments. :attr:`Op.CALL` may name any of its public methods.
 
-    The constructor makes the environments and reports their spaces, or what one of them raised, through
-    the pipe; the block follows when the owner knows the spaces of all. A replacement takes the block first, which
-    has the pending commands, and reports nothing but what its environments raise.
+    The constructor makes the environments and reports their spaces, or an error, through the pipe. The owner sends
+    the block once it knows the spaces of all environments. A replacement worker receives the block first, which holds
+    the pending commands. It reports only errors.
+
+    Args:
+        spec: The parameters of the worker.
+        pipe: The pipe to the owner.
+
+    Raises:
+        EOFError: An environment could not be made, which has been reported, or the owner has exited.
     """
 
     def __init__(self, spec: WorkerSpec, pipe: MessagePipe) -> None:
@@ -114,7 +121,7 @@ class Worker:
         self._pipe.send(dumps(value))
 
     def _hear(self) -> Any:
-        """Reads a message; the descriptors that came with it are kept until they are needed."""
+        """Reads a message and stores its file descriptors for later use."""
         data, fds = self._pipe.receive()
         self._fds += fds
         return pickle.loads(data)
@@ -129,7 +136,7 @@ class Worker:
             self.load_policy(key, policy)
 
     def run(self) -> None:
-        """Serves commands until the client closes."""
+        """Serves commands until the owner closes the worker or its end of the pipe."""
         block, index = self._block, self._spec.index
         rows = slice(block.shape.worker_bounds[index], block.shape.worker_bounds[index + 1])
         self.pool.attach(block.layout, block.results(rows))
@@ -146,7 +153,7 @@ class Worker:
         slot = self._setup.first_command % block.depth
         while not self._closed:
             while not go.acquire(_LOOK_S):
-                if self._pipe.poll():  # nothing is sent without a command: the other end has been closed
+                if self._pipe.poll():  # readable without a command: the owner has closed its end
                     if go.try_acquire():
                         break
                     return
@@ -177,7 +184,7 @@ class Worker:
         return Reply(tuple(infos), failures, objects, notes)
 
     def _act(self, command: list[int], rows: list[int]) -> list[RawInfo]:
-        """Steps or resets rows."""
+        """Executes a step, reset or look and returns raw infos."""
         op, pool = command[OP], self.pool
         if op == Op.STEP:
             actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
@@ -192,11 +199,11 @@ class Worker:
         return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
 
     def _send(self, reply: Reply) -> None:
-        """Sends a reply; if it can't be pickled, that is what is sent."""
+        """Sends a reply. If the reply can't be pickled, it sends that failure instead."""
         try:
             self._say(reply)
         except (OSError, EOFError):
-            raise  # nobody is left to tell
+            raise  # the owner has exited
         except Exception as error:
             where = f"{self._where}, in what an environment returned (infos, observations or results)"
             self._say(Reply(failures=((-1, RemoteFailure.capture(error, where)),)))
@@ -212,7 +219,7 @@ class Worker:
             return Reply(failures=((-1, RemoteFailure.capture(error, self._where)),))
 
     def _read_actions(self, rows: list[int], dtypes: list[int]) -> Iterable[Any]:
-        """Copies actions out of the block, since environments may keep them."""
+        """Copies actions out of the block, because environments may keep a reference to them."""
         assert self._action_layout is not None
         index: Any = slice(None) if rows == self._all_rows else rows
         leaves = [leaf.view(chr(code))[index].copy() for leaf, code in zip(self._actions, dtypes, strict=True)]
@@ -220,19 +227,19 @@ class Worker:
         return actions
 
     def _objects(self, rows: Sequence[int]) -> tuple[Any, ...] | None:
-        """Observations that have no place in the block."""
+        """Returns the observations of `rows` if they are objects, which the block can't hold. Otherwise None."""
         if self.pool.layout is not None:
             return None
         return tuple(self.pool.obs[row] for row in rows)
 
-    # What the client may call. Rows are the worker's own.
+    # Methods that the owner may call. Rows are indices within the worker.
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: list[int]) -> list[Any]:
-        """Calls a method of the environments."""
+        """Calls a method or reads an attribute of some environments."""
         return self.pool.call_rows(name, args, kwargs, rows)
 
     def set_attr(self, name: str, values: Sequence[Any], rows: list[int]) -> None:
-        """Sets an attribute of the environments."""
+        """Sets an attribute of some environments. `values` holds one value for each."""
         self.pool.set_rows(name, values, rows)
 
     def close(self) -> None:
@@ -241,12 +248,12 @@ class Worker:
         self.pool.close()
 
     def load_policy(self, key: int, policy: bytes) -> None:
-        """Keeps a policy under a key; the descriptor of the memory for its weights came with the message."""
+        """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""
         memory = WeightMemory(self._fds.pop(0))
         self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
 
     def drop_policy(self, key: int) -> None:
-        """Forgets a policy."""
+        """Removes a policy and closes its weight memory."""
         policy = self._policies.pop(key, None)
         if policy is not None:
             policy.close()
@@ -254,7 +261,16 @@ class Worker:
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, turn: int
     ) -> PackedChunk:
-        """Takes steps with a policy over this worker's slice; the chunk lies in the given piece of the memory."""
+        """Steps this worker's slice with a policy and packs the chunk.
+
+        Args:
+            key: Key of the policy.
+            num_steps: The number of steps T.
+            first_step: The number of steps that the environments took in earlier chunks.
+            noise_seed: The seed of the policy's noise.
+            weights: The weights to act with.
+            turn: Index of the piece of chunk memory to use.
+        """
         stopwatch = Stopwatch()
         self._memory.begin(turn)
         begun = np.arange(self.pool.num_envs) if key != self._acted else None
@@ -276,7 +292,7 @@ class Worker:
 
 
 class _HeldPolicy:
-    """A policy, the memory for its weights, and the version of the weights that it has."""
+    """A policy, its weight memory, and the version of the weights that it has loaded."""
 
     def __init__(self, policy: ActingPolicy, memory: WeightMemory) -> None:
         self._policy = policy
@@ -287,7 +303,7 @@ class _HeldPolicy:
         self._memory.close()
 
     def at(self, weights: WeightsRef) -> ActingPolicy:
-        """Returns the policy with this version of its weights: from the memory, or what it brought along."""
+        """Loads these weights from the weight memory, if the policy has another version. Returns the policy."""
         if weights.slot is not None and weights.version != self._version:
             self._policy.load_weights(self._memory.read(weights.slot))
             self._version = weights.version

@@ -1,4 +1,4 @@
-"""One worker as its pool sees it: commands are posted, and waited for in their order."""
+"""The pool's link to one worker. It posts commands and waits for them in order."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from rayvec.pools.plan import Part
 __all__ = ["WorkerLink"]
 
 _REPLY_S = 60.0
-"""How long a worker may take to hand over a reply that it has begun."""
+"""How long a worker may take to send a whole reply."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Posted(NamedTuple):
-    """A command under way.
+    """A pending command.
 
     Attributes:
-        num_steps: How many steps it takes.
-        payload: What went with it through the pipe.
-        repeat: Whether a worker that takes the place of this one is to do it again.
+        num_steps: Number of environment steps in the command.
+        payload: The message that accompanied the command through the pipe.
+        repeat: Whether a replacement worker repeats the command.
     """
 
     num_steps: int = 1
@@ -47,21 +47,21 @@ _STEP = _Posted()
 
 
 class WorkerLink:
-    """Commands to one worker, and what came back.
+    """The commands to one worker and their results.
 
     Args:
-        block: Of the node.
-        index: Of the worker.
-        process: The worker's.
-        where: Its name, for errors.
+        block: The node's shared block.
+        index: Index of the worker.
+        process: The worker process.
+        where: Name of the worker, for errors.
         first_id: Global index of the node's first environment.
 
     Attributes:
-        start: Index, on the node, of its first environment.
-        stop: Index after that of its last.
-        infos: Raw infos that nobody has asked for yet, by global environment id.
-        objects: Last observation of each environment whose observations are no arrays, by index on the node.
-        failures: What environments raised, by the worker's own row; -1 for what concerns all.
+        start: Index, on the node, of the worker's first environment.
+        stop: One more than the index of the worker's last environment.
+        infos: Raw infos that the pool has not received yet, by global environment id.
+        objects: Last observation of each environment, by index on the node, if observations are objects.
+        failures: Pairs of an environment's row within the worker and the failure. Row -1 stands for all rows.
     """
 
     def __init__(self, block: NodeBlock, index: int, process: WorkerProcess, where: str, first_id: int) -> None:
@@ -75,9 +75,9 @@ class WorkerLink:
         self.failures: list[tuple[int, RemoteFailure]] = []
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
-        self._begun_s = 0.0  # when the worker may have begun with the oldest of them
+        self._begun_s = 0.0  # earliest time at which the oldest command can have started
         self._progress = block.arrays["progress"][index : index + 1]
-        self._seen, self._seen_s = 0, 0.0  # its progress within that, and since when
+        self._seen, self._seen_s = 0, 0.0  # progress within the oldest command, and when it was first seen
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -89,30 +89,30 @@ class WorkerLink:
     def _take(self, process: WorkerProcess) -> None:
         self._process = process
         self._taken_s = time.monotonic()
-        self._was_starting = self.is_starting  # when the pool last looked
+        self._was_starting = self.is_starting  # at the last check
 
     @property
     def is_starting(self) -> bool:
-        """Whether the worker, in the place of one that has ended, is still making its environments."""
+        """Whether a replacement worker is still making its environments."""
         return bool(self._pid[0] < 0)
 
     @property
     def startup_s(self) -> float:
-        """For how long a worker that is starting has been."""
+        """Seconds since the worker process was started."""
         return time.monotonic() - self._taken_s
 
     @property
     def num_posted(self) -> int:
-        """How many commands have been posted: the number of the next."""
+        """The number of posted commands, which is also the number of the next command."""
         return int(self._head[0])
 
     @property
     def num_done(self) -> int:
-        """How many commands are done and noted: the number of the oldest under way."""
+        """The number of completed commands, which is also the number of the oldest pending command."""
         return int(self._tail[0])
 
     def post(self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, payload: Any = None) -> int:
-        """Posts what is no plain step, of these rows (the worker's own); returns the command's number."""
+        """Posts any command except a plain step or a call, for rows within the worker. Returns its number."""
         command = self._ring[self.num_posted % self._depth]
         count, at = len(rows), self._first_id_at
         command[OP] = op
@@ -122,7 +122,7 @@ class WorkerLink:
         return self._post(b"" if payload is None else dumps(payload))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
-        """Posts a step whose actions are in the block; returns the command's number."""
+        """Posts a step whose actions are in the block. Returns the command's number."""
         number = int(self._head[0])
         key = autoreset, *dtypes
         command = part.commands.get(key)
@@ -138,27 +138,30 @@ class WorkerLink:
         return number
 
     def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
-        """Posts a call of one of the worker's methods, which takes so many steps; returns the command's number.
+        """Posts a call of one of the worker's methods. Returns the command's number.
 
         Args:
-            name: Of the method.
-            *args: Its arguments.
-            num_steps: How many steps it takes.
-            fds: Descriptors that go along; only where it is not repeated.
-            repeat: Whether a replacement worker is to do it again.
+            name: Name of the method.
+            *args: Arguments of the method.
+            num_steps: Number of environment steps in the call.
+            fds: File descriptors to send with the call. Allowed only if `repeat` is False.
+            repeat: Whether a replacement worker repeats the call.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
         return self._post(dumps((name, args)), num_steps, repeat, fds)
 
     def post_close(self) -> None:
-        """Lets the worker do what is pending, close its environments and end; its replies are not read."""
+        """Requests that the worker completes its pending commands, closes its environments and exits.
+
+        The pool does not read the replies. A worker that is still starting is killed.
+        """
         if self.is_starting:
-            self._process.watch.kill()  # it would read that it is to end only when its environments are made
+            self._process.watch.kill()  # it reads commands only after it has made its environments
         else:
             self.post_call("close")
 
     def give_up_what_is_not_repeated(self) -> None:
-        """Takes calls that a replacement worker need not do for done."""
+        """Marks the oldest pending calls as completed if a replacement worker need not repeat them."""
         while (oldest := self._posted.get(self.num_done)) is not None and not oldest.repeat:
             self._replies[self.num_done] = Reply(None)
             del self._posted[self.num_done]
@@ -176,14 +179,14 @@ class WorkerLink:
         return number
 
     def wait(self, number: int, deadline: float | None) -> None:
-        """Waits until the command with this number is done.
+        """Waits until the command with this number has completed.
 
-        What came with steps and resets is kept, by environment, for :meth:`PoolClient.recv`; what calls
-        returned, by number, for :meth:`take_reply`.
+        Replies to steps and resets are stored by environment, in :attr:`infos`, :attr:`objects` and :attr:`failures`.
+        Replies to calls are stored by number, for :meth:`take_reply`.
 
         Raises:
-            NotReady: It was not done at `deadline` (of ``time.monotonic``).
-            WorkerLostError: The worker ended.
+            NotReady: The `deadline`, a ``time.monotonic`` time, was reached.
+            WorkerLostError: The worker exited.
         """
         while self._tail[0] <= number:
             self._acquire(deadline)
@@ -191,14 +194,14 @@ class WorkerLink:
 
     @property
     def waited_s(self) -> float:
-        """How long the oldest command under way, or the step within it, has been waited for."""
+        """Seconds that the oldest pending command, or the current step within it, has taken so far."""
         return time.monotonic() - max(self._begun_s, self._seen_s)
 
     def overdue_s(self, step_timeout_s: float) -> float:
-        """When the oldest command under way, or the step within it, takes too long, by ``time.monotonic``.
+        """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue.
 
-        To be asked again and again: progress is taken for as old as it was first seen, and what is under way begins
-        when the environments are made.
+        Call this method regularly. It dates progress to the call that first sees it. The pending commands of a
+        replacement worker start when its environments have been made.
         """
         if self._was_starting:
             self._begun_s = time.monotonic()
@@ -209,30 +212,30 @@ class WorkerLink:
             return whole_s
         if (seen := int(self._progress[0])) != self._seen:
             self._seen, self._seen_s = seen, time.monotonic()
-        if seen % 2 == 0:  # the policy acts, which may have to be compiled first
+        if seen % 2 == 0:  # the policy acts: its first call may include compilation
             return whole_s
         return min(whole_s, max(self._begun_s, self._seen_s) + step_timeout_s)
 
     def poll(self) -> None:
-        """Takes note of the commands that are done, without waiting.
+        """Records completed commands, without waiting.
 
         Raises:
-            WorkerLostError: The worker ended in the midst of a reply.
+            WorkerLostError: The worker exited in the middle of a reply.
         """
         self._process.pipe.flush()
         while self._tail[0] < self._head[0] and self._done.try_acquire():
             self._finish()
 
     def take_reply(self, number: int) -> Reply:
-        """Returns what the call with this number, which is done, returned."""
+        """Removes and returns the reply to the completed call with this number."""
         return self._replies.pop(number)
 
     def peek_reply(self, number: int) -> Reply | None:
-        """Returns what a call returned, or None if it is not done; the reply stays here."""
+        """Returns the reply to a call, or None if the call is pending. The reply stays stored."""
         return self._replies.get(number)
 
     def reconnect(self, process: WorkerProcess) -> None:
-        """Gives the pending commands to the process that replaces the worker; it begins with the oldest."""
+        """Attaches a replacement worker and posts the pending commands to it, oldest first."""
         self._take(process)
         for number in range(self.num_done, self.num_posted):
             self._go.post()
@@ -251,25 +254,29 @@ class WorkerLink:
             else:
                 pipe.wait_to_send(LOOK_S)
             if self.ended():
-                if self._done.try_acquire():  # it had just done it
+                if self._done.try_acquire():  # it completed the command before it exited
                     return
                 raise self.lost()
             if deadline is not None and time.monotonic() >= deadline:
                 raise NotReady(f"{self.where} has not answered in time")
 
     def _finish(self) -> None:
-        """Takes note of the oldest command under way, which is done."""
+        """Records that the oldest pending command has completed."""
         number = self.num_done
         slot = number % self._depth
         if self._has_reply[slot]:
             self._hear(number, slot)
         self._tail[0] = number + 1
         self._posted.pop(number, None)
-        if self._posted:  # the next begins only now: what came before it kept the worker
+        if self._posted:  # the worker starts the next command only now
             self._begun_s = time.monotonic()
 
     def _hear(self, number: int, slot: int) -> None:
-        """Takes the reply that came with a command."""
+        """Reads and stores the reply to a command.
+
+        Raises:
+            WorkerLostError: The worker exited, or did not send the whole reply in time.
+        """
         try:
             reply: Reply = pickle.loads(self._process.pipe.receive(time.monotonic() + _REPLY_S)[0])
         except (EOFError, NotReady) as error:
@@ -288,7 +295,7 @@ class WorkerLink:
             rows = command[self._first_id_at : self._first_id_at + command[COUNT]].tolist()
             infos = tuple(self._with_known_final(info) for info in infos)
             for row, obs in zip(rows, reply.objects, strict=True):
-                if obs is not None:  # a process that took another's place does not know the last one
+                if obs is not None:  # a replacement worker has no last observation
                     self.objects[self.start + row] = obs
         for info in infos:
             self.infos[info.env_id] = info
@@ -299,17 +306,17 @@ class WorkerLink:
         return info._replace(final_obs=self.objects.get(info.env_id - self._first_id))
 
     def ended(self) -> bool:
-        """Whether the worker's process has ended."""
+        """Whether the worker's process has exited."""
         return self._process.watch.ended()
 
     def kill(self) -> None:
-        """Ends the worker's process; from then on it writes no more, and what it has done is noted."""
+        """Kills the worker's process, waits until it has exited, and records its completed commands."""
         self._process.watch.kill()
         with contextlib.suppress(WorkerLostError):
             self.poll()
 
     def raise_what_it_said(self) -> None:
-        """Raises, of a worker that ended while it made its environments, what one of them raised."""
+        """Raises the exception that an environment's constructor raised, if a starting worker has reported one."""
         if self.is_starting and self._process.pipe.poll():
             with contextlib.suppress(EOFError):
                 said = pickle.loads(self._process.pipe.receive()[0])
@@ -317,7 +324,7 @@ class WorkerLink:
                 raise said.rebuild()
 
     def lost(self) -> WorkerLostError:
-        """Describes that the worker is gone."""
+        """Returns the error for a worker that has exited."""
         return WorkerLostError(
             "A worker process runs until the pool is closed.",
             expected=f"{self.where} to answer",
@@ -326,11 +333,11 @@ class WorkerLink:
         )
 
     def hangs(self, name: str, limit_s: float) -> WorkerLostError:
-        """Describes that the worker, which still runs, takes longer than a limit; shows the stack where it hangs.
+        """Returns the error for a worker that exceeds a time limit, with the worker's current stack.
 
         Args:
-            name: Of the limit.
-            limit_s: The limit.
+            name: Name of the limit.
+            limit_s: The limit in seconds.
         """
         return WorkerLostError(
             f"An environment answers within {name}.",

@@ -1,4 +1,4 @@
-"""The worker processes of one node: started, asked for their spaces, given their block, restarted, ended."""
+"""Starts, sets up, restarts and ends the worker processes of one node."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker process as its owner holds it.
+    """The owner's handle of a worker process.
 
     Attributes:
-        pid: Its process id.
-        watch: Tells when it has ended.
-        pipe: To it.
-        stack_fd: Of the file into which it writes its stack when it is asked to.
+        pid: Process id of the worker.
+        watch: The watch on the process.
+        pipe: The pipe to the process.
+        stack_fd: File descriptor of the file into which the worker writes its stack on request.
     """
 
     pid: int
@@ -45,7 +45,7 @@ class WorkerProcess:
     stack_fd: int
 
     def stack(self) -> str:
-        """Returns the Python stack of the process, to be told where it hangs."""
+        """Returns the current Python stack of the process, to show where it hangs."""
         os.ftruncate(self.stack_fd, 0)
         os.lseek(self.stack_fd, 0, os.SEEK_SET)
         self.watch.signal(STACK_SIGNAL)
@@ -58,7 +58,7 @@ class WorkerProcess:
         return text.decode(errors="replace")
 
     def end(self, timeout_s: float = 0.0) -> None:
-        """Waits until the process has ended, for up to `timeout_s`, then kills it; nothing of it is left."""
+        """Waits up to `timeout_s` for the process to exit, then kills it. Closes all file descriptors."""
         if not self.watch.wait(timeout_s):
             self.watch.kill()
         self.watch.close()
@@ -67,18 +67,18 @@ class WorkerProcess:
 
 
 class Workers:
-    """The worker processes of one node, children of this process's fork server.
+    """The worker processes of one node, which are children of the pool's fork server.
 
     Args:
-        factories: Make the environments, one for each worker, by cloudpickle: only the workers import what is in them.
+        factories: One cloudpickled factory of environments for each worker. Only the workers unpickle them.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the node, for errors.
-        preload: Modules that the fork server imports beside ours.
-        supervision: What becomes of environments that raise.
+        preload: Modules that the fork server imports in addition to rayvec.
+        supervision: The restart policy for environments that raise.
 
     Raises:
-        WorkerLostError: A worker ended, or its environments were not made within ``start_timeout_s``.
-        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+        WorkerLostError: A worker exited, or did not make its environments within ``start_timeout_s``.
+        Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     def __init__(
@@ -136,7 +136,12 @@ class Workers:
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)
 
     def _hear(self, index: int, kind: type[Any], deadline: float) -> Any:
-        """Reads what a worker reports while it starts, which is of this kind unless it failed."""
+        """Reads a starting worker's report, which must be an instance of `kind`.
+
+        Raises:
+            WorkerLostError: The worker exited, or did not report before the deadline.
+            Exception: The exception that the worker reported.
+        """
         process = self.processes[index]
         try:
             said = pickle.loads(process.pipe.receive(deadline)[0])
@@ -165,7 +170,7 @@ class Workers:
         return worker_name(self.node, index, self.first_id, self.bounds)
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> NodeBlock:
-        """Makes the block for arrays of these spaces, in a certain state, and gives it to every worker."""
+        """Allocates the block for these spaces, restores `state` into it, and sends it to every worker."""
         block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
         if state is not None:
             state.restore(block.results(slice(None))["obs"], block.arrays)
@@ -178,13 +183,14 @@ class Workers:
         return block
 
     def restart(self, index: int, policies: Sequence[tuple[int, bytes, int]]) -> WorkerProcess:
-        """Kills a worker and starts another in its place, which resumes with the oldest pending command.
+        """Kills a worker and starts a replacement worker, which resumes with the oldest pending command.
 
-        It is not waited for: until its environments are made, the block has its process id below zero.
+        The call does not wait until the replacement has made its environments. Until then, the block holds the
+        negative of its process id.
 
         Args:
-            index: Of the worker.
-            policies: Key, pickled policy, and the descriptor of its weights' memory.
+            index: Index of the worker.
+            policies: Key, pickled policy, and file descriptor of the weight memory, for each policy.
         """
         assert self._block is not None
         self.processes[index].end()
@@ -201,10 +207,10 @@ class Workers:
         self.processes[index].pipe.send(dumps(setup), [*self._block.fds, *self.memories[index].fds])
 
     def close(self, timeout_s: float = _END_S) -> None:
-        """Ends every worker: those that have not ended within `timeout_s` are killed."""
+        """Ends every worker and the fork server. Workers that still run after `timeout_s` are killed."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
-            process.pipe.close()  # a worker that writes to it ends
+            process.pipe.close()  # a worker exits when it next uses the closed pipe
         for process in self.processes:
             process.end(max(0.0, deadline - time.monotonic()))
         for memory in self.memories:

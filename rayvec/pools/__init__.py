@@ -1,1 +1,1 @@
-"""Pools of environments: in one process, on one node, on a cluster. See :mod:`rayvec.pools.base`."""
+"""Environment pools for one process, one node and one cluster. See :mod:`rayvec.pools.base`."""

@@ -1,7 +1,7 @@
-"""What a pool of environments is, at every level: process, node, cluster.
+"""The interface of an environment pool. Process, node and cluster pools all implement it.
 
-A pool steps N environments and lets some of them step while others are answered. That is all that double
-buffering, Tianshou's subsets and its asynchronous mode need, so no level has a second interface.
+A pool holds N environments and steps any subset of them. While one subset steps, the caller may receive the results
+of another. Double buffering, Tianshou's subsets and its asynchronous mode need nothing else.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ __all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "EnvPool", "NotReady", 
 
 
 class Autoreset(IntEnum):
-    """When an environment is reset whose episode has ended.
+    """When an environment is reset after its episode has ended.
 
-    The names are Gymnasium's; the numbers travel in frames.
+    The names are those of Gymnasium's ``AutoresetMode``. The numbers are part of the frame format.
     """
 
     NEXT_STEP = 0
-    """The next step resets it and ignores the action."""
+    """The next step resets the environment and ignores the action."""
     SAME_STEP = 1
-    """The step that ended the episode resets it; the final observation stands in the info."""
+    """The step that ends the episode also resets the environment. The info holds the final observation."""
     DISABLED = 2
-    """Nobody but the caller resets it."""
+    """Only an explicit call of ``reset`` resets the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What becomes of environments that raise, hang, or whose process ends.
+    """The restart policy for environments that raise or hang, and for workers that exit.
 
     Attributes:
-        restart: Whether they are made anew, with a seed of (seed, environment, restart), and their episode
-            ends as truncated; else what happened is raised.
-        step_timeout_s: A worker that takes longer for a command is taken to hang, and is killed; None for
-            no limit.
-        start_timeout_s: Likewise a worker that takes longer to make its environments.
+        restart: Whether a failed environment is restarted. The new seed is a function of the original seed, the
+            environment id and the restart number, and the episode ends as truncated. If False, the pool raises
+            the error.
+        step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
+        start_timeout_s: A worker that takes longer to make its environments counts as hung and is killed.
     """
 
     restart: bool = False
@@ -58,10 +58,10 @@ class Supervision:
 
     @classmethod
     def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> Supervision:
-        """Returns what the arguments of a vector environment ask for.
+        """Returns the restart policy for the arguments of a vector environment.
 
         Raises:
-            ConfigError: They can't work.
+            ConfigError: `on_env_error` is unknown, or a timeout is not positive.
         """
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         if step_timeout_s is not None and not step_timeout_s > 0:
@@ -82,21 +82,20 @@ class Supervision:
 
 
 RAISE = Supervision()
-"""Nothing is restarted, and nothing takes too long."""
+"""Failed environments are not restarted, and a step may take any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpaces:
-    """What a pool has learnt from its environments once they are made.
+    """The spaces and metadata that a pool reads from its environments.
 
     Attributes:
         observation: Space of the first environment's observations.
         action: Space of the first environment's actions.
         metadata: Metadata of the first environment.
         render_mode: Render mode of the first environment.
-        observations: The observation space of every environment, in order, only where they are not all
-            equal; else empty.
-        actions_differ: Index of an environment whose action space is another, or None.
+        observations: The observation space of each environment, in order. Empty if all are equal.
+        actions_differ: Index of the first environment whose action space differs from `action`, or None.
     """
 
     observation: Space[Any]
@@ -108,7 +107,7 @@ class PoolSpaces:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
-        """Joins what consecutive slices report: pairs of the number of environments and their spaces."""
+        """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
         first = parts[0][1]
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
         differ, start = None, 0
@@ -129,7 +128,7 @@ class PoolSpaces:
         )
 
     def misfit(self, space: Space[Any]) -> int | None:
-        """Returns the index of an environment whose observations don't fit into arrays of `space`, or None."""
+        """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
         for index, candidate in enumerate(self.observations or (self.observation,)):
             if not is_space_dtype_shape_equiv(candidate, space):
                 return index
@@ -137,37 +136,38 @@ class PoolSpaces:
 
 
 class NotReady(TimeoutError):
-    """A wait that ended before what it waited for; an environment's own ``TimeoutError`` is none."""
+    """A pool's wait reached its timeout. A ``TimeoutError`` that an environment raises is never a `NotReady`."""
 
 
 class EnvPool(Protocol):
     """N environments, addressed by ids from 0 to N-1.
 
-    `send`, `reset` and `ready` start something, `recv` returns its answer. At most one of them is under way
-    for an environment, and the ids of a `recv` are those of one such call. Arrays in a
-    :class:`~rayvec.data.StepBatch` may be views of memory that the next step of these environments
-    overwrites: who keeps them copies them.
+    `send`, `reset` and `ready` start a command, and `recv` returns its results. Each environment has at most one
+    pending command. The ids passed to `recv` must be those of one earlier call.
+
+    Arrays in a :class:`~rayvec.data.StepBatch` may be views of memory that the next step of these environments
+    overwrites. Copy an array to keep it longer.
     """
 
     num_envs: int
 
     @property
     def layout(self) -> ArrayLayout | None:
-        """How observations lie in arrays; None where they are objects, in arrays of ``dtype=object``."""
+        """The array layout of observations. None if observations are objects, in arrays of ``dtype=object``."""
         ...
 
     @property
     def action_layout(self) -> ArrayLayout | None:
-        """How actions lie in arrays; None where they are objects, in lists."""
+        """The array layout of actions. None if actions are objects, in lists."""
         ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """Starts one step of some environments.
 
         Args:
-            env_ids: Which, ``int64 [k]``, without repetition.
+            env_ids: Environment ids, ``int64 [k]``, without repetition.
             actions: Tree of ``[k, *act_shape]`` in the order of `env_ids`, or a list of k objects.
-            autoreset: When to reset those whose episode ends.
+            autoreset: When to reset environments whose episode has ended.
         """
         ...
 
@@ -177,101 +177,105 @@ class EnvPool(Protocol):
         min_ready: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
-        """Waits for steps and returns their answers.
+        """Waits for pending commands and returns their results.
 
         Args:
-            env_ids: Whose; all of those under way where it is left out.
-            min_ready: Without `env_ids`: return as soon as this many are ready.
-            timeout_s: How long to wait; for ever where it is left out.
+            env_ids: Environment ids, ``int64 [k]``. None selects all environments with a pending command.
+            min_ready: Without `env_ids`, return as soon as this many environments have completed.
+            timeout_s: The longest wait. None waits without limit.
 
         Returns:
-            The answers in the order of `env_ids`, or in ascending order of ids.
+            The results in the order of `env_ids`, or in ascending order of ids.
 
         Raises:
-            NotReady: They were not ready in time; the steps stay under way.
-            WorkerLostError: A process that held some of them is gone.
-            Exception: What an environment raised, its ``__cause__`` an ``EnvError``.
+            NotReady: The timeout was reached. The commands stay pending.
+            WorkerLostError: A worker that held some of the environments exited.
+            Exception: The exception that an environment raised. Its ``__cause__`` is an ``EnvError``.
         """
         ...
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts a reset of some environments, each with its seed; :meth:`recv` returns first observations."""
+        """Starts a reset of some environments, each with its seed. :meth:`recv` returns the first observations."""
         ...
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """Asks for current observations, which :meth:`recv` returns.
+        """Requests current observations, which :meth:`recv` returns.
 
         Args:
-            env_ids: Whose, ``int64 [k]``.
-            begin: Whether environments that are between two episodes are reset first, without a seed.
+            env_ids: Environment ids, ``int64 [k]``.
+            begin: Whether to first reset, without a seed, the environments that are between two episodes.
         """
         ...
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Returns ids of environments that began an episode since the last call, the newest answers being `batch`."""
+        """Returns the ids of environments that began an episode since the last call.
+
+        Args:
+            batch: The newest results.
+        """
         ...
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
-        """Starts to call a method of each environment, or to get an attribute, through its wrappers.
+        """Starts calling a method or reading an attribute of each environment, through its wrappers.
 
         Returns:
-            A function that waits for up to so many seconds and returns one result for each environment.
+            A function that takes a timeout in seconds, waits, and returns one result for each environment.
         """
         ...
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        """Sets an attribute of each environment, through its wrappers, to its value."""
+        """Sets an attribute of each environment, through its wrappers. `values` holds one value for each."""
         ...
 
     def close(self) -> None:
-        """Closes the environments and everything that ran them; may be called again."""
+        """Closes the environments and ends their processes. Further calls do nothing."""
         ...
 
 
 class Acting(Protocol):
-    """The policies that a pool holds, by key."""
+    """The policies that act inside a pool, by key."""
 
     @property
     def num_under_way(self) -> int:
-        """How many chunks are under way."""
+        """The number of pending chunks."""
         ...
 
     @property
     def has_room(self) -> bool:
-        """Whether another may be asked for."""
+        """Whether another chunk may be requested."""
         ...
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Takes a pickled policy that brings weights of a version along."""
+        """Loads a pickled policy. The policy contains weights of this version."""
         ...
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """Takes new weights of a policy, with which every chunk is taken that is asked for from now on."""
+        """Publishes new weights of a policy, ``float32 [P]``. Every chunk requested from now on uses them."""
         ...
 
     def drop(self, key: int) -> None:
-        """Forgets a policy and its weights."""
+        """Removes a policy and its weights."""
         ...
 
 
 class ActingPool(EnvPool, Protocol):
-    """All environments of a vector environment, in which policies can be let act."""
+    """A pool of all environments of a vector environment, in which policies can act."""
 
     steps_here: bool
-    """Whether environments step in the driver's own process, while their answer is awaited."""
+    """Whether environments step in the driver's process, inside :meth:`recv`."""
 
     @property
     def spaces(self) -> PoolSpaces:
-        """What the environments say of themselves."""
+        """The spaces and metadata of the environments."""
         ...
 
     @property
     def acting(self) -> Acting:
-        """The policies."""
+        """The policies that act in this pool."""
         ...
 
     @property
@@ -281,39 +285,39 @@ class ActingPool(EnvPool, Protocol):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """How each node is reached."""
+        """The transport to each node."""
         ...
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Makes the arrays for these spaces; before it, nothing can be stepped."""
+        """Allocates the arrays for these spaces. No environment can step before this call."""
         ...
 
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> None:
-        """Asks for a chunk of steps with a policy; :meth:`finish_rollout` returns it.
+        """Requests a chunk of steps with a policy. :meth:`finish_rollout` returns the chunk.
 
         Args:
-            key: Of the policy.
-            num_steps: T.
-            first_step: How many steps the environments had taken in chunks before.
-            noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in Ray's object store, and only its summary comes.
+            key: The key of the policy.
+            num_steps: The number of steps T.
+            first_step: The number of steps that the environments took in earlier chunks.
+            noise_seed: The seed of the policy's noise.
+            by_reference: Whether the chunk stays in Ray's object store. The driver then receives only the summary.
         """
         ...
 
     def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
-        """Waits for the oldest chunk that was asked for.
+        """Waits for the oldest pending chunk and returns it.
 
         Raises:
-            NotReady: It takes longer; the chunk stays under way.
+            NotReady: The timeout was reached. The chunk stays pending.
         """
         ...
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Returns the processes of each node, by its name."""
+        """Returns the process ids of each node, by node name."""
         ...
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Closes everything; after so many seconds, 10 by default, by force."""
+        """Closes the environments and ends the workers. Workers still running after `timeout_s` (10 s) are killed."""
         ...

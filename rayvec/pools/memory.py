@@ -1,8 +1,8 @@
-"""Shared memory that leaves nothing behind: memfd blocks, array layouts of spaces, semaphores.
+"""Shared memory without names: memfd blocks, array layouts of spaces, and semaphores.
 
-A block is an anonymous file (``memfd_create``): it has no name, so nothing can leak in ``/dev/shm``; it
-ends with the last process that maps it. Semaphores are unnamed POSIX semaphores inside a block, for the
-same reason. Both need Linux.
+A block is an anonymous file (``memfd_create``). It has no name, so it can't leak in ``/dev/shm``. The kernel frees it
+when the last process that maps it ends. For the same reason, semaphores are unnamed POSIX semaphores inside a block.
+Both need Linux.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _CONTAINERS = (spaces.Dict, spaces.Tuple)
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 Field = tuple[DTypeLike, tuple[int, ...]]
-"""Data type and shape of one array in a block."""
+"""The data type and shape of one array in a block."""
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns how much room so many bytes take in shared memory."""
+    """Returns `num_bytes` rounded up to the alignment of arrays in shared memory."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -53,9 +53,9 @@ class SharedBlock:
     """Named arrays in one piece of shared memory.
 
     Args:
-        fields: Name of each array, its data type and shape. Both sides must pass the same.
-        fd: Of an existing block; a new one, filled with zeros, is made where it is left out. The block
-            owns it and closes it.
+        fields: The name, data type and shape of each array. Both sides must pass the same fields.
+        fd: The file descriptor of an existing block, which this object then owns and closes. None creates a new
+            block filled with zeros.
     """
 
     def __init__(self, fields: Mapping[str, Field], fd: int | None = None) -> None:
@@ -76,13 +76,13 @@ class SharedBlock:
         }
 
     def address(self, name: str, row: int = 0) -> int:
-        """Returns the address of one row of an array, for a semaphore that lives there."""
+        """Returns the address of one row of an array, for a semaphore in that row."""
         dtype, shape = self.fields[name]
         row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
         return self._address + self._offsets[name] + row * row_bytes
 
     def close(self) -> None:
-        """Gives the file descriptor back; the memory goes when the last array over it does."""
+        """Closes the file descriptor. The memory is freed once no array refers to it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -105,8 +105,8 @@ class Semaphore:
     """An unnamed, process-shared POSIX semaphore at an address in shared memory.
 
     Args:
-        address: Where its `SIZE` bytes lie.
-        initialise: Whether to set it up with value 0; exactly one side does.
+        address: The address of its `SIZE` bytes.
+        initialise: Whether to initialise the value to 0. Exactly one side must do so.
     """
 
     SIZE = 64
@@ -117,20 +117,20 @@ class Semaphore:
             self.initialise()
 
     def initialise(self) -> None:
-        """Sets it up with value 0; nobody may be waiting."""
+        """Initialises the value to 0. No thread may be waiting on the semaphore."""
         if _libc.sem_init(self._address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
-        """Adds one, and wakes one who waits."""
+        """Increments the value and wakes one waiting thread."""
         _post(self._address)
 
     def try_acquire(self) -> bool:
-        """Takes one if there is one."""
+        """Decrements the value if it is positive. Returns whether it did."""
         return bool(_trywait(self._address) == 0)
 
     def acquire(self, timeout_s: float) -> bool:
-        """Takes one, waiting up to `timeout_s`; returns whether it did. Returns early after a signal."""
+        """Waits up to `timeout_s` to decrement the value. Returns whether it did. A signal ends the wait early."""
         if _trywait(self._address) == 0:
             return True
         until = time.monotonic() + timeout_s
@@ -145,11 +145,11 @@ class Semaphore:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """How the elements of a space lie in arrays: one leaf for each array of the tree.
+    """The array layout of a space, with one leaf for each array of the tree.
 
     Attributes:
         space: The space of one environment.
-        leaves: Data type and shape of each leaf, in the order of :func:`rayvec.data.tree_leaves`.
+        leaves: The data type and shape of each leaf, in the order of :func:`rayvec.data.tree_leaves`.
     """
 
     space: Space[Any]
@@ -157,7 +157,7 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, space: Space[Any]) -> ArrayLayout | None:
-        """Returns the layout of `space`, or None if its elements are no arrays of one shape."""
+        """Returns the layout of `space`, or None if its elements are not arrays of a fixed shape."""
         leaves = _leaves(space)
         return None if leaves is None else cls(space, tuple(leaves))
 
@@ -166,25 +166,25 @@ class ArrayLayout:
         return {f"{name}.{i}": (dtype, (*leading, *shape)) for i, (dtype, shape) in enumerate(self.leaves)}
 
     def tree(self, arrays: Sequence[Any]) -> Tree:
-        """Arranges one value for each leaf in the form of the space; the inverse of :meth:`flatten`."""
+        """Builds a tree with the structure of the space from one value for each leaf. Inverse of :meth:`flatten`."""
         return _build(self.space, iter(arrays))
 
     def flatten(self, value: Any) -> list[Any]:
-        """Returns the leaves of `value`, a tree of this space, in the order of the layout: dicts by key.
+        """Returns the leaves of `value`, a tree of this space, in the order of `leaves`.
 
         Raises:
-            ValueError: It has not the form of the space.
+            ValueError: `value` does not have the structure of the space.
         """
         leaves: list[Any] = []
         _flatten(self.space, value, leaves)
         return leaves
 
     def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
-        """Returns the tree of the arrays of `block` that :meth:`fields` named."""
+        """Returns the tree of the arrays in `block` whose names come from :meth:`fields`."""
         return self.tree([block[f"{name}.{i}"] for i in range(len(self.leaves))])
 
     def empty(self, leading: tuple[int, ...]) -> Tree:
-        """Returns a newly allocated tree of zeros with these leading axes."""
+        """Allocates and returns a tree of zeros with these leading axes."""
         return self.tree([np.zeros((*leading, *shape), dtype) for dtype, shape in self.leaves])
 
 
@@ -227,7 +227,7 @@ def _build(space: Space[Any], arrays: Any) -> Tree:
 
 
 def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
-    """Returns a function that writes one environment's value into row i of every array of `tree`."""
+    """Returns a function that writes one environment's value into a given row of every array of `tree`."""
     if isinstance(tree, dict):
         writers = [(key, tree_writer(value)) for key, value in tree.items()]
 
@@ -248,7 +248,7 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
     array: NDArray[Any] = tree
     dtype, shape = array.dtype, array.shape[1:]
     if dtype.hasobject:
-        return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse what they return
+        return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse the object
 
     def write_array(row: int, value: Any) -> None:
         if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
@@ -259,7 +259,12 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
 
 def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Converts a value as ``np.stack(..., out=...)`` would, or refuses it as that does."""
+    """Converts a value to `dtype` and `shape` under the casting rules of ``np.stack(..., out=...)``.
+
+    Raises:
+        ValueError: The value has another shape.
+        TypeError: The value's data type can't be cast to `dtype`.
+    """
     fitted = np.asarray(value)
     if fitted.shape != shape:
         raise ValueError(
@@ -283,7 +288,7 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
 
 
 def index_tree(tree: Tree, row: int) -> Any:
-    """Returns the value of one environment: row i of every array of `tree`.
+    """Returns the value of one environment, which is one row of every array of `tree`.
 
     >>> index_tree({"x": [1, 2], "y": ([3, 4], [5, 6])}, 1)
     {'x': 2, 'y': (4, 6)}
@@ -296,7 +301,7 @@ def index_tree(tree: Tree, row: int) -> Any:
 
 
 def split_actions(actions: Tree, count: int) -> Any:
-    """Splits batched actions into a sequence with one for each environment.
+    """Splits batched actions into a sequence with one action for each environment.
 
     >>> split_actions({"x": [1, 2]}, 2)
     [{'x': 1}, {'x': 2}]

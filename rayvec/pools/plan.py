@@ -1,4 +1,4 @@
-"""What a set of ids means for those who hold the environments: workers of a node, or nodes of a cluster."""
+"""Plans that divide a set of environment ids among their owners: the workers of a node or the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_PLANS = 4096
 
 @dataclass(slots=True)
 class Part:
-    """The share of one owner (a worker, or a node) in a set of environments.
+    """The part of a set of environments that one owner (a worker or a node) holds.
 
     Attributes:
-        owner: Its number.
-        start: Index of its first environment.
-        rows: Its own ids of those that are meant, ``int64 [k]``.
-        places: Where they stand in the set, ``int64 [k]``.
-        select: The same as a slice where they are consecutive.
-        of_all: Their ids among those of all owners, as a slice where they are consecutive.
-        number: For the owner's client: of the last command posted for this part.
-        commands: For the owner's client: commands that it has posted before, to be posted again.
+        owner: Index of the owner.
+        start: Index of the owner's first environment.
+        rows: The owner's own indices of these environments, ``int64 [k]``.
+        places: Positions of these environments in the set, ``int64 [k]``.
+        select: The same as `places`, as a slice if they are consecutive.
+        of_all: Ids of these environments in the whole pool, as a slice if they are consecutive.
+        number: Used by the owner's client: number of the last command posted for this part.
+        commands: Used by the owner's client: cache of encoded commands for this part.
     """
 
     owner: int
@@ -40,7 +40,7 @@ class Part:
     commands: dict[Any, NDArray[np.int64]] = field(default_factory=dict)
 
     def take(self, actions: Tree) -> Tree:
-        """Returns this part's share of a batch of actions, or of a list of objects."""
+        """Returns this part's actions from a batch, or from a list of objects."""
         if isinstance(actions, np.ndarray):
             return actions[self.select]
         if isinstance(actions, list):
@@ -54,11 +54,11 @@ class Plan:
 
     Attributes:
         key: The ids as bytes.
-        ids: In the caller's order, ``int64 [k]``.
-        select: The same as a slice where they are consecutive, so that indexing gives views.
-        parts: One for each owner concerned, in ascending order.
-        turn: For the owners' client: when exactly this set was asked for last.
-        rows: For who joins answers: the arrays of these environments, where they are consecutive.
+        ids: The ids in the caller's order, ``int64 [k]``.
+        select: The same as `ids`, as a slice if they are consecutive, so that indexing returns views.
+        parts: One part for each owner that holds some of the ids, in ascending order.
+        turn: Used by the owners' client: the turn in which this exact set was last requested.
+        rows: Used when results are joined: the arrays of these environments, if they are consecutive.
     """
 
     key: bytes
@@ -70,10 +70,10 @@ class Plan:
 
 
 class Plans:
-    """Plans, each made once.
+    """A cache of plans.
 
     Args:
-        starts: Index of the first environment of each owner, ascending.
+        starts: Index of the first environment of each owner, ascending, ``int64 [owners]``.
     """
 
     def __init__(self, starts: NDArray[np.int64]) -> None:
@@ -85,7 +85,7 @@ class Plans:
         key = env_ids.tobytes()
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:  # random subsets would otherwise be kept for ever
+            if len(self._plans) >= _MOST_PLANS:  # random subsets would fill the memory
                 self._plans.clear()
             plan = self._plans[key] = self._make(key, np.array(env_ids, np.int64))
         return plan

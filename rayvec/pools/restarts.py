@@ -1,4 +1,4 @@
-"""Restarting what failed: seeds that are a function of the restart, and a budget that stops a crash loop."""
+"""State for restarts: deterministic seeds, a restart budget that stops crash loops, and the last results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rayvec.data import Tree, tree_leaves, tree_map
 __all__ = ["RESTARTED", "RESTARTS_OF_A_NODE", "LastAnswers", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
 
 RESTARTED = "env_restarted"
-"""The key of an info dict that says: this step did not happen, the environment was made anew."""
+"""Info key that marks a step as not executed because the environment was restarted."""
 
 RESTARTS_OF_A_NODE = 1 << 20
-"""Where a node that takes the place of another goes on to count restarts: how far that one had come went with it."""
+"""First restart number on a replacement node. The exact count of the lost node is unknown."""
 
 _MOST_RESTARTS = 5
 _WINDOW_S = 60.0
 
 
 def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
-    """Returns the seed of an environment that was made anew, or None if it never had one.
+    """Returns the seed of a restarted environment, or None if the environment never had a seed.
 
     >>> restart_seed(7, env_id=3, restart=1) == restart_seed(7, env_id=3, restart=1)
     True
@@ -37,10 +37,10 @@ def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
 
 
 class RestartBudget:
-    """Allows five restarts within a minute, for each key; more are a crash loop, which restarting won't cure.
+    """Allows five restarts within a minute for each key. More restarts count as a crash loop.
 
-    Time that was spent on waiting for who hangs, or who ends while it starts, does not count: else what takes longer
-    than a fifth of a minute could be repeated for ever.
+    Time spent waiting for a hung or starting worker does not count toward the minute. Otherwise a failure that takes
+    longer than 12 s to detect could repeat without limit.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class RestartBudget:
         self._hung_s: dict[int, float] = {}
 
     def spend(self, key: int, hung_s: float = 0.0) -> bool:
-        """Takes note of a restart; returns whether it is allowed.
+        """Records a restart and returns whether it is allowed.
 
         Args:
-            key: Of what is restarted.
-            hung_s: How long it was waited for before it was taken to hang, or had been starting when it ended.
+            key: Identifies the environment or worker.
+            hung_s: Seconds that the pool waited before it declared a hang, or that the worker had spent starting.
         """
         self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
         times = self._times.setdefault(key, deque())
@@ -64,24 +64,24 @@ class RestartBudget:
 
     @staticmethod
     def rule() -> str:
-        """What is allowed, for errors."""
+        """Returns the rule as text for errors."""
         return f"at most {_MOST_RESTARTS} restarts within {_WINDOW_S:.0f} s"
 
 
 def store_seed(books: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
-    """Notes the seed of an environment where it outlives the process that steps it."""
+    """Stores an environment's seed in arrays that outlive the process that steps the environment."""
     books["seed"][row], books["has_seed"][row] = seed % (1 << 64), True
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What a node's environments had come to when it was lost, for the node that takes its place.
+    """The state of a lost node's environments, from which a replacement node resumes.
 
     Attributes:
-        obs: Last observation of each, tree of ``[n, *obs_shape]``, or ``object [n]``.
-        seeds: Of each.
-        restarts: Number of this restart of each, ``int64 [n]``; those that follow count on from it.
-        cut: Whose episode was under way, ``bool [n]``.
+        obs: Last observation of each environment, tree of ``[n, *obs_shape]``, or ``object [n]``.
+        seeds: Seed of each environment.
+        restarts: Restart number of each environment, ``int64 [n]``. Later restarts count on from it.
+        cut: Whether each environment was in the middle of an episode, ``bool [n]``.
     """
 
     obs: Tree
@@ -90,7 +90,7 @@ class NodeState:
     cut: NDArray[np.bool_]
 
     def restore(self, obs: Tree, books: Mapping[str, NDArray[Any]]) -> None:
-        """Writes the state into the arrays of the node that takes the place."""
+        """Writes the state into the arrays of the replacement node."""
         for array, kept in zip(tree_leaves(obs), tree_leaves(self.obs), strict=True):
             array[:] = kept
         for row, seed in enumerate(self.seeds):
@@ -102,17 +102,18 @@ class NodeState:
 
 
 class LastAnswers:
-    """What environments last answered, so that no more than that is told of an episode that is cut.
+    """The last complete result of each environment. An interrupted episode ends with it.
 
-    Kept only where something is restarted: whoever ends may do so in the midst of writing.
+    Only pools that restart environments keep these copies. A worker may die while it writes to shared memory, so the
+    shared arrays can't be trusted.
 
     Args:
-        obs: Tree of ``[N, *obs_shape]`` to be like; None where observations are objects.
-        num_envs: N.
-        stays: What :meth:`started` notes, ``bool [N]``, where that is shared with another process.
+        obs: Observations to copy, tree of ``[N, *obs_shape]``. None if observations are objects.
+        num_envs: The number of environments N.
+        stays: Array for what :meth:`started` records, ``bool [N]``, if another process shares it.
 
     Attributes:
-        obs: Last observation of each environment, in arrays of its own.
+        obs: Last observation of each environment, in separate arrays.
     """
 
     def __init__(self, obs: Tree, num_envs: int, stays: NDArray[np.bool_] | None = None) -> None:
@@ -122,22 +123,22 @@ class LastAnswers:
         self._stays = np.zeros(num_envs, bool) if stays is None else stays
 
     def started(self, select: Any, stays: bool) -> None:
-        """Takes note of what was asked for: whether its answer leaves the environments in an episode in any case."""
+        """Records a new command. `stays` says whether it always leaves the environments inside an episode."""
         self._stays[select] = stays
 
     def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Takes note of answers, whose arrays have rows for `select` alone."""
+        """Stores new results. The arrays hold rows only for `select`."""
         self._done[select] = (terminated | truncated) & ~self._stays[select]
         if self._leaves:
             for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
                 kept[select] = array
 
     def mid_episode(self, select: Any) -> NDArray[np.bool_]:
-        """Returns which environments were in the midst of an episode when they last answered."""
+        """Returns which environments were in the middle of an episode at their last result, ``bool [k]``."""
         going_on: NDArray[np.bool_] = ~self._done[select]
         return going_on
 
     def restore(self, select: Any, obs: Tree) -> None:
-        """Writes the last observations of some environments back into arrays of all."""
+        """Writes the last observations of the environments in `select` back into `obs`, which holds all of them."""
         for kept, array in zip(self._leaves, tree_leaves(obs) if self._leaves else (), strict=True):
             array[select] = kept[select]

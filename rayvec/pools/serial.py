@@ -1,4 +1,4 @@
-"""Environments stepped one after another in this process: the innermost pool."""
+"""The innermost pool, which steps environments one after another in this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["EnvsFailed", "SerialPool"]
 
 
 class EnvsFailed(Exception):
-    """Some environments raised; the others took their step.
+    """Some environments raised. The others completed their step.
 
     Attributes:
-        failures: Row of the environment and what it raised.
+        failures: Pairs of an environment's row and the failure.
     """
 
     def __init__(self, failures: Sequence[tuple[int, RemoteFailure]]) -> None:
@@ -39,16 +39,16 @@ class SerialPool:
 
     Args:
         factory: Makes exactly the environments of this pool.
-        first_id: Global index of the first, for infos and for errors.
-        where: Who runs this pool, for errors.
-        supervision: What becomes of environments that raise.
+        first_id: Global index of the first environment, for infos and errors.
+        where: Name of the process that runs this pool, for errors.
+        supervision: The restart policy for environments that raise.
 
     Attributes:
         obs: Current observation of each environment, tree of ``[N, *obs_shape]``, or an object array.
         rew: Last rewards, ``float64 [N]``.
         terminated: ``bool [N]``.
         truncated: ``bool [N]``.
-        notes: What happened that a log should tell; whoever reads it clears it.
+        notes: Messages about restarts for the log. The reader clears the list.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SerialPool:
         self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
 
     def attach_own(self, layout: ArrayLayout | None) -> None:
-        """Lets results go into new arrays of this process."""
+        """Allocates arrays in this process and writes results there."""
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(
@@ -109,10 +109,11 @@ class SerialPool:
         )
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """Says where results go and where the books are kept: into these arrays of N rows.
+        """Writes results and restart bookkeeping into these arrays of N rows.
 
-        The books outlive this process: seeds, restarts, which environments have been ``started`` by a
-        first reset, and ``cut``, those whose episode was under way when the process before this one ended.
+        The bookkeeping outlives this process. ``seed``, ``has_seed`` and ``restarts`` describe each environment.
+        ``started`` marks environments that have had a first reset. ``cut`` marks environments whose episode was
+        interrupted when the previous process exited.
         """
         self.layout = layout
         self._everyone = None
@@ -132,9 +133,10 @@ class SerialPool:
         self._fresh = {row for row in range(self.num_envs) if arrays["restarts"][row] > 0 or not arrays["started"][row]}
 
     def show_progress(self, progress: NDArray[np.int64]) -> None:
-        """Says where those look, ``int64 [1]``, who wait for a rollout: an odd number while environments step.
+        """Reports the progress of a rollout in `progress`, ``int64 [1]``, which the waiting process reads.
 
-        Each step leaves another, so that one that hangs shows.
+        The number is odd while environments step and even while the policy acts. It changes with every step, so that
+        the waiting process can detect a hung step.
         """
         self._num_turns = 0
         progress[0] = 0
@@ -142,7 +144,7 @@ class SerialPool:
 
     @property
     def spaces(self) -> PoolSpaces:
-        """What the environments say of themselves."""
+        """The spaces and metadata of the environments."""
         return PoolSpaces.join(
             [
                 (1, PoolSpaces(env.observation_space, env.action_space, dict(env.metadata), env.render_mode))
@@ -151,10 +153,10 @@ class SerialPool:
         )
 
     def step_rows(self, rows: Sequence[int], actions: Iterable[Any], autoreset: Autoreset) -> list[RawInfo]:
-        """Takes one step of some environments, by row; results are in the arrays, raw infos are returned.
+        """Steps some environments, given by row. Writes results into the arrays and returns raw infos.
 
         Raises:
-            EnvsFailed: Some raised and were not restarted; the others have taken their step.
+            EnvsFailed: Some environments raised and were not restarted. The others completed their step.
         """
         infos: list[RawInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
@@ -163,7 +165,7 @@ class SerialPool:
         rew, terminated, truncated = self.rew, self.terminated, self.truncated
         end_cut_episode, reset_again = self._end_cut_episode, self._reset_again
         selected = slice(None) if len(rows) == self.num_envs else rows
-        terminated[selected] = truncated[selected] = False  # most steps end nothing: they need not write it one by one
+        terminated[selected] = truncated[selected] = False  # most steps end no episode and write neither
         for row, action in zip(rows, actions, strict=True):
             recovery = end_cut_episode
             try:
@@ -198,10 +200,10 @@ class SerialPool:
     def reset_rows(
         self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> list[RawInfo]:
-        """Resets some environments, by row, each with its seed.
+        """Resets some environments, given by row, each with its seed.
 
         Raises:
-            EnvsFailed: Some raised and were not restarted; the others have been reset.
+            EnvsFailed: Some environments raised and were not restarted. The others have been reset.
         """
         infos: list[RawInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
@@ -221,7 +223,7 @@ class SerialPool:
         return infos
 
     def ready_rows(self, rows: Sequence[int]) -> list[RawInfo]:
-        """Resets those of these environments that are between two episodes, without a seed."""
+        """Resets, without a seed, those of the given environments that are between two episodes."""
         cut = self._cut_rows.intersection(rows)
         waiting = [row for row in rows if self._between_episodes[row] or row in self._fresh]
         infos = self.reset_rows(waiting, [None] * len(waiting), None)
@@ -230,12 +232,12 @@ class SerialPool:
         return merged + [RawInfo(env_id, info) for env_id, info in marked.items()]
 
     def _reset_row(self, row: int, seed: int | None, options: Mapping[str, Any] | None, infos: list[RawInfo]) -> None:
-        """Resets because a caller asked for it."""
+        """Resets on request of the caller."""
         seed = self._take_next_seed(row) if seed is None else seed
         self._begin_episode(row, infos, seed=seed, options=None if options is None else dict(options))
 
     def _reset_again(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
-        """Resets instead of stepping, because the step before ended an episode."""
+        """Resets instead of stepping, because the previous step ended an episode."""
         seed = self._take_next_seed(row)
         self._begin_episode(row, infos, **_only_if_given(seed))
 
@@ -252,7 +254,7 @@ class SerialPool:
             infos.append(RawInfo(self._first_id + row, _copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
-        """Resets after a step that ended an episode, whose end is the last thing in `infos`."""
+        """Resets within the step that ended an episode. The last entry of `infos` describes that end."""
         self._between_episodes[row] = True
         seed = self._take_next_seed(row)
         obs, info = self._envs[row].reset(**_only_if_given(seed))
@@ -263,14 +265,14 @@ class SerialPool:
         infos[-1] = RawInfo(last.env_id, _copied(info), last.final_obs, last.final_info)
 
     def _end_cut_episode(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
-        """Answers a step that did not happen: the last true observation, reward 0, truncated."""
+        """Ends an interrupted episode without a step: the last true observation, reward 0, truncated."""
         self._cut_rows.discard(row)
         self._books["cut"][row] = False
         self.rew[row] = 0.0
         self.terminated[row], self.truncated[row] = False, True
         if same_step:
             if infos and infos[-1].env_id == self._first_id + row:
-                infos.pop()  # of an attempt before this one, whose reset raised
+                infos.pop()  # from an earlier attempt whose reset raised
             infos.append(RawInfo(self._first_id + row, {}, deepcopy(index_tree(self.obs, row)), {RESTARTED: True}))
             self._reset_within_step(row, same_step, infos)
             infos[-1] = infos[-1]._replace(info={**infos[-1].info, RESTARTED: True})
@@ -281,7 +283,10 @@ class SerialPool:
     def _recover(
         self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], go_on: Callable[[], None]
     ) -> None:
-        """Makes an environment anew after an error and goes on, until that succeeds or may not be tried again."""
+        """Restarts an environment after an error and resumes with `go_on`.
+
+        If that raises too, it tries again until it succeeds or the restart budget is spent.
+        """
         while True:
             failure = self._failure(row, error)
             if not self._restart:
@@ -322,13 +327,17 @@ class SerialPool:
         return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`; every reset counts, whoever asked for it."""
+        """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
         rows = np.array(sorted(self._begun), np.int64)
         self._begun.clear()
         return rows
 
     def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
-        """Calls a method of some environments, or gets an attribute, through their wrappers."""
+        """Calls a method or reads an attribute of some environments, through their wrappers.
+
+        Raises:
+            EnvsFailed: An environment raised.
+        """
         results = []
         for row in rows:
             try:
@@ -339,7 +348,11 @@ class SerialPool:
         return results
 
     def set_rows(self, name: str, values: Sequence[Any], rows: Sequence[int]) -> None:
-        """Sets an attribute of some environments, through their wrappers."""
+        """Sets an attribute of some environments, through their wrappers.
+
+        Raises:
+            EnvsFailed: An environment raised.
+        """
         for row, value in zip(rows, values, strict=True):
             try:
                 self._envs[row].set_wrapper_attr(name, value)
@@ -350,10 +363,10 @@ class SerialPool:
         where = f"{self._where}, environment {self._first_id + row}, seed {self._seeds[row]}"
         return row, RemoteFailure.capture(error, where)
 
-    # The EnvPool contract, for a rollout that runs where the environments are.
+    # The EnvPool interface, for a rollout in this process.
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`; the step itself is taken by :meth:`recv`."""
+        """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
         self._start(env_ids, self.step_rows, split_actions(actions, len(env_ids)), autoreset)
 
     def reset(
@@ -372,7 +385,7 @@ class SerialPool:
         min_ready: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
-        """See :class:`~rayvec.pools.base.EnvPool`; what was started is done now."""
+        """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         self._progress[0] = self._num_turns + 1
         keys = list(self._under_way) if env_ids is None else [env_ids.tobytes()]
         started = [self._under_way.pop(key) for key in keys]
@@ -402,7 +415,7 @@ class SerialPool:
         self._guard(self.set_rows, name, values, env_ids.tolist())
 
     def close(self) -> None:
-        """Closes every environment; the first error is raised when all have been closed."""
+        """Closes every environment. If some raise, it raises the first error after all are closed."""
         errors = []
         while self._envs:
             try:
@@ -423,7 +436,7 @@ class SerialPool:
         if env_ids is not self._everyone:
             if not np.array_equal(env_ids, np.arange(self.num_envs)):
                 return self._answers(env_ids, env_ids, infos)
-            self._everyone = env_ids  # a rollout passes the same array again and again
+            self._everyone = env_ids  # a rollout passes the same array at each step
             self._without_infos = self._answers(env_ids, slice(None), ())
         return self._answers(env_ids, slice(None), infos) if infos else self._without_infos
 
@@ -439,14 +452,14 @@ class SerialPool:
 
 
 def _only_if_given(seed: int | None) -> dict[str, Any]:
-    """Arguments of an automatic reset: none at all, as Gymnasium has it, unless there is a seed to set."""
+    """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a seed."""
     return {} if seed is None else {"seed": seed}
 
 
 def _kept(obs: Any) -> Any:
-    """Copies an observation, since some environments change what they returned."""
+    """Copies an observation, because some environments modify it after they return it."""
     if type(obs) is np.ndarray and not obs.dtype.hasobject:
-        return obs.copy()  # a tenth of what deepcopy takes for a few numbers
+        return obs.copy()  # ten times faster than deepcopy for small arrays
     return deepcopy(obs)
 
 
@@ -454,5 +467,5 @@ _IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
 
 
 def _copied(info: dict[str, Any]) -> dict[str, Any]:
-    """Copies an info, since some environments change the dict that they returned."""
+    """Copies an info, because some environments modify the dict after they return it."""
     return {key: value if isinstance(value, _IMMUTABLE) else deepcopy(value) for key, value in info.items()}

@@ -1,4 +1,4 @@
-"""Weights by version: published once, fetched once by every node, read by its workers from shared memory."""
+"""Versioned policy weights. The driver publishes them once, each node fetches them once, and workers share a copy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class WeightStore:
     """One policy on all nodes of a pool, and the versions of its weights.
 
     Args:
-        pool: Whose workers are to act.
-        policy: Pickled once and sent to every worker.
-        first_version: Of the weights that the policy brings along.
-        guarded: Calls what it is given, and sees to it that an error closes whatever the pool belongs to.
+        pool: The pool whose workers run the policy.
+        policy: The policy. It is pickled once and sent to every worker.
+        first_version: The version of the weights that the policy contains.
+        guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class WeightStore:
         guarded(lambda: pool.acting.load(self.key, pickled, first_version))
 
     def publish(self, weights: NDArray[np.float32]) -> int:
-        """Publishes a flat vector of weights; every chunk that begins from now on is taken with it.
+        """Publishes a flat vector of weights, ``float32 [P]``. Every chunk requested from now on uses it.
 
         Returns:
-            Its version, one more than the last.
+            The version of these weights, one more than the last version.
 
         Raises:
-            ConfigError: It is no flat float32 vector, or has another size than the one before.
-            NodeLostError: A node was lost, and may not or can't be replaced.
+            ConfigError: `weights` is not a flat float32 vector, or its size differs from the last one.
+            NodeLostError: A node was lost, and ``on_node_loss="raise"`` or its environments can't be rehosted.
         """
         weights = np.ascontiguousarray(weights)
         if weights.ndim != 1 or weights.dtype != np.float32 or self._size not in (None, weights.size):
@@ -67,5 +67,5 @@ class WeightStore:
         return self.version
 
     def drop(self) -> None:
-        """Lets the workers forget the policy and its weights; the store can't be used after it."""
+        """Removes the policy and its weights from the workers. The store can't be used afterwards."""
         self._guarded(lambda: self._pool.acting.drop(self.key))
