@@ -1,7 +1,7 @@
-"""The pool of a cluster: the process pool of the driver's own node and those of other nodes, joined into one.
+"""The pool of a cluster: joins the process pools of the driver's own node and of remote nodes.
 
-The driver steps its own node through shared memory, and other nodes through a stream each. What is rare (starting,
-calls) and what is large (weights, other nodes' chunks) goes through Ray.
+The driver steps its own node through shared memory, and each remote node through a stream. Ray transfers rare requests
+(starting, calls) and large data (weights, remote nodes' chunks).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _START_ATTEMPTS = 3
 _T = TypeVar("_T")
 
 Ask = Callable[[Node, NDArray[np.int64]], None]
-"""Asks a node for something, for those of its ids that are named."""
+"""Sends a node a request for some of its ids."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Member:
-    """A node and what it was asked for.
+    """A node and its pending requests.
 
     Attributes:
-        node: The node; another one takes its place if it is lost.
-        asked: What is pending: the node's ids, and how to ask once more.
+        node: The node, or its replacement after a loss.
+        asked: Pending requests: the node's ids, and a function that repeats the request.
     """
 
     node: LocalNode | RemoteNode
@@ -64,24 +64,24 @@ class _Member:
 class RayPool:
     """Steps environments on the nodes of a Ray cluster.
 
-    Started in two steps, because the shapes of the arrays are known only when the environments have been
-    made: construct, look at :attr:`spaces`, then :meth:`allocate`.
+    Starting takes two steps: construct the pool and read :attr:`spaces`, then call :meth:`allocate`. The shapes of
+    the arrays are known only after the environments have been created.
 
     Args:
-        factory: Makes all environments.
-        topology: Which node holds which of them.
-        preload: Modules that the workers' forkserver imports once on each node.
-        supervision: What becomes of environments that raise, hang, or whose process ends.
-        rehost: Whether the environments of a node that is lost go on elsewhere; else that is raised.
-        loose: Whether environments are answered each as soon as it is done.
-        session: Share in the connection to Ray, released when the pool is closed.
+        factory: Creates all environments.
+        topology: Which node holds which environments.
+        preload: Modules that the workers' fork server imports once on each node.
+        supervision: Restart policy for environments that raise, hang, or whose worker exits.
+        rehost: Whether to restart the environments of a lost node elsewhere; else ``NodeLostError`` is raised.
+        loose: Whether each environment is answered as soon as it has finished.
+        session: Session of the connection to Ray; closing the pool releases it.
 
     Attributes:
         acting: The policies that act in the workers.
 
     Raises:
-        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
-        NodeLostError: A node ended meanwhile.
+        Exception: The constructor of an environment raised it; its ``__cause__`` is an ``EnvError``.
+        NodeLostError: A node was lost during the start.
     """
 
     steps_here = False
@@ -118,7 +118,7 @@ class RayPool:
         self._losses = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
-        self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
+        self._session, session = None, self._session  # if the constructor fails, its caller releases it
         try:
             self._nodes += [_Member(self._open(node_slice)) for node_slice in topology.nodes]
             starting = [member.node.start(factory) for member in self._nodes]
@@ -147,18 +147,18 @@ class RayPool:
         """Connects to Ray, finds nodes with free cores, and starts a pool on them.
 
         Args:
-            factory: Makes all environments.
+            factory: Creates all environments.
             num_nodes: How many nodes to use; by default all that have free cores.
-            workers_per_node: Worker processes on each; by default one for each free core.
-            worker_per_env: A worker for each environment, answered as soon as it is done.
-            claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
+            workers_per_node: Worker processes on each node; by default one for each free core.
+            worker_per_env: Whether each environment gets its own worker and is answered as soon as it has finished.
+            claim_cpus: Whether to claim the workers' cores from Ray, so that Ray assigns them to no other job.
             preload: As for the class.
             supervision: As for the class.
             rehost: As for the class.
-            address: Of a running Ray cluster.
+            address: Address of a running Ray cluster.
 
         Raises:
-            ConfigError: Settings that can't work, or a cluster without the cores for them.
+            ConfigError: The settings are invalid, or the cluster lacks the cores for them.
         """
         check_counts(num_nodes, workers_per_node)
         session = RaySession(address)
@@ -177,7 +177,7 @@ class RayPool:
                     return cls(
                         factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
                     )
-                except NodeLostError as error:  # a node that ended may be listed for some seconds
+                except NodeLostError as error:  # Ray may list a lost node for some seconds
                     if attempt + 1 == _START_ATTEMPTS:
                         raise
                     logger.warning("placing environments anew: %s", error)
@@ -187,13 +187,13 @@ class RayPool:
             raise
 
     def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
-        """Claims the cores of a node; its workers are started by ``start``."""
+        """Claims the cores of a node; its ``start`` then starts the workers."""
         if node_slice.node_id == ray.get_runtime_context().get_node_id():
             return LocalNode(node_slice, self._preload, self._supervision)
         return RemoteNode(node_slice, self._preload, self._supervision, self._loose)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Makes the shared memory of every node for these spaces, and connects to each."""
+        """Allocates the shared memory of every node for these spaces, and connects to each node."""
         self._spaces = observation, action
         self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
         n = self.num_envs
@@ -224,18 +224,18 @@ class RayPool:
         self._flush(plan, autoreset == Autoreset.SAME_STEP)
 
     def _flush(self, plan: Plan, stays: bool | None) -> None:
-        """Tells nodes what they were asked for.
+        """Sends nodes their packed requests.
 
         Args:
-            plan: Of the environments concerned.
-            stays: Whether they are within an episode afterwards in any case; None if they are what they were.
+            plan: Plan of the requested environments.
+            stays: Whether the request always leaves them within an episode; None keeps the previous value.
         """
         assert self._answers is not None
         for part in plan.parts:
             try:
                 self._nodes[part.owner].node.flush()
             except NodeLostError as error:
-                self._replace(part.owner, error)  # which asks for what is under way
+                self._replace(part.owner, error)  # repeats the pending requests
         self._under_way[plan.select] = True
         if not self._loose:
             self._sets[plan.key] = plan.ids
@@ -271,7 +271,7 @@ class RayPool:
         try:
             ask(member.node, part.rows)
         except NodeLostError as error:
-            self._replace(part.owner, error)  # which asks for what is under way
+            self._replace(part.owner, error)  # repeats the pending requests
 
     def recv(
         self,
@@ -298,7 +298,7 @@ class RayPool:
                     held[part.owner] = self._recv_part(part, deadline)
         except NotReady:
             for part in plan.parts:
-                if part.owner in held:  # for the next attempt, and in case that the node is lost before it
+                if part.owner in held:  # for the next attempt, or if the node is lost first
                     batch = held[part.owner] = held[part.owner].copy()
                     self._answers.keep(part.start + part.rows, batch.obs, batch.terminated, batch.truncated)
             self._held[plan.key] = held
@@ -319,7 +319,7 @@ class RayPool:
         return batch
 
     def _recv_each(self, deadline: float | None) -> StepBatch:
-        """Receives everything under way, set by set as it was asked for."""
+        """Receives all pending answers, one request at a time, in the order of the requests."""
         assert self._answers is not None
         env_ids = np.flatnonzero(self._under_way)
         infos: list[RawInfo] = []
@@ -329,7 +329,7 @@ class RayPool:
         return self._answers.batch(env_ids, env_ids, tuple(infos))
 
     def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
-        """Returns the ids that are ready, once there are enough of them."""
+        """Waits until at least `min_ready` environments have answered, and returns their ids."""
         while True:
             found = [self._on_node(k, lambda node: node.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
             ids = np.concatenate(found)
@@ -343,7 +343,7 @@ class RayPool:
 
     @staticmethod
     def _answered(member: _Member, ids: NDArray[np.int64]) -> None:
-        """Forgets how to ask for what has been answered."""
+        """Removes answered ids from the pending requests."""
         for position, (asked, _) in enumerate(member.asked):
             if asked is ids or np.array_equal(asked, ids):
                 del member.asked[position]
@@ -370,7 +370,7 @@ class RayPool:
         def results(timeout_s: float | None) -> list[Any]:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             for part in parts:
-                if part.owner in pending:  # else it came before a timeout
+                if part.owner in pending:  # else received before a timeout
                     values = pending[part.owner](_left(deadline))
                     del pending[part.owner]
                     for place, value in zip(part.places.tolist(), values, strict=True):
@@ -389,7 +389,7 @@ class RayPool:
     ) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.
 
-        By reference, a part of the chunk stays on each node.
+        With `by_reference`, each node's part of the chunk stays on that node.
         """
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
@@ -412,13 +412,13 @@ class RayPool:
         return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, summary: ChunkSummary) -> None:
-        """Takes note of a chunk: a node that is lost from now on resumes from its end."""
+        """Records the end of a chunk; a replacement node resumes from there."""
         assert self._answers is not None
         self._answers.started(slice(None), True)
         self._answers.keep(slice(None), summary.last_obs, summary.terminated[-1], summary.truncated[-1])
 
     def _on_node(self, number: int, function: Callable[[Node], _T]) -> _T:
-        """Does something with a node; if it is lost, with the node that replaces it."""
+        """Calls `function` with a node; if the node is lost, repeats the call with its replacement."""
         while True:
             try:
                 return function(self._nodes[number].node)
@@ -426,10 +426,10 @@ class RayPool:
                 self._replace(number, error)
 
     def _replace(self, number: int, error: NodeLostError) -> None:
-        """Starts the environments of a lost node elsewhere, and asks there for what was pending.
+        """Restarts the environments of a lost node elsewhere, and repeats the pending requests there.
 
         Raises:
-            NodeLostError: Nodes are not replaced, or there is no core left.
+            NodeLostError: Nodes are not replaced, no core is free, or the restart budget is exhausted.
         """
         member = self._nodes[number]
         if not self._rehost:
@@ -448,12 +448,12 @@ class RayPool:
                 member.node.flush()
                 return
             except NodeLostError as again:
-                if again.__cause__ is error:  # there is no other place
+                if again.__cause__ is error:  # no other node has a free core
                     raise
                 error = again
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
-        """Starts the environments of a lost node again, in the state that they last showed."""
+        """Restarts the environments of a lost node from their last answers."""
         assert self._answers is not None
         member, old = self._nodes[number], self._nodes[number].node.slice
         rows = slice(old.env_range.start, old.env_range.stop)
@@ -474,9 +474,9 @@ class RayPool:
         self.acting.install(node)
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids by the node's name: of what started the workers and ends with them, and of the workers.
+        """Returns process ids by node name: that of the workers' parent, then those of the workers.
 
-        That is the fork server on the driver's own node, and the actor on another.
+        The parent is the fork server on the driver's own node, and the actor on a remote node.
         """
         pids: dict[str, list[int]] = {}
         for number, member in enumerate(self._nodes):
@@ -485,10 +485,10 @@ class RayPool:
         return pids
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Closes the environments and ends every worker and actor; may be called again.
+        """Closes the environments and stops every worker and actor; further calls do nothing.
 
         Args:
-            timeout_s: After this long, 10 s by default, they are ended by force.
+            timeout_s: Seconds until remaining processes are killed, 10 by default.
         """
         deadline = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
         closing = []

@@ -1,4 +1,4 @@
-"""The Gymnasium face of a cluster of environments."""
+"""The Gymnasium API of a cluster of environments."""
 
 from __future__ import annotations
 
@@ -56,43 +56,43 @@ _MODES = {
 class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
-    It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
-    whatever nodes and workers. If Ray is initialised, that Ray is used and left as it is; otherwise
-    ``address``, ``RAY_ADDRESS`` or a private local cluster, in this order.
+    For the same seeds and actions, it returns bit for bit the same results as ``gymnasium.vector.SyncVectorEnv``,
+    with any number of nodes and workers. If Ray is already initialised, it uses that Ray and does not shut it down.
+    Otherwise it uses ``address``, ``RAY_ADDRESS`` or a private local cluster, in this order.
 
     Args:
-        env: An id, a spec, or one callable for each environment; they are called on the workers.
-        num_envs: How many environments; with callables it may be left out. It need not be divisible by
-            the number of workers.
+        env: An id, a spec, or one callable for each environment. The workers call the callables.
+        num_envs: Number of environments; optional with callables. It need not be divisible by the number of
+            workers.
         env_kwargs: Passed to ``gymnasium.make``.
         wrappers: Applied to each environment in order.
         copy: Whether observations are copies, or views that the next step overwrites.
-        autoreset_mode: When an environment is reset whose episode has ended.
+        autoreset_mode: When to reset an environment whose episode has ended.
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray.
         workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
-            one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
-            for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` has no meaning then.
-        groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
-            turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
-        step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
-            hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
-            times as long.
-        start_timeout_s: A worker that takes longer to make its environments is taken to hang and is killed; the error
-            shows the stack where it hung.
-        on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
-            ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
-            that failed the last true observation is returned, with reward 0, truncated, and
-            ``info["env_restarted"]``.
-        on_node_loss: What becomes of the environments of a node that is lost: ``"rehost"`` makes them anew
-            on the nodes that remain, as above; ``"raise"`` raises ``NodeLostError``.
+            one for each core. With ``num_nodes=0`` it may be 0: this process then steps the environments one after
+            another. Use that for debuggers and for environments whose step takes microseconds. It can't be combined
+            with ``step_timeout_s``.
+        groups: 1, or 2 so that the policy acts for one half while the other half steps. ``"auto"`` alternates between
+            1 and 2 in the first four chunks with inference in the driver, and keeps the faster.
+        step_timeout_s: Seconds that a worker may take for one step of its environments, also within a chunk. A worker
+            that takes longer counts as hung and is killed. There is no limit by default. A whole chunk of T steps,
+            including inference, may take T times as long.
+        start_timeout_s: Seconds that a worker may take to create its environments. A worker that takes longer counts
+            as hung and is killed; the error shows its stack.
+        on_env_error: What happens if an environment raises, or if its worker exits or hangs. ``"raise"`` closes
+            everything. ``"restart"`` restarts the affected environments, and the others continue. A failed step
+            returns the last valid observation, with reward 0, truncated, and ``info["env_restarted"]``.
+        on_node_loss: What happens to the environments of a lost node. ``"rehost"`` restarts them on the remaining
+            nodes, as above; ``"raise"`` raises ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``.
-        address: Of a running Ray cluster.
+        address: Address of a running Ray cluster.
 
     Raises:
-        ConfigError: Settings that can't work, or a cluster without the cores for them.
-        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+        ConfigError: The settings are invalid, or the cluster lacks the cores for them.
+        Exception: The constructor of an environment raised it; its ``__cause__`` is an ``EnvError``.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        self.closed = True  # until everything is running; __del__ asks
+        self.closed = True  # until everything is running; __del__ reads it
         self._creator = os.getpid()
         self._pending: str | None = None
-        self._late = False  # whether a wait for it has timed out
+        self._late = False  # whether a wait for the pending call has timed out
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         supervision = Supervision.of(on_env_error, step_timeout_s, start_timeout_s)
@@ -132,7 +132,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if num_nodes == 0 and num_nodes is not False:
             self._pool = _open_local(factory, supervision, workers_per_node, preload, address)
         else:
-            from rayvec.cluster.ray_pool import RayPool  # programs without Ray do not import it, a third of a second
+            from rayvec.cluster.ray_pool import RayPool  # importing Ray takes a third of a second
 
             self._pool = RayPool.open(
                 factory,
@@ -173,7 +173,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
-        """The ids of each group."""
+        """The environment ids of each group."""
         return self._driver.groups
 
     @property
@@ -187,7 +187,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return self._pool.transports
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids of each node's actor and, after it, of its workers, by the node's name."""
+        """Returns process ids by node name: that of the workers' parent process, then those of the workers."""
         self._assert_idle("worker_pids")
         return self._pool.worker_pids()
 
@@ -204,11 +204,11 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tree, dict[str, Any]]:
-        """Resets environments, all of them or those that ``options["reset_mask"]`` (``bool [N]``) names.
+        """Resets all environments, or those that ``options["reset_mask"]`` (``bool [N]``) selects.
 
         Args:
-            seed: A base, to which each environment's index is added; a list of N; or None.
-            options: Passed to each environment, without the mask.
+            seed: A base seed, to which each environment's index is added; a list of N seeds; or None.
+            options: Passed to each environment without the mask.
 
         Returns:
             The observation of every environment, and the infos of those that were reset.
@@ -219,7 +219,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Starts what :meth:`reset` does; :meth:`reset_wait` returns its result."""
+        """Starts a reset as :meth:`reset` does; :meth:`reset_wait` returns the result."""
         self._assert_idle("reset_async")
         seeds = env_seeds(seed, self.num_envs)
         options = None if options is None else dict(options)
@@ -239,18 +239,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._driver.note_reset(ids)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
-        """Waits for :meth:`reset_async`, for up to `timeout` seconds.
+        """Waits up to `timeout` seconds for :meth:`reset_async`.
 
         Raises:
-            NoAsyncCallError: Nothing was started.
-            multiprocessing.TimeoutError: It takes longer; it stays pending.
+            NoAsyncCallError: No such call is pending.
+            multiprocessing.TimeoutError: The timeout expired; the call stays pending.
         """
         self._assert_pending("reset")
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._reset_batch is None:
             batch = self._recv(self._reset_ids, timeout)
             self._note_done(batch)
-            if len(self._reset_ids) < self.num_envs:  # then all are looked at, once, however often we time out
+            if len(self._reset_ids) < self.num_envs:  # request all current observations, once
                 self._guarded(lambda: self._pool.ready(self._everyone, begin=False))
             self._reset_batch = batch
         batch = self._reset_batch
@@ -276,18 +276,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
-        """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
+        """Starts a step as :meth:`step` does; :meth:`step_wait` returns the result."""
         self._assert_idle("step_async")
         self._send(self._everyone, actions, self.action_space)
 
     def step_wait(
         self, timeout: float | None = None
     ) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        """Waits for :meth:`step_async`, for up to `timeout` seconds.
+        """Waits up to `timeout` seconds for :meth:`step_async`.
 
         Raises:
-            NoAsyncCallError: Nothing was started.
-            multiprocessing.TimeoutError: It takes longer; it stays pending.
+            NoAsyncCallError: No such call is pending.
+            multiprocessing.TimeoutError: The timeout expired; the call stays pending.
         """
         batch = self._wait("step", self._everyone, timeout)
         return (
@@ -303,7 +303,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
         Args:
             actions: Tree of ``[k, *act_shape]`` in the order of the group.
-            group: Which; several may be under way, each once.
+            group: Index of the group. Several groups may be pending, each with one step.
         """
         self._assert_running()
         if self._pending is not None or group in self._pending_groups:
@@ -317,7 +317,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """Waits for the step of one group.
 
         Returns:
-            The answers in the order of ``groups[group]``; `info` is merged, with rows of the group.
+            The answers in the order of ``groups[group]``; `info` is merged, indexed by position in the group.
         """
         self._assert_running()
         ids = self._group(group)
@@ -344,18 +344,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         inference: Literal["worker", "driver"] = "worker",
         seed: int | None = None,
     ) -> Chunk:
-        """Lets a policy take steps of every environment, without a word to the driver in between.
+        """Collects a chunk: a policy steps every environment `num_steps` times in one call.
 
-        Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
+        Environments are reset in the step that ends their episode, regardless of `autoreset_mode`.
 
         Args:
-            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
-                been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
-                :class:`rayvec.Collector` publishes weights.
+            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. If it is the policy of the
+                previous call, it is not sent again: later changes to it do not reach the workers. Use a
+                :class:`rayvec.Collector` to publish weights.
             num_steps: T.
             inference: Where the policy acts: in every worker over its own slice, or in this process.
-            seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
-                :meth:`reset` with one int is; without either, the noise can't be repeated.
+            seed: Resets all environments first, with seeds base + index, and seeds the policy's noise. A call of
+                :meth:`reset` with one int also seeds the noise. Without either, the noise is not reproducible.
         """
         self._assert_idle("rollout")
         check_choice("inference", inference, ("worker", "driver"))
@@ -377,14 +377,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def rollout_workers(
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> Rollout:
-        """Lets the workers act with a published policy.
+        """Collects a chunk with a published policy in the workers.
 
         Args:
-            weights: Of the policy.
+            weights: Weight store of the policy.
             num_steps: T.
-            first_step: How many steps the environments had taken in chunks before.
-            noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in the object store.
+            first_step: Number of steps that the environments took in earlier chunks.
+            noise_seed: Seed of the policy's noise.
+            by_reference: Whether the chunk stays in the object store of its nodes.
         """
         self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
         return self.rollout_wait()
@@ -392,10 +392,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def rollout_async(
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> None:
-        """Starts what :meth:`rollout_workers` does; :meth:`rollout_wait` returns its result.
+        """Starts a chunk as :meth:`rollout_workers` does; :meth:`rollout_wait` returns the result.
 
-        Until then the environments are busy, but weights may be published: the next chunk that is asked for begins
-        with them. That may be while one is under way: the workers then go from one to the other by themselves.
+        While a chunk is pending, the environments are busy, but weights may be published. The next requested chunk
+        starts with them. It may be requested while one is pending: the workers then start it without the driver.
         """
         if self._pending == "rollout" and self._pool.acting.has_room:
             check_count("num_steps", num_steps)
@@ -407,14 +407,14 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending = "rollout"
 
     def rollout_wait(self, timeout: float | None = None) -> Rollout:
-        """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
+        """Waits up to `timeout` seconds for the oldest pending :meth:`rollout_async`.
 
         Raises:
-            NoAsyncCallError: Nothing was started.
-            multiprocessing.TimeoutError: It takes longer; it stays pending.
+            NoAsyncCallError: No such call is pending.
+            multiprocessing.TimeoutError: The timeout expired; the call stays pending.
         """
         self._assert_pending("rollout")
-        fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
+        fatal = BaseException if self._pool.steps_here else Exception  # after Ctrl-C, chunks in workers stay pending
         result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
         if not self._pool.acting.num_under_way:
             self._pending = None
@@ -424,33 +424,33 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def rollout_driver(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
     ) -> Rollout:
-        """Acts in this process, for one group while the others step."""
+        """Collects a chunk with the policy in this process: it acts for one group while the other steps."""
         self._begin_rollout(num_steps)
         return self._guarded(lambda: self._driver.rollout(policy, num_steps, first_step, noise_seed, weights_version))
 
     def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights.
+        """Sends a policy to every worker; returns the store that publishes its weights.
 
         Args:
-            policy: Pickled as it is now.
-            first_version: Of the weights that it brings along.
+            policy: The policy, pickled in its current state.
+            first_version: Version of the policy's current weights.
         """
         self._assert_idle("publish")
         return self._store(policy, first_version)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each environment, or gets an attribute; returns the results in their order."""
+        """Calls a method, or gets an attribute, of each environment; returns the results in order of the ids."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
+        """Starts a call as :meth:`call` does; :meth:`call_wait` returns the result."""
         self._assert_idle("call_async")
         self._collect_call = self._guarded(lambda: self._pool.call(name, args, kwargs, self._everyone))
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Waits for :meth:`call_async`, for up to `timeout` seconds."""
+        """Waits up to `timeout` seconds for :meth:`call_async`."""
         self._assert_pending("call")
         collect = self._collect_call
         assert collect is not None
@@ -459,7 +459,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return tuple(results)
 
     def render(self) -> tuple[Any, ...]:
-        """Returns what each environment renders."""
+        """Returns the rendering of each environment."""
         return self.call("render")
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -483,18 +483,18 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the environments, ends the workers and actors, and the Ray that was started for them.
+        """Closes the environments, stops the workers and actors, and stops a private Ray cluster after its last use.
 
-        It waits for nothing that is pending, and warns where that is a reset, a step or a call, whose result is lost,
-        unless a wait for it has timed out.
+        It does not wait for pending calls. If a reset, step or call is pending, its result is discarded with a
+        warning, unless a wait for it has timed out.
 
         Args:
-            timeout: Seconds that the environments get to end what they are at and close, 10 by default; after it,
-                their workers are killed.
-            terminate: Whether they are killed at once, without being closed.
+            timeout: Seconds that the environments get to finish their pending operation and close, 10 by default.
+                Then their workers are killed.
+            terminate: Whether to kill the workers at once, without closing the environments.
         """
         self.closed = True
-        if os.getpid() != self._creator:  # a child that was forked later: what runs belongs to its parent
+        if os.getpid() != self._creator:  # in a forked child: the parent owns the pool
             return
         pending, self._pending = self._pending, None
         self._pool.close(0.0 if terminate else timeout)
@@ -502,20 +502,20 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
 
     def __enter__(self) -> Self:
-        """Returns itself; leaving the block closes it."""
+        """Returns itself; leaving the block closes the environments."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Closes it."""
+        """Closes the environments."""
         self.close()
 
     def __del__(self) -> None:
-        """Closes what was not closed."""
+        """Closes the environments if :meth:`close` was not called."""
         if not getattr(self, "closed", True) and not sys.is_finalizing():
-            self._pending = None  # nobody is left who could wait for it
+            self._pending = None  # no caller is left to wait for the result
             self.close()
 
-    # What the public methods share.
+    # Helpers of the public methods.
 
     def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int | None = None) -> None:
         if self._autoreset == Autoreset.DISABLED:
@@ -540,12 +540,12 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def _store(self, policy: Any, first_version: int = 0) -> WeightStore:
         guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
-        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
+        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # a policy's exception closes nothing
 
     def _begin_rollout(self, num_steps: int) -> None:
         self._assert_idle("rollout")
         check_count("num_steps", num_steps)
-        self._done[:] = False  # every environment whose episode has ended is reset first
+        self._done[:] = False  # the rollout resets environments whose episode has ended
 
     def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
         self._assert_pending(what)
@@ -558,9 +558,9 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
 
     def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
+        """Runs a function that uses the pool. A timeout leaves the pool open; a `fatal` error closes it.
 
-        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        By default Ctrl-C is fatal too, because a later answer could then be that of an earlier step.
         """
         try:
             return function()
@@ -580,7 +580,7 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._done[batch.env_ids] = batch.terminated | batch.truncated
 
     def _observations(self, batch: StepBatch) -> Tree:
-        """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
+        """Returns observations for the caller: copied if `copy`, or batched by Gymnasium if they are objects."""
         if self._pool.layout is not None:
             return tree_map(np.copy, batch.obs) if self.copy else batch.obs
         space = self.single_observation_space
@@ -628,10 +628,10 @@ class RayVecEnv(VectorEnv[Any, Any, NDArray[Any]]):
 def _open_local(
     factory: EnvFactory, supervision: Supervision, workers: int | None, preload: Sequence[str], address: str | None
 ) -> ActingPool:
-    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0.
+    """Opens a pool on this machine without Ray: worker processes, or this process if `workers` is 0.
 
     Raises:
-        ConfigError: Settings that have no meaning without Ray, or without worker processes.
+        ConfigError: A setting requires Ray or worker processes.
     """
     if address is not None:
         raise ConfigError(
@@ -666,11 +666,11 @@ def make_vec(
     """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
-        id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
-        num_envs: How many environments.
+        id: Id or spec. The spec of a :class:`RayVecEnv` recreates it, with the same number of environments.
+        num_envs: Number of environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
-        **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
+        **kwargs: Arguments of :class:`RayVecEnv` by name; all others are passed to the environment.
 
     >>> envs = make_vec("CartPole-v1", num_envs=4, workers_per_node=1, sutton_barto_reward=True)
     >>> envs
@@ -683,11 +683,11 @@ def make_vec(
     env_kwargs: dict[str, Any] = {}
     if isinstance(id, EnvSpec):
         id = deepcopy(id)
-        env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
+        env_kwargs, id.kwargs = id.kwargs, {}  # includes arguments of gymnasium.make only, such as max_episode_steps
         num_envs = env_kwargs.pop("num_envs", num_envs)
         ours = env_kwargs.pop("vector_kwargs", {}) | ours
         wrappers = env_kwargs.pop("wrappers", wrappers)
-        env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec
+        env_kwargs.pop("vectorization_mode", None)  # set in specs of gymnasium.make_vec
     env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
     env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
     env.spec = deepcopy(env.spec)
