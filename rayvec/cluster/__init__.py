@@ -1,1 +1,1 @@
-"""Many machines: Ray sessions, placement, node actors, streams between driver and nodes."""
+"""Multi-node execution: Ray sessions, placement, node actors, and streams between the driver and nodes."""

@@ -1,8 +1,9 @@
-"""Clears up after a private Ray cluster, whatever became of the process that started it.
+"""Cleans up after a private Ray cluster, even if the process that started the cluster was killed.
 
-Run as a script with the name of an environment variable, a directory and the process that starts it. It waits until
-that writes to its standard input, closes it, or ends: the input alone would not tell, since whatever the process forks
-holds it open. Then it kills the cluster's processes and removes the directory.
+This script takes three arguments: the name of an environment variable, a directory, and the process id of the starter.
+It waits until the starter writes to the script's standard input, closes it, or exits. Standard input alone is not
+enough, because child processes of the starter keep it open. The script then kills the cluster's processes and removes
+the directory.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ _QUIET_ROUNDS = 4
 
 
 def _belongs(pid: int, variable: str, directory: str) -> bool:
-    """Whether a process was started with the variable set to the directory, prints into it, or is Ray's and uses it.
+    """Whether a process belongs to the cluster.
 
-    Its environment alone does not tell: Ray's workers and agents write their titles over it. Somebody who only reads a
-    log of the cluster, or has inherited one from the process that started it, is none of its own.
+    It does if its environment sets the variable to the directory, if its standard output or standard error is a file in
+    the directory, or if it is a Ray process with an open file there. The environment alone is not enough: Ray's workers
+    and agents overwrite it with their process titles. A process that only reads a log of the cluster, or inherited an
+    open log from the starter, does not belong to the cluster.
     """
     mark, inside = f"{variable}={directory}".encode() + b"\0", f"{directory}/"
     try:
@@ -35,28 +38,28 @@ def _belongs(pid: int, variable: str, directory: str) -> bool:
             is_rays = file.read(5) == b"ray::"
         used = [entry.path for entry in os.scandir(f"/proc/{pid}/fd") if is_rays or entry.name in ("1", "2")]
         return any(os.readlink(path).startswith(inside) for path in used)
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has exited, or belongs to another user
         return False
 
 
 def _processes(variable: str, directory: str) -> list[int]:
-    """Returns the processes of the cluster that are left, without this one."""
+    """Returns the ids of the cluster's remaining processes, except this one."""
     pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid()}
     return [pid for pid in sorted(pids) if _belongs(pid, variable, directory)]
 
 
 def _wait_for_end(starter: int) -> None:
-    """Waits until whoever started this process says something, or has ended."""
+    """Waits until the starter writes to standard input, closes it, or exits."""
     try:
         watch = os.pidfd_open(starter)
     except ProcessLookupError:
         return
-    if os.getppid() == starter:  # else it ended before, and another has its number
+    if os.getppid() == starter:  # else the starter has exited and its id may be reused
         select.select([0, watch], [], [])
 
 
 def main(variable: str, directory: str, starter: str) -> None:
-    """Waits for the end, then kills and removes."""
+    """Waits for the starter, then kills the cluster's processes and removes its directory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _wait_for_end(int(starter))
@@ -67,7 +70,7 @@ def main(variable: str, directory: str, starter: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         quiet = 0 if pids else quiet + 1
-        if quiet == _QUIET_ROUNDS:  # one that is just being started shows a moment later
+        if quiet == _QUIET_ROUNDS:  # a process that is just starting appears a moment later
             break
         time.sleep(_PAUSE_S)
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Policies on the nodes of a cluster: handed out, given new weights, and let act in the workers, a chunk at a time.
+"""Policies on the nodes of a cluster: loading them, publishing weights, and collecting chunks in the workers.
 
-A node does what it is asked in order. So weights that are published while a chunk is pending wait behind it, without
-the driver, and the next chunk begins with them; and a chunk that is asked for while one is pending begins on each node
-as soon as its part of that one has been handed over.
+A node handles requests in order. If the driver publishes weights while a chunk is pending, the node applies them after
+that chunk, and the next chunk starts with them. If the driver requests a chunk while one is pending, each node starts
+it as soon as it has returned its part of the pending one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class _HasNode(Protocol):
 
 @dataclass(slots=True)
 class _PendingChunk:
-    """A chunk that was asked for.
+    """A requested chunk.
 
     Attributes:
-        key: Of the policy that acts.
-        args: What the nodes were asked for.
-        weights: Of the policy when the chunk began; None for those that it brought along.
+        key: Key of the policy that acts.
+        args: Arguments of the request to the nodes.
+        weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
         asked: Each node, and the wait for its part.
-        publishing: Nodes, and the waits for weights that were published after the chunk had been asked for.
-        parts: Parts so far, by the number of the node.
-        waited_s: How long the driver has waited for them, in seconds.
+        publishing: Nodes, and the waits for weights that were published after the chunk was requested.
+        parts: Parts received so far, by node index.
+        waited_s: How long the driver has waited for the parts, in seconds.
     """
 
     key: int
@@ -51,7 +51,7 @@ class _PendingChunk:
     waited_s: float = 0.0
 
     def wait(self, number: int, deadline: float | None = None) -> NodePart:
-        """Waits for the part of a node."""
+        """Waits for the part of one node."""
         began_s = time.monotonic()
         try:
             part: NodePart = self.asked[number][1](_left(deadline))
@@ -61,11 +61,11 @@ class _PendingChunk:
 
 
 class ActingNodes:
-    """The policies that nodes hold, their weights, and the pending chunks, `MOST_CHUNKS` at most.
+    """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks.
 
     Args:
-        nodes: Holders of each node, which may be replaced there.
-        replace: Starts the environments of a lost node elsewhere and calls :meth:`install` for it, or raises.
+        nodes: One holder for each node. A replacement node is set on the same holder.
+        replace: Starts the environments of a lost node elsewhere and calls :meth:`install`, or raises.
     """
 
     def __init__(self, nodes: Sequence[_HasNode], replace: Callable[[int, NodeLostError], None]) -> None:
@@ -77,21 +77,21 @@ class ActingNodes:
         self._publishing: list[tuple[Node, Wait]] = []
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Gives every worker of every node a pickled policy, to be named by `key`, with weights of a version."""
+        """Loads a pickled policy in every worker of every node, under `key`; `version` is that of its weights."""
         self._policies[key] = policy, version
         self._call_all(lambda node: node.load(key, policy, version), installed=True)
 
     def drop(self, key: int) -> None:
-        """Lets every worker forget a policy and its weights."""
+        """Removes a policy and its weights from every worker."""
         self._call_all(lambda node: node.drop(key))
         self._policies.pop(key, None)
         self._weights.pop(key, None)
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """Gives every node new weights, which each fetches once; a node that joins later can fetch them too.
+        """Publishes new weights to every node. Each node fetches them once; a replacement node can fetch them too.
 
-        Chunks that are asked for from now on are taken with them. Nothing waits for a pending chunk. Between chunks
-        the driver waits for the weights published before these.
+        Chunks that are requested after this call use these weights. The call doesn't wait for a pending chunk. If no
+        chunk is pending, it waits until the nodes have received the previously published weights.
         """
         ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
         newest = self._weights[key] = Weights(version, weights if ref is not None else weights.copy(), ref)
@@ -102,7 +102,7 @@ class ActingNodes:
         self._publishing = self._start_all(lambda node: node.publish(key, newest))
 
     def install(self, node: Node) -> None:
-        """Gives a node that replaces another every policy, with the weights that it acts with next."""
+        """Loads every policy on a replacement node, with the weights that its next chunk uses."""
         for key, policy in self._policies.items():
             node.load(key, *policy)(None)
             weights = self._due(key)
@@ -120,9 +120,10 @@ class ActingNodes:
         return len(self._pending) < MOST_CHUNKS
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
-        """Lets every worker take steps with a policy over its own slice; :meth:`finish` returns the chunk.
+        """Requests a chunk: every worker steps its own slice with a policy. :meth:`finish` returns the chunk.
 
-        While one chunk is pending another may be asked for if there is room; the workers go from one to the next.
+        If :attr:`has_room` is true, a chunk may be requested while another is pending. The workers then start it
+        without waiting for the driver.
         """
         assert self.has_room, "a chunk more than there is memory for"
         args = (key, num_steps, first_step, noise_seed, by_reference)
@@ -132,14 +133,15 @@ class ActingNodes:
     def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
         """Waits for the oldest pending chunk.
 
-        A node that is lost meanwhile, where nodes are replaced, takes its steps once more, elsewhere, from new
-        episodes, with the weights that the others acted with.
+        If a node is lost during the chunk and nodes are replaced, its replacement repeats the node's part. It starts
+        from new episodes and uses the same weights as the other nodes.
 
         Returns:
             The part of every node, and how long the driver waited for them, in seconds.
 
         Raises:
-            NotReady: It takes longer; the chunk stays pending.
+            NotReady: The timeout expired; the chunk stays pending.
+            NodeLostError: A node was lost and not replaced.
         """
         chunk = self._pending[0]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -154,9 +156,9 @@ class ActingNodes:
         return [chunk.parts[number] for number in range(len(chunk.asked))], chunk.waited_s
 
     def settle(self) -> None:
-        """Waits for the weights that were published before, or during, the chunk that :meth:`finish` has returned.
+        """Waits for the weights that were published before or during the chunk that :meth:`finish` returned.
 
-        To be called when the chunk's end has been noted: a node that is lost now resumes from there.
+        Call it after the last observations of the chunk have been recorded: a replacement node resumes from them.
         """
         publishing, self._publishing = self._publishing, []
         for asked, wait in publishing:
@@ -165,11 +167,11 @@ class ActingNodes:
                     try:
                         wait(None)
                     except NodeLostError as error:
-                        self._replace(number, error)  # which gives it the weights that are due
+                        self._replace(number, error)  # the replacement receives the current weights
 
     def _take_again(self, chunk: _PendingChunk, number: int, error: NodeLostError, deadline: float | None) -> NodePart:
         while True:
-            if self._nodes[number].node is chunk.asked[number][0]:  # else it has been replaced already
+            if self._nodes[number].node is chunk.asked[number][0]:  # else already replaced
                 self._replace(number, error)
             self._ask_again(number)
             try:
@@ -178,7 +180,7 @@ class ActingNodes:
                 error = again
 
     def _ask_again(self, number: int) -> None:
-        """Asks the replacement of a lost node for all that is pending, in the order and with the weights of before."""
+        """Repeats all pending requests on a replacement node, in the same order and with the same weights."""
         node = self._nodes[number].node
         behind = self._pending[0]
         for chunk in self._pending:
@@ -190,15 +192,19 @@ class ActingNodes:
             behind.publishing.append((node, node.publish(key, _fetchable(node, newest))))
 
     def _due(self, key: int) -> Weights | None:
-        """Returns the weights that a policy acts with next: those of the oldest pending chunk, or the newest."""
+        """Returns the weights of a policy's next chunk: those of its oldest pending chunk, else the newest."""
         return next((chunk.weights for chunk in self._pending if chunk.key == key), self._weights.get(key))
 
     def _start_all(self, start: Callable[[Node], Wait]) -> list[tuple[Node, Wait]]:
-        """Starts something on every node, all at once; a node that is lost fails when it is waited for."""
+        """Starts a request on every node; the wait for a lost node raises ``NodeLostError``."""
         return [(each.node, _starting(start, each.node)) for each in self._nodes]
 
     def _call_all(self, start: Callable[[Node], Wait], *, installed: bool = False) -> None:
-        """The same, and waits; a lost node is replaced and asked again, unless :meth:`install` has done it."""
+        """Starts a request on every node and waits for all.
+
+        A lost node is replaced. The request is repeated on the replacement unless `installed` says that
+        :meth:`install` already covers it.
+        """
         for number, (node, wait) in enumerate(self._start_all(start)):
             try:
                 wait(None)
@@ -222,7 +228,7 @@ def _starting(start: Callable[[Node], Wait], node: Node) -> Wait:
 
 
 def _fetchable(node: Node, weights: Weights) -> Weights:
-    """Returns weights that a node can fetch, where no other node had to fetch them before."""
+    """Returns the weights with a reference that the node can fetch; puts them in the object store if needed."""
     if weights.ref is not None or node.transport == "shm":
         return weights
     return weights._replace(ref=ray.put(weights.array))

@@ -1,8 +1,8 @@
-"""Plain values as bytes, without pickle: what an info dict of a remote node travels as.
+"""Serializes plain values without pickle. Info dicts of remote nodes are sent in this form.
 
-Bytes that arrive over a socket are never unpickled. MessagePack carries None, booleans, numbers, strings,
-bytes, lists and dicts; this module adds tuples, NumPy scalars and arrays. Everything comes back with
-the type it had, or is refused.
+Bytes received over a socket are never unpickled. MessagePack supports None, booleans, numbers, strings, bytes, lists
+and dicts; this module adds tuples, NumPy scalars and NumPy arrays. Every value is decoded with its original type.
+Encoding raises an error for any other type.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["NOT_PLAIN", "decode", "encode"]
 _TUPLE, _ARRAY, _SCALAR = 1, 2, 3
 _KINDS = "biufcSUmM"
 NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError)
-"""What :func:`encode` raises."""
+"""Exceptions that :func:`encode` raises."""
 
 
 def encode(value: Any) -> bytes:
     """Returns `value` as bytes.
 
     Raises:
-        TypeError: It holds something that has no plain form; nothing is approximated.
-        ValueError: It is nested too deep, or holds text that is no Unicode.
-        OverflowError: It holds an int of more than 64 bits.
+        TypeError: `value` contains an object of an unsupported type.
+        ValueError: `value` is nested too deeply, or contains text that isn't valid Unicode.
+        OverflowError: `value` contains an int of more than 64 bits.
 
     >>> decode(encode({"a": (1, 2.5), "b": None}))
     {'a': (1, 2.5), 'b': None}
@@ -37,7 +37,7 @@ def encode(value: Any) -> bytes:
 
 
 def _refuse_impostors(value: Any) -> None:
-    """Refuses what MessagePack would take for bytes."""
+    """Raises ``TypeError`` for types that MessagePack would encode as bytes: ``bytearray`` and ``memoryview``."""
     kind = type(value)
     if kind is bytearray or kind is memoryview:
         raise TypeError(f"{kind.__name__} has no plain form")
@@ -50,7 +50,7 @@ def _refuse_impostors(value: Any) -> None:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Returns the value that :func:`encode` was given."""
+    """Returns the value that :func:`encode` serialized."""
     return msgpack.unpackb(data, ext_hook=_restore, strict_map_key=False, raw=False)
 
 

@@ -1,11 +1,11 @@
-"""The frames of a stream: one that asks for steps or resets, and those that answer it.
+"""The frames of a stream: requests for steps or resets, and their answers.
 
-A frame is its length, a small fixed header, the ids of environments and raw array bytes in a layout that both
-sides know from the spaces. Nothing in it is pickled. What has no plain form stays where it is, and the other
-side fetches it by Ray; a frame only says so.
+A frame consists of its length, a small fixed header, environment ids, and raw array bytes. Both sides derive the layout
+of the arrays from the spaces. Nothing in a frame is pickled. Ray transfers any value that a frame can't hold; the frame
+then only marks it as kept.
 
-Steps come by the thousand and all look alike, so whoever packs or unpacks them keeps its arrays over the memory of
-the frames, for each number of environments: a frame then costs a header and a copy for each array.
+Step frames are frequent and have the same layout. Both sides therefore cache array views of the frame memory for each
+number of environments. Packing or unpacking a frame then costs one header and one copy for each array.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from rayvec.pools.memory import ArrayLayout, Field
 __all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
 
 _REQUEST = struct.Struct("<QBBBBIQ")
-"""Length of the frame; kind, autoreset, loose, number of arrays; number of environments; bytes of what follows."""
+"""Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; payload bytes."""
 _ANSWER = struct.Struct("<QIIQ")
-"""Length of the frame; form; number of environments; bytes of infos."""
+"""Frame length in bytes; form; number of environments; bytes of infos."""
 _PLAIN = {np.dtype(char) for char in "?bBhHiIlLqQefd"}
 _MOST_PACKED = 256
 _CODES = 8
-"""The data types of actions are padded to a multiple of this, so that what follows is aligned."""
+"""The dtype codes of actions are padded to a multiple of this, so that the arrays after them are aligned."""
 
 
 class Kind(IntEnum):
-    """What a request asks for."""
+    """The operation that a request starts."""
 
     STEP = 0
     RESET = 1
     READY = 2
     LOOK = 3
     STEP_KEPT = 4
-    """A step whose actions are kept for it by Ray."""
+    """A step whose actions Ray transfers."""
 
 
 class _Form(IntEnum):
@@ -60,13 +60,13 @@ class Request:
     """A request as the node reads it.
 
     Attributes:
-        kind: What to do.
-        env_ids: With which environments, ``int64 [k]``, by the node's ids.
-        autoreset: Of a step.
-        loose: Whether each environment may be answered as soon as it is done; else all at once.
-        actions: Of a step; None where they are kept for it by Ray.
-        seeds: Of a reset; None, with its options, where they are kept for it by Ray.
-        options: Of a reset.
+        kind: The requested operation.
+        env_ids: The node's ids of the environments, ``int64 [k]``.
+        autoreset: Autoreset mode of a step.
+        loose: Whether the node answers for each environment as soon as it has finished; else for all together.
+        actions: Actions of a step; None if Ray transfers them.
+        seeds: Seeds of a reset; None if Ray transfers the seeds and options.
+        options: Options of a reset.
     """
 
     kind: Kind
@@ -83,8 +83,8 @@ class Answer:
     """An answer as the driver reads it.
 
     Attributes:
-        env_ids: Whose, ``int64 [k]``.
-        batch: The answers; None where the node keeps them, or what an environment raised, for Ray to fetch.
+        env_ids: The node's ids of the environments, ``int64 [k]``.
+        batch: The answers; None if the driver must fetch them, or an environment's exception, through Ray.
     """
 
     env_ids: NDArray[np.int64]
@@ -92,11 +92,11 @@ class Answer:
 
 
 class Frames:
-    """Memory for one frame after another, and arrays over it for each number of environments.
+    """Reusable memory for frames, with cached array views for each number of environments.
 
     Args:
-        fields: Data type and shape of a row of each array, after the ids, which come first.
-        at: Where the ids begin.
+        fields: Dtype and row shape of each array. The arrays follow the ids.
+        at: Offset of the ids in bytes.
     """
 
     def __init__(self, fields: Sequence[Field], at: int) -> None:
@@ -108,18 +108,18 @@ class Frames:
         self.buffer: Any = bytearray()
 
     def size(self, count: int) -> int:
-        """Returns the bytes of a frame for so many environments."""
+        """Returns the size in bytes of a frame for `count` environments."""
         return self._at + count * sum(self._row_bytes)
 
     def own(self, count: int, extra_bytes: int = 0) -> list[NDArray[Any]]:
-        """Returns ids and arrays of a frame to be packed, in :attr:`buffer`, which has room for more behind them."""
+        """Returns views of :attr:`buffer` to pack ids and arrays into; it has room for `extra_bytes` after them."""
         size = self.size(count) + extra_bytes
         if self._received or size > len(self.buffer):
             self._arrays, self.buffer, self._received = {}, bytearray(size + extra_bytes), False
         return self._arrays.get(count) or self._view(count)
 
     def over(self, buffer: Any, count: int) -> list[NDArray[Any]]:
-        """Returns ids and arrays of a frame that was received in `buffer`, from its beginning."""
+        """Returns the ids and arrays of a received frame as views of `buffer`; the frame begins at offset 0."""
         if buffer is not self.buffer:
             self._arrays, self.buffer, self._received = {}, buffer, True
         return self._arrays.get(count) or self._view(count)
@@ -135,14 +135,14 @@ class Frames:
 
 
 class FrameFormat:
-    """Packs and unpacks the frames of one end of a stream.
+    """Packs and unpacks frames for one end of a stream.
 
-    What it packs lies in memory that the next frame of the same kind overwrites. What it unpacks are views of the
-    frame's memory, which the next frame overwrites.
+    The next packed frame of the same kind overwrites a packed frame. Unpacked arrays are views of the frame's memory,
+    which the next received frame overwrites.
 
     Args:
-        layout: Of observations; None where they are objects, which are always kept.
-        action_layout: Of actions, likewise.
+        layout: Layout of observations; None if they are objects, which Ray always transfers.
+        action_layout: Layout of actions; None if they are objects, which Ray always transfers.
     """
 
     def __init__(self, layout: ArrayLayout | None, action_layout: ArrayLayout | None) -> None:
@@ -162,10 +162,10 @@ class FrameFormat:
     def pack_step(
         self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool
     ) -> tuple[bytes | memoryview, bool]:
-        """Returns the frame that asks for a step, and whether the actions must be kept by Ray."""
+        """Returns the frame that requests a step, and whether Ray must transfer the actions."""
         count = len(env_ids)
         if type(actions) is np.ndarray and actions.dtype in _PLAIN and actions.shape == (count, *self._row_shape):
-            leaves, codes = [actions], actions.dtype.char  # what nearly all steps are, without a further look
+            leaves, codes = [actions], actions.dtype.char  # fast path for most steps
         else:
             found = self._action_leaves(actions, count)
             if found is None:
@@ -181,8 +181,8 @@ class FrameFormat:
     def _packed_step(
         self, key: tuple[bytes, str, Autoreset, bool], env_ids: NDArray[np.int64]
     ) -> tuple[memoryview, list[NDArray[Any]]]:
-        """Makes a frame that lacks only its actions, and the arrays that these go into."""
-        if len(self._packed) >= _MOST_PACKED:  # random subsets would otherwise be kept for ever
+        """Returns a step frame without its actions, and the array views to copy the actions into."""
+        if len(self._packed) >= _MOST_PACKED:  # limits the cache when subsets are random
             self._packed.clear()
         _, codes, autoreset, loose = key
         frames, count = self._frames_of(codes.encode(), {}), len(env_ids)
@@ -195,7 +195,7 @@ class FrameFormat:
         return packed
 
     def _frames_of(self, codes: bytes, known: dict[bytes, Frames]) -> Frames:
-        """Returns the memory for steps whose actions are of these data types."""
+        """Returns the memory for step frames whose actions have the dtypes `codes`."""
         if codes not in known:
             assert self._action_layout is not None
             fields = [(chr(code), shape) for code, (_, shape) in zip(codes, self._action_layout.leaves, strict=True)]
@@ -205,7 +205,7 @@ class FrameFormat:
     def pack_reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None, loose: bool
     ) -> tuple[bytes, bool]:
-        """Returns the frame that asks for a reset, and whether seeds and options must be kept by Ray."""
+        """Returns the frame that requests a reset, and whether Ray must transfer the seeds and options."""
         try:
             payload = codec.encode([list(seeds), options])
         except codec.NOT_PLAIN:
@@ -213,7 +213,7 @@ class FrameFormat:
         return self._request(Kind.RESET, env_ids, loose, payload), not payload
 
     def pack_ready(self, env_ids: NDArray[np.int64], begin: bool, loose: bool) -> bytes:
-        """Returns the frame that asks for current observations, after resets where `begin` asks for them."""
+        """Returns the frame that requests current observations; with `begin`, finished episodes are reset first."""
         return self._request(Kind.READY if begin else Kind.LOOK, env_ids, loose, b"")
 
     @staticmethod
@@ -223,7 +223,7 @@ class FrameFormat:
         return b"".join([head, env_ids.tobytes(), payload])
 
     def unpack_request(self, frame: bytes | bytearray | memoryview) -> Request:
-        """Reads a request; its arrays are views of `frame`, which belongs to whoever receives the next."""
+        """Reads a request; its arrays are views of `frame`, whose memory the next received frame overwrites."""
         frame = memoryview(frame)
         _, kind, autoreset, loose, num_leaves, count, payload_bytes = _REQUEST.unpack_from(frame)
         if kind == Kind.STEP:
@@ -238,7 +238,7 @@ class FrameFormat:
         return Request(Kind(kind), env_ids, Autoreset(autoreset), bool(loose), None, seeds, options)
 
     def pack_answer(self, batch: StepBatch) -> tuple[bytes | memoryview, bool]:
-        """Returns the frame that answers for some environments, and whether the batch must be kept for Ray."""
+        """Returns the answer frame of a batch, and whether Ray must transfer the batch."""
         if self._layout is None:
             return self.pack_kept(batch.env_ids), True
         form, extra = _Form.PLAIN, b""
@@ -262,11 +262,11 @@ class FrameFormat:
 
     @staticmethod
     def pack_kept(env_ids: NDArray[np.int64]) -> bytes:
-        """Returns the frame that says that the answer is kept, or what an environment raised."""
+        """Returns the frame which marks that the driver must fetch the answer, or an exception, through Ray."""
         return _ANSWER.pack(_ANSWER.size + env_ids.nbytes, _Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
 
     def unpack_answer(self, frame: bytes | bytearray | memoryview) -> Answer:
-        """Reads an answer; its arrays are views of `frame`, which belongs to whoever receives the next."""
+        """Reads an answer; its arrays are views of `frame`, whose memory the next received frame overwrites."""
         _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
         if form == _Form.KEPT:
             return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
@@ -287,7 +287,7 @@ class FrameFormat:
         return Answer(answer.env_ids, replace(answer.batch, info=infos))
 
     def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
-        """Returns the arrays of `actions`, or None if they don't fit into a frame."""
+        """Returns the arrays of `actions`, or None if a frame can't hold them."""
         if self._action_layout is None or isinstance(actions, list):
             return None
         if type(actions) is np.ndarray and len(self._action_layout.leaves) == 1:

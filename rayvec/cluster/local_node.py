@@ -1,4 +1,4 @@
-"""The driver's own node: the driver owns its process pool, and a placement group holds the cores."""
+"""The driver's own node: the driver owns the process pool, and a placement group reserves the cores."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _CLOSE_S = 10.0
 
 
 class LocalNode:
-    """The driver's own node: this process owns the pool, a placement group holds the cores.
+    """The driver's own node: this process owns the pool, and a placement group reserves the cores.
 
     Args:
-        node_slice: Which environments it holds.
-        preload: Modules that workers import once.
-        supervision: What becomes of environments that raise, hang, or whose process ends.
+        node_slice: The environments, workers and cores of this node.
+        preload: Modules that the workers' fork server imports once.
+        supervision: Restart policy for environments that raise, hang, or whose worker exits.
     """
 
     transport = "shm"
@@ -51,10 +51,10 @@ class LocalNode:
         return self._pool
 
     def wait_until_placed(self, timeout_s: float) -> None:
-        """Waits until the cores are this node's.
+        """Waits until Ray has reserved the cores for this node.
 
         Raises:
-            NodeLostError: Others have claimed them meanwhile.
+            NodeLostError: The cores did not become free in time.
         """
         if self._claim is not None and not self._claim.wait(timeout_s):
             raise self._lost(TimeoutError(f"no {self.slice.num_cpus} free cores within {timeout_s:g} s"))
@@ -84,7 +84,7 @@ class LocalNode:
         return done
 
     def flush(self) -> None:
-        """See :class:`Node`; the workers know."""
+        """See :class:`Node`; does nothing, since requests reach the workers at once."""
 
     @property
     def event_fd(self) -> int:

@@ -1,4 +1,4 @@
-"""The answers of several nodes as one batch."""
+"""Joins the answers of several nodes into one batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["JoinedAnswers"]
 
 
 class JoinedAnswers(LastAnswers):
-    """Arrays of all environments, into which answers are copied as they come: once for joining and for remembering.
+    """Arrays of all environments. A single copy into them both joins the answers and stores the last ones.
 
     Args:
-        obs: Tree of ``[N, *obs_shape]`` to be like.
+        obs: Tree of ``[N, *obs_shape]`` whose shapes and dtypes the arrays get.
         num_envs: N.
     """
 
@@ -31,14 +31,14 @@ class JoinedAnswers(LastAnswers):
         self._truncated = np.zeros(num_envs, bool)
 
     def join(self, plan: Plan, batches: Sequence[StepBatch]) -> StepBatch:
-        """Takes note of answers and returns them as one batch.
+        """Stores the answers and returns them as one batch.
 
         Args:
-            plan: Of the environments that have answered.
-            batches: The answers of each part.
+            plan: Plan of the environments that have answered.
+            batches: The answers of each part of the plan.
 
         Returns:
-            The answers in the order of the plan; views of the arrays of all where that is consecutive.
+            The answers in the order of the plan; views of this object's arrays if the plan's ids are consecutive.
         """
         infos = _join_infos(plan, batches) if any([batch.info for batch in batches]) else ()
         if not isinstance(plan.select, slice):
@@ -58,7 +58,7 @@ class JoinedAnswers(LastAnswers):
         return self.batch(plan.ids, plan.select, infos) if infos else rows
 
     def batch(self, ids: NDArray[np.int64], select: Any, infos: tuple[RawInfo, ...] = ()) -> StepBatch:
-        """Returns what some environments last answered."""
+        """Returns the last answers of some environments."""
         return StepBatch(
             ids,
             index_tree(self.obs, select),
@@ -69,7 +69,7 @@ class JoinedAnswers(LastAnswers):
         )
 
     def _join_scattered(self, plan: Plan, batches: Sequence[StepBatch], infos: tuple[RawInfo, ...]) -> StepBatch:
-        """Joins answers whose environments are not consecutive, into newly allocated memory."""
+        """Joins the answers of environments with non-consecutive ids into newly allocated arrays."""
         order = np.argsort(np.concatenate([part.places for part in plan.parts]))
 
         def join(*leaves: NDArray[Any]) -> NDArray[Any]:
@@ -92,7 +92,7 @@ class JoinedAnswers(LastAnswers):
 
 
 def _join_infos(plan: Plan, batches: Sequence[StepBatch]) -> tuple[RawInfo, ...]:
-    """Returns the infos of all parts in the order of the plan, by the ids of the plan."""
+    """Returns the infos of all parts in the order of the plan, with the plan's ids."""
     infos = {
         info.env_id + part.start: info._replace(env_id=info.env_id + part.start)
         for part, batch in zip(plan.parts, batches, strict=True)

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class NodeActor:
     """Holds the environments of one node.
 
-    No method raises what an environment raised: it returns a :class:`~rayvec.errors.RemoteFailure`, which
-    the driver raises. Calls come one at a time; while the driver steps some environments through the stream, a call may
-    come for others.
+    If an environment raises, the method returns a :class:`~rayvec.errors.RemoteFailure`, and the driver raises the
+    exception. Ray runs one call at a time. The driver may call methods for some environments while it steps others
+    through the stream.
     """
 
     def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
@@ -43,7 +43,7 @@ class NodeActor:
         self._supervision = supervision
         self._pool: ProcessPool | None = None
         self._listener: Listener | None = None
-        self._turn = threading.Lock()  # of the stream's thread and of calls
+        self._turn = threading.Lock()  # serializes the stream's thread and Ray's calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
         self._log = _Log()
@@ -55,7 +55,7 @@ class NodeActor:
         return self._pool
 
     def start(self, factories: Sequence[bytes]) -> PoolSpaces | RemoteFailure:
-        """Starts the workers, which make their environments; returns their spaces."""
+        """Starts the workers, which create their environments; returns their spaces."""
 
         def begin() -> PoolSpaces:
             bounds, name = self._slice.worker_bounds, self._slice.name
@@ -67,34 +67,35 @@ class NodeActor:
     def allocate(
         self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
     ) -> RemoteFailure | None:
-        """Makes the shared memory for these spaces, and resumes from a lost node's state if there is one."""
+        """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
         return self._guard(lambda: self._running.allocate(observation, action, state))  # type: ignore[no-any-return]
 
     def listen(self, key: bytes) -> int:
-        """Opens the stream on this node's own address; returns its port."""
+        """Opens the stream's listener on this node's own address; returns its port."""
         self._listener = Listener(self._slice.address, key, self._serve)
         return self._listener.port
 
     def load(self, key: int, policy: bytes, version: int) -> RemoteFailure | None:
-        """Gives every worker a pickled policy."""
+        """Loads a pickled policy in every worker."""
         return self._guard(lambda: self._running.acting.load(key, policy, version))  # type: ignore[no-any-return]
 
     def drop(self, key: int) -> RemoteFailure | None:
-        """Lets every worker forget a policy."""
+        """Removes a policy from every worker."""
         return self._guard(lambda: self._running.acting.drop(key))  # type: ignore[no-any-return]
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> RemoteFailure | None:
-        """Puts weights, which Ray has fetched once for this node, where the workers read them."""
+        """Publishes weights to the workers; Ray fetches them once for this node."""
         return self._guard(lambda: self._running.acting.publish(key, version, weights))  # type: ignore[no-any-return]
 
     def rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool
     ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
-        """Lets the workers take steps with a policy.
+        """Collects a chunk: the workers step their environments with a policy.
 
         Returns:
-            Two values, of which the driver need not fetch the second: the workers' times, if asked for the chunk's
-            summary, and what the driver is to log; and with a summary the chunk, else one of each worker.
+            Two values. The first holds the workers' times, the chunk's summary (None without `with_summary`), and lines
+            for the driver to log. The second is the chunk if `with_summary`, else one chunk for each worker; the driver
+            may leave it in the object store.
         """
 
         def take() -> tuple[Any, Any]:
@@ -102,7 +103,7 @@ class NodeActor:
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             chunks, times = pool.finish_chunks()
             if not with_summary:
-                return (times, None, self._log.take()), chunks  # Ray copies them before the next call begins
+                return (times, None, self._log.take()), chunks  # Ray copies the chunks before the next call starts
             chunk = join_chunks(chunks)
             return (times, summarize(chunk), self._log.take()), chunk
 
@@ -112,29 +113,29 @@ class NodeActor:
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> list[Any] | RemoteFailure:
-        """Calls a method of environments and waits for the results."""
+        """Calls a method of some environments and waits for the results."""
         return self._guard(lambda: self._running.call(name, args, kwargs, env_ids)(None))  # type: ignore[no-any-return]
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> RemoteFailure | None:
-        """Sets an attribute of environments."""
+        """Sets an attribute of some environments, one value for each."""
         return self._guard(lambda: self._running.set_attr(name, values, env_ids))  # type: ignore[no-any-return]
 
     def keep(self, value: Any) -> None:
-        """Takes what the next frame of its kind can't carry: actions, or seeds and options."""
+        """Stores values that the next request frame can't hold: actions, or seeds and options."""
         self._kept_for_node.append(value)
 
     def kept(self) -> StepBatch | RemoteFailure:
-        """Returns what the oldest such frame to the driver could not carry."""
+        """Returns the batch or failure of the oldest answer frame that was marked as kept."""
         value: StepBatch | RemoteFailure = self._kept_for_driver.popleft()
         return value
 
     def worker_pids(self) -> list[int]:
-        """Process ids of this actor and of its workers."""
+        """Returns the process ids of this actor and of its workers."""
         workers = [] if self._pool is None else next(iter(self._pool.worker_pids().values()))[1:]
         return [os.getpid(), *workers]
 
     def close(self, timeout_s: float | None) -> None:
-        """Closes the environments and ends the workers."""
+        """Closes the environments and stops the workers."""
         if self._listener is not None:
             self._listener.close()
         if self._pool is not None:
@@ -148,10 +149,10 @@ class NodeActor:
             return RemoteFailure.capture(error, f"node {self._slice.name}")
 
     def _serve(self, connection: FrameSocket) -> None:
-        """Does what frames ask for, until the driver hangs up.
+        """Serves requests until the driver closes the connection.
 
-        A frame that has arrived is started before an answer is awaited: that is what lets one group step
-        while another is answered.
+        Every received request is started before the next answer is awaited. One group can therefore step while the
+        driver receives the answer of another.
         """
         pool = self._running
         frames = FrameFormat(pool.layout, pool.action_layout)
@@ -170,7 +171,7 @@ class NodeActor:
                         continue
                     num_waiting += len(request.env_ids)
                     if not request.loose:
-                        together.append(request.env_ids.copy())  # out of the next frame's way
+                        together.append(request.env_ids.copy())  # the next frame overwrites the original
                 frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
                 num_waiting -= count
                 if frame:
@@ -183,7 +184,7 @@ class NodeActor:
         """Reads a request.
 
         Raises:
-            OSError: What came is no request, or the peer has hung up.
+            OSError: The frame is no valid request, or the peer has closed the connection.
         """
         frame = connection.recv()
         try:
@@ -210,7 +211,7 @@ class NodeActor:
     def _answer(
         self, pool: ProcessPool, frames: FrameFormat, which: Callable[[], NDArray[np.int64]]
     ) -> tuple[bytes | memoryview, int]:
-        """Returns the frame that answers for some environments, nothing if there are none, and their number."""
+        """Returns an answer frame and its number of environments; an empty frame and 0 if none is ready."""
         env_ids = np.zeros(0, np.int64)
         try:
             with self._turn:
@@ -228,9 +229,9 @@ class NodeActor:
 
 
 class _Log(logging.Handler):
-    """Keeps what was logged here for the driver, where its user looks.
+    """Collects log lines of this process for the driver to log.
 
-    Not what the stream's thread said: of steps, the driver knows from the infos.
+    It skips the stream's thread, since infos already report to the driver what happened during steps.
     """
 
     def __init__(self) -> None:
@@ -242,6 +243,6 @@ class _Log(logging.Handler):
             self._lines.append(record.getMessage())
 
     def take(self) -> list[str]:
-        """Returns what was said since it was last asked."""
+        """Returns the lines logged since the last call."""
         lines, self._lines = self._lines, []
         return lines

@@ -1,4 +1,4 @@
-"""What a node is to the driver: the environments and policies of one machine."""
+"""The driver's interface to a node: the environments and policies of one machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rayvec.pools.restarts import NodeState
 __all__ = ["Node", "NodePart", "Wait", "Weights", "done", "node_lost"]
 
 Wait = Callable[[float | None], Any]
-"""Waits for something that was started, for up to so many seconds, and returns its result.
+"""Waits for a started operation and returns its result. The argument is a timeout in seconds, or None.
 
-It raises ``NotReady`` if that takes longer, ``NodeLostError`` if the node is gone."""
+It raises ``NotReady`` if the timeout expires and ``NodeLostError`` if the node is lost."""
 
 
 class Weights(NamedTuple):
     """Published weights of a policy.
 
     Attributes:
-        version: Of the weights.
-        array: ``float32 [P]``.
-        ref: To the array in the object store, from which other nodes fetch it; None where there is no other node.
+        version: Version of the weights.
+        array: The weights, ``float32 [P]``.
+        ref: Reference to the array in the object store, from which other nodes fetch it; None without other nodes.
     """
 
     version: int
@@ -41,10 +41,10 @@ class NodePart(NamedTuple):
     """A node's part of a chunk.
 
     Attributes:
-        times: Of each of its workers.
-        notes: What the driver logs, such as which workers and environments were restarted.
-        summary: Of its part, where that stays in the object store.
-        chunk: A reference to its part if there is a summary; else a chunk from each of its workers. Those may be views
+        times: Times of each of the node's workers.
+        notes: Lines for the driver to log, such as which workers and environments were restarted.
+        summary: Summary of the part if the part stays in the object store; else None.
+        chunk: A reference to the part if there is a summary; else one chunk for each worker. These chunks may be views
             of memory that the chunk after the next one overwrites.
     """
 
@@ -55,94 +55,95 @@ class NodePart(NamedTuple):
 
 
 class Node(Protocol):
-    """The environments of one node, stepped as an :class:`~rayvec.pools.base.EnvPool` with ids from 0, and policies.
+    """The environments and policies of one node.
 
-    What a method starts and returns a :data:`Wait` for is done in the order in which it was started.
+    The environments are stepped as in an :class:`~rayvec.pools.base.EnvPool`, with ids from 0. A node runs operations
+    that return a :data:`Wait` in the order in which they were started.
     """
 
     slice: NodeSlice
     transport: str
 
     def start(self, factory: EnvFactory) -> Wait:
-        """Starts the workers, which make their environments; the result is their spaces."""
+        """Starts the workers, which create their environments; the result is their spaces."""
         ...
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
-        """Makes the shared memory for these spaces, and resumes from the state of a lost node if there is one."""
+        """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
         ...
 
     @property
     def event_fd(self) -> int:
-        """Readable when some answer may be ready; for who calls :meth:`ready_ids`."""
+        """File descriptor that becomes readable when an answer may be ready; then call :meth:`ready_ids`."""
         ...
 
     def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` would return without waiting; to be called repeatedly."""
+        """Returns the ids whose answers :meth:`recv` returns without waiting; may be called repeatedly."""
         ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        """Starts a step."""
+        """Starts a step of some environments."""
         ...
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts a reset."""
+        """Starts a reset of some environments."""
         ...
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """Asks for current observations."""
+        """Requests current observations; with `begin`, finished episodes are reset first."""
         ...
 
     def flush(self) -> None:
-        """Sends the node what was started, if it has not been sent yet."""
+        """Sends any started request that has not been sent yet."""
         ...
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """Waits for what was started, and has been sent."""
+        """Waits for the answers of requests that have been sent."""
         ...
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
-        """Starts a call of the environments' methods."""
+        """Starts a call of a method of some environments."""
         ...
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        """Sets an attribute of environments."""
+        """Sets an attribute of some environments, one value for each."""
         ...
 
     def load(self, key: int, policy: bytes, version: int) -> Wait:
-        """Gives every worker a pickled policy that brings weights of a version along."""
+        """Loads a pickled policy in every worker; `version` is that of the policy's weights."""
         ...
 
     def drop(self, key: int) -> Wait:
-        """Lets every worker forget a policy and its weights."""
+        """Removes a policy and its weights from every worker."""
         ...
 
     def publish(self, key: int, weights: Weights) -> Wait:
-        """Gives a policy new weights, with which every chunk acts that is begun after this."""
+        """Publishes new weights of a policy; every chunk that is requested after this call uses them."""
         ...
 
     def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """Lets every worker take steps with a policy over its own slice; the result is a :class:`NodePart`."""
+        """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`."""
         ...
 
     def worker_pids(self) -> list[int]:
-        """Process ids of what started the workers and ends with them, and of the workers."""
+        """Returns the process ids of the workers' parent (the fork server or the actor) and of the workers."""
         ...
 
     def close(self, timeout_s: float | None = None) -> Wait:
-        """Closes the environments and ends the workers; what has not ended in time is killed."""
+        """Closes the environments and stops the workers; kills processes that do not exit in time."""
         ...
 
 
 def done(timeout_s: float | None) -> None:
-    """The wait for what is done already."""
+    """A :data:`Wait` for a completed operation."""
 
 
 def node_lost(node_slice: NodeSlice, error: BaseException) -> NodeLostError:
-    """Describes that a node is gone."""
+    """Returns the error for a lost node; `error` is the reason."""
     reason = str(error).splitlines()[0] if str(error) else "no reason given"
     return NodeLostError(
         "A node holds its environments until the pool is closed.",

@@ -1,4 +1,4 @@
-"""Where environments go: from a cluster's free cores to a :class:`~rayvec.data.Topology`."""
+"""Assigns environments to the free cores of a cluster; the result is a :class:`~rayvec.data.Topology`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LOOK_AGAIN_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class FreeNode:
-    """A node and the cores that nobody has claimed.
+    """A node and its free cores.
 
     Attributes:
-        node_id: Ray's id, in hexadecimal.
+        node_id: Ray's node id, in hexadecimal.
         address: The node's own IP address.
-        cpus: Free cores, whole ones.
+        cpus: Number of free whole cores.
     """
 
     node_id: str
@@ -37,10 +37,10 @@ class FreeNode:
 
 
 def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
-    """Returns the living nodes of the connected cluster that have cores, the driver's own first.
+    """Returns the connected cluster's live nodes that have cores. The driver's own node comes first.
 
     Args:
-        claimed_too: Whether to count cores that somebody has claimed, for who does without a claim.
+        claimed_too: Whether to count cores that are already claimed in Ray, for pools that claim no cores.
     """
     from ray._private.state import available_resources_per_node
 
@@ -59,10 +59,10 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
 
 
 def check_counts(num_nodes: int | None, workers_per_node: int | None) -> None:
-    """Refuses counts that no cluster could satisfy.
+    """Checks the counts.
 
     Raises:
-        ConfigError: One of them is not a positive whole number.
+        ConfigError: A count is not a positive integer.
     """
     for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
         if value is not None:
@@ -80,16 +80,16 @@ def plan_topology(
     """Divides environments among nodes in proportion to their workers, and on each node evenly.
 
     Args:
-        nodes: What there is; the first are taken first.
+        nodes: Available nodes, in order of preference.
         num_envs: How many environments.
         num_nodes: How many nodes to use; by default all that have a free core.
-        workers_per_node: Workers on each; by default one for each free core. There are never more workers
+        workers_per_node: Workers on each node; by default one for each free core. There are never more workers
             than environments.
-        worker_per_env: A worker for each environment, so that none waits for another, even where there are
-            more of them than cores.
+        worker_per_env: Whether each environment gets a worker of its own, even if there are fewer cores. No
+            environment then waits for another.
 
     Raises:
-        ConfigError: The cluster has not got what is asked for.
+        ConfigError: The cluster does not have the requested nodes or cores.
 
     >>> node = FreeNode("a", "10.0.0.1", 4)
     >>> plan_topology([node], num_envs=7, workers_per_node=3).nodes[0].worker_bounds
@@ -125,7 +125,7 @@ def plan_topology(
 
 
 def _limit(workers: list[int], num_envs: int) -> list[int]:
-    """Takes workers away from the fullest nodes until there is an environment for each."""
+    """Removes workers from the nodes with the most workers until every worker has an environment."""
     workers = list(workers)
     while sum(workers) > num_envs:
         fullest = max(range(len(workers)), key=workers.__getitem__)
@@ -134,10 +134,10 @@ def _limit(workers: list[int], num_envs: int) -> list[int]:
 
 
 def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
-    """Plans until it succeeds, for at most 10 s, since cores of a pool just closed come free with a delay.
+    """Retries `plan` for at most 10 s, since Ray frees the cores of a closed pool with a delay.
 
     Raises:
-        ConfigError: As :func:`plan_topology` does.
+        ConfigError: The last attempt of `plan` raised it.
     """
     deadline = time.monotonic() + _PLACE_S
     while True:
@@ -150,18 +150,18 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
 
 
 def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError) -> NodeSlice:
-    """Finds a node for the environments of one that is lost: that with the most free cores.
+    """Finds a node for the environments of a lost node: the one with the most free cores.
 
-    It waits for at most 8 s for a node that returns or for cores that come free. The driver's own node is never
-    excluded: where the driver runs, that node lives, and only the actor was lost.
+    It waits at most 8 s for a node to return or for cores to become free. The driver's own node is never excluded:
+    it is alive while the driver runs, so only its actor can have died.
 
     Args:
-        lost: What is to be placed.
-        excluded: Ids of nodes that are lost.
-        error: How the node was lost.
+        lost: Slice of the lost node.
+        excluded: Ids of lost nodes.
+        error: The error that reported the loss.
 
     Raises:
-        NodeLostError: There is none; `error` is its cause.
+        NodeLostError: No other node has a free core; `error` is its cause.
     """
     gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
     deadline = time.monotonic() + _PLACE_AGAIN_S
@@ -176,6 +176,6 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError
     node = max(nodes, key=lambda node: node.cpus)
     bounds = lost.worker_bounds
     cpus = min(lost.num_cpus, node.cpus)
-    if lost.num_workers == lost.num_cpus:  # a worker for each core; else for each environment
+    if lost.num_workers == lost.num_cpus:  # one worker for each core; else one for each environment
         bounds = even_bounds(len(lost.env_range), cpus, lost.env_range.start)
     return NodeSlice(node.node_id, node.address, bounds, cpus)

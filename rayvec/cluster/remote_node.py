@@ -1,4 +1,4 @@
-"""Another node: an actor owns its process pool, and the driver steps it through a stream."""
+"""A remote node: an actor owns its process pool, and the driver steps it through a stream."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteNode:
-    """Another node: an actor that owns its process pool, and a stream through which it is stepped.
+    """A remote node: an actor owns its process pool, and the driver steps it through a stream.
 
     Args:
-        node_slice: Which environments it holds.
-        preload: Modules that workers import once.
-        supervision: What becomes of environments that raise, hang, or whose process ends.
-        loose: Whether each environment is answered as soon as it is done; else together, as they were sent.
+        node_slice: The environments, workers and cores of this node.
+        preload: Modules that the workers' fork server imports once.
+        supervision: Restart policy for environments that raise, hang, or whose worker exits.
+        loose: Whether the node answers for each environment as soon as it has finished; else for all environments of
+            a request together.
     """
 
     transport = "tcp"
@@ -68,7 +69,7 @@ class RemoteNode:
             .remote(node_slice, preload, supervision)
         )
 
-    # What goes through Ray.
+    # Requests through Ray.
 
     def _start(self, method: str, *args: Any) -> Wait:
         ref = getattr(self._actor, method).remote(*args)
@@ -78,9 +79,9 @@ class RemoteNode:
         """Waits for the result of an actor call.
 
         Raises:
-            NotReady: It takes longer.
-            NodeLostError: The actor is gone.
-            Exception: What an environment raised.
+            NotReady: The timeout expired.
+            NodeLostError: The actor or its node is lost.
+            Exception: An environment raised this exception.
         """
         try:
             value = ray.get(ref, timeout=timeout_s)
@@ -99,7 +100,7 @@ class RemoteNode:
         """Waits until the actor runs.
 
         Raises:
-            NodeLostError: It does not, in time or at all.
+            NodeLostError: The actor did not start in time, or died.
         """
         try:
             self._start("worker_pids")(timeout_s)
@@ -112,7 +113,7 @@ class RemoteNode:
         return self._start("start", factory.in_parts(self.slice.worker_bounds))
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
-        """See :class:`Node`; the stream is connected when it is waited for."""
+        """See :class:`Node`; the returned wait connects the stream."""
         key = secrets.token_bytes(32)
         allocating = self._start("allocate", observation, action, state)
         listening = self._start("listen", key)
@@ -180,14 +181,14 @@ class RemoteNode:
             try:
                 closing(_CLOSE_S if timeout_s is None else timeout_s)
             except (NodeLostError, NotReady):
-                pass  # gone already, or ended by force below
+                pass  # the actor has died, or is killed below
             except Exception:
                 logger.exception("node %s did not close in order", self.slice.name)
             ray.kill(self._actor)
 
         return end
 
-    # What goes through the stream.
+    # Requests through the stream.
 
     @property
     def _stream(self) -> FrameSocket:
@@ -220,8 +221,8 @@ class RemoteNode:
     def flush(self) -> None:
         """See :class:`Node`.
 
-        A frame is packed first and sent when those for other nodes are packed too: to send one may
-        mean to lose the core to whoever receives it.
+        Frames are sent only after the frames of all nodes are packed. Sending a frame can wake its receiver, which
+        may then take the driver's core.
         """
         frame, self._frame = self._frame, b""
         if frame:
@@ -231,7 +232,7 @@ class RemoteNode:
                 raise self._lost(error) from error
 
     def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """See :class:`Node`; the arrays are views of memory that the next frame of this node overwrites."""
+        """See :class:`Node`; the next frame from this node overwrites the returned arrays."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         key = env_ids.tobytes()
         while (batch := self._whole.pop(key, None)) is None:
@@ -252,8 +253,8 @@ class RemoteNode:
         return np.array(sorted(self._answers), np.int64)
 
     def _read_answer(self, deadline: float | None) -> None:
-        """Reads the next frame."""
-        for key, batch in self._whole.items():  # asked for later than it came: out of the frame's way
+        """Reads and stores the next answer frame."""
+        for key, batch in self._whole.items():  # not received yet; the next frame overwrites it
             self._whole[key] = batch.copy()
         try:
             if deadline is not None and not self._stream.poll(max(0.0, deadline - time.monotonic())):
@@ -261,7 +262,7 @@ class RemoteNode:
             answer = self._frames.unpack_answer(self._stream.recv())
         except NotReady:
             raise
-        except Exception as error:  # the stream has ended, or what came is no answer
+        except Exception as error:  # the stream was closed, or the frame is no answer
             raise self._lost(error) from error
         batch = self._fetch(answer)
         for info in batch.info:
@@ -275,11 +276,11 @@ class RemoteNode:
     def _fetch(self, answer: Answer) -> StepBatch:
         if answer.batch is not None:
             return answer.batch
-        batch: StepBatch = deepcopy(self._start("kept")(None))  # what comes by Ray can't be written
+        batch: StepBatch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
         return batch
 
     def _gather(self, env_ids: NDArray[np.int64]) -> StepBatch:
-        """Puts answers together that came one by one."""
+        """Joins answers that arrived one environment at a time."""
         found = [self._answers.pop(env_id) for env_id in env_ids.tolist()]
         infos = []
         for env_id, (batch, _) in zip(env_ids.tolist(), found, strict=True):
@@ -314,7 +315,7 @@ class RemoteNode:
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`Node`."""
         calling = self._start("call", name, args, dict(kwargs), env_ids)
-        return lambda timeout_s: deepcopy(calling(timeout_s))  # what comes by Ray can't be written
+        return lambda timeout_s: deepcopy(calling(timeout_s))  # arrays from Ray are read-only
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""

@@ -1,8 +1,8 @@
-"""The Ray that we run on: one that is there already, or a private one that leaves nothing behind.
+"""Connects to Ray: to an existing cluster, or to a private one that is removed afterwards.
 
-A Ray that is already initialised is used and never shut down. An explicit address, or ``RAY_ADDRESS``, is
-connected to. Otherwise a private local cluster is started, with a token and a temporary directory of its
-own; it ends with the last environment that uses it, or with this process, however that ends.
+If Ray is already initialised, a session uses it and never shuts it down. Otherwise it connects to the given address or
+to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with its own token and temporary directory.
+The private cluster stops when its last session is released, or when this process exits or is killed.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from rayvec.errors import ConfigError
 __all__ = ["CLUSTER_MARK", "RaySession", "end_reaper", "start_reaper"]
 
 CLUSTER_MARK = "RAYVEC_CLUSTER"
-"""The environment variable that names, to its processes, the directory of a private cluster."""
+"""Environment variable that holds the directory of a private cluster, set in the cluster's processes."""
 _REAPER = Path(__file__).with_name("_reaper.py")
 _REAP_S = 20.0
 _PROBE_S = 5.0
 _TOKEN = secrets.token_hex(32)
-"""What our private clusters ask of who connects. One for this process, since Ray reads it only once; without
-it Ray would write one to the user's home."""
+"""Token that clients of our private clusters must present. There is one for this process, since Ray reads it only
+once. Without it, Ray would write a token to the user's home directory."""
 _SETTINGS = {
-    "RAY_worker_niceness": "0",  # else a busy driver starves the workers
-    "RAY_prestart_worker_first_driver": "0",  # one process for each core, of which we need one
+    "RAY_worker_niceness": "0",  # at a lower priority, a busy driver starves the workers
+    "RAY_prestart_worker_first_driver": "0",  # Ray would start one process for each core; we need one
 }
 
 
 class RaySession:
-    """A share in this process's connection to Ray.
+    """A shared, reference-counted connection of this process to Ray.
 
-    Every share must be released; the last one ends what the first one began.
+    Every session must be released. Releasing the last one closes the connection that the first one opened.
 
     Args:
-        address: Of a running cluster. Without it, the Ray that is already initialised, ``RAY_ADDRESS``, or
-            a private local cluster, in this order.
+        address: Address of a running cluster. By default the already initialised Ray, ``RAY_ADDRESS``, or a private
+            local cluster, in this order.
 
     Raises:
-        ConfigError: There is no cluster at the address, or another one is already connected.
+        ConfigError: No cluster answers at the address, or this process is connected to another cluster.
     """
 
     _lock = threading.Lock()
@@ -86,7 +86,10 @@ class RaySession:
         cls._ours = True
 
     def release(self) -> None:
-        """Gives the share back; may be called again, and by a finalizer that runs while this thread holds the lock."""
+        """Releases the session; further calls do nothing.
+
+        A finalizer may call it while this thread holds the lock.
+        """
         if self._released:
             return
         self._released = True
@@ -95,10 +98,10 @@ class RaySession:
 
     @classmethod
     def _settle(cls) -> None:
-        """Takes shares back that were returned; where the lock is held, its holder does so when it has left it."""
+        """Counts released sessions. If the lock is held, its holder counts them after it releases the lock."""
         while cls._returned and cls._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(IndexError):  # another thread was quicker
+                with contextlib.suppress(IndexError):  # another thread has counted it
                     cls._returned.popleft()
                     cls._take_back()
             finally:
@@ -116,7 +119,7 @@ class RaySession:
 
 
 def _check_same(address: str | None) -> None:
-    """Refuses an address beside the cluster that is connected already."""
+    """Raises ``ConfigError`` if `address` names another cluster than the connected one."""
     connected = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", "local", connected):
         raise ConfigError(
@@ -130,7 +133,7 @@ def _check_same(address: str | None) -> None:
 def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
-        if port.isdigit():  # Ray itself would go on trying for minutes
+        if port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), _PROBE_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -162,10 +165,11 @@ def _start_private() -> subprocess.Popen[bytes]:
 
 
 def start_reaper(directory: str) -> subprocess.Popen[bytes]:
-    """Starts who clears up after a private cluster, also when this process is killed.
+    """Starts the process that cleans up after a private cluster, even if this process is killed.
 
     Args:
-        directory: Of the cluster; its processes have it in their environment as :data:`CLUSTER_MARK`.
+        directory: Directory of the cluster; the cluster's processes have it in their environment as
+            :data:`CLUSTER_MARK`.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory, str(os.getpid())],
@@ -175,9 +179,9 @@ def start_reaper(directory: str) -> subprocess.Popen[bytes]:
 
 
 def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
-    """Lets the reaper see that we are done; it clears up as it would after a crash, and ends."""
+    """Notifies the reaper, which cleans up as after a crash, and waits until it exits."""
     assert reaper.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has been killed
+    with contextlib.suppress(BrokenPipeError):  # the reaper was killed
         reaper.stdin.write(b".")
         reaper.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,10 +190,10 @@ def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _environment(**settings: str) -> Iterator[None]:
-    """Sets environment variables for the processes that are started meanwhile.
+    """Sets environment variables for processes that are started inside the context.
 
-    Ray itself turns authentication by token on for a cluster that it starts, and notes that in the
-    environment too.
+    It also restores ``RAY_AUTH_MODE``, which Ray sets when it turns on token authentication for a cluster that it
+    starts.
     """
     before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}
     os.environ.update(settings)

@@ -1,8 +1,7 @@
-"""The stream to a node that is reached over the network: who may speak on it.
+"""The authenticated TCP stream between the driver and a remote node.
 
-Both ends prove, before anything else is read, that they hold the run's key, which travelled by Ray: each
-sends a nonce, and answers the other's with an HMAC over it. What is spoken then are the frames of
-:mod:`rayvec.cluster.frames`.
+Both ends first prove that they hold the run's key, which Ray has transferred. Each end sends a nonce and answers the
+other's nonce with an HMAC over it. After that they exchange the frames of :mod:`rayvec.cluster.frames`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rayvec.node.pipe import readable
 __all__ = ["LENGTH_BYTES", "MOST_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 
 STREAM_THREAD = "rayvec-stream"
-"""Name of the threads in which peers are served."""
+"""Name of the threads that serve peers."""
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS = 16
@@ -31,21 +30,22 @@ _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _BUFFER_BYTES = 1 << 16
 MOST_BYTES = 1 << 31
-"""Of a frame."""
+"""Maximum size of a frame in bytes."""
 _ACCEPT_AGAIN_S = 0.2
 _DEAD_PEER = {
     socket.TCP_KEEPIDLE: 3,
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""A peer whose machine is gone says nothing: the kernel takes it for dead after about ten seconds in which nothing was
-to be sent; where something was, we do, since the kernel would repeat it for a quarter of an hour. ``TCP_USER_TIMEOUT``
-is no help: to the kernel, a peer that lives but reads nothing is then dead too."""
+"""Keepalive settings that detect a peer whose machine is down. On an idle connection the kernel reports the peer dead
+after about ten seconds. With unacknowledged data the kernel would retransmit for about 15 minutes, so
+``FrameSocket._check_peer`` checks that case. ``TCP_USER_TIMEOUT`` is unsuitable, because it also closes connections to
+live peers that read nothing."""
 _SILENCE_S = 10.0
 _LOOK_S = 1.0
 _TIME = struct.Struct("@ll")
 _TCP_INFO = struct.Struct("=2x2B48xI")
-"""Of Linux's ``struct tcp_info``: repetitions and probes that were not answered, ms since the last acknowledgement."""
+"""Fields of Linux's ``struct tcp_info``: unanswered retransmissions and probes, ms since the last acknowledgement."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S
     """Connects to a :class:`Listener` and proves that this side holds the key.
 
     Raises:
-        PermissionError: The listener does not hold the key, or found that this side does not.
-        OSError: Nobody listens there.
+        PermissionError: The listener does not hold the key, or rejected the key of this side.
+        OSError: The connection failed, for example because no listener accepts connections there.
     """
     sock = socket.create_connection((address, port), timeout_s)
     try:
@@ -67,15 +67,15 @@ def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S
 
 
 class Listener:
-    """Accepts peers that can prove themselves, on a port of this node's own address.
+    """Accepts authenticated peers on a port of this node's own address.
 
-    Each peer is checked in a thread of its own with a deadline, so that one that stays silent holds nobody up; of those
-    that have not proved themselves there are only so many, and whoever has waited longest makes room for the next.
+    Each peer is authenticated in its own thread with a deadline, so a silent peer does not block the others. The number
+    of unauthenticated peers is limited. At the limit, a new peer replaces the one that has waited longest.
 
     Args:
-        address: The node's own IP address, which the port is bound to.
-        key: Of the run.
-        serve: Called, in the peer's thread, with each connection that has proved itself.
+        address: The node's own IP address, to which the port is bound.
+        key: Key of the run.
+        serve: Called with each authenticated connection, in the peer's thread.
     """
 
     def __init__(self, address: str, key: bytes, serve: Callable[[FrameSocket], None]) -> None:
@@ -88,23 +88,23 @@ class Listener:
         threading.Thread(target=self._accept, name="rayvec-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening; a connection that is being served stays open."""
+        """Stops listening; authenticated connections stay open."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 sock, peer = self._socket.accept()
-            except OSError:  # closed, or out of descriptors for a while
+            except OSError:  # closed, or temporarily out of file descriptors
                 if self._closed.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
             self._strangers.append(sock)
             if len(self._strangers) > _MOST_STRANGERS:
-                with contextlib.suppress(OSError, IndexError):  # it may just have proved itself, or gone
+                with contextlib.suppress(OSError, IndexError):  # it may have authenticated or disconnected
                     self._strangers.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._admit, args=(sock, peer), name=STREAM_THREAD, daemon=True).start()
 
@@ -113,7 +113,7 @@ class Listener:
             try:
                 _authenticate(sock, self._key, time.monotonic() + _HANDSHAKE_S, b"server", b"client")
             finally:
-                with contextlib.suppress(ValueError):  # it had to make room
+                with contextlib.suppress(ValueError):  # a newer peer has replaced it
                     self._strangers.remove(sock)
         except (OSError, PermissionError) as error:
             logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
@@ -124,7 +124,7 @@ class Listener:
 
 
 def _authenticate(sock: socket.socket, key: bytes, deadline: float, ours: bytes, theirs: bytes) -> None:
-    """Both sides send a nonce and answer the other's; the role in the HMAC forbids sending it back."""
+    """Exchanges nonces and HMACs over them. The HMAC includes the role, which prevents reflection attacks."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     sock.settimeout(_HANDSHAKE_S)
     sock.sendall(nonce)
@@ -150,12 +150,12 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 class FrameSocket:
-    """Frames over a connected socket; each begins with its own length in bytes, as eight of them.
+    """Sends and receives frames over a connected socket. A frame starts with its length in bytes, as a uint64.
 
-    Mostly one system call sends a frame and one receives it, which is what a step over the network costs.
+    Usually one system call sends a frame and one receives it.
 
     Args:
-        sock: Of a peer that has proved itself.
+        sock: Socket of an authenticated peer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -175,7 +175,7 @@ class FrameSocket:
         """Sends a frame.
 
         Raises:
-            OSError: The peer has hung up, or is silent.
+            OSError: The peer has closed the connection, or its machine no longer answers.
         """
         left = memoryview(frame)
         while left:
@@ -185,14 +185,14 @@ class FrameSocket:
                 self._check_peer()
 
     def recv(self) -> memoryview:
-        """Receives a frame, into memory that the next one overwrites.
+        """Receives a frame into memory that the next frame overwrites.
 
-        Frames begin at the same place of the same memory, so that views of it can be kept, until a frame comes that
-        has no room there: the memory is then another.
+        All frames start at the beginning of the same buffer, so callers may cache views of it. A frame that does not
+        fit replaces the buffer with a larger one.
 
         Raises:
-            EOFError: The peer has hung up.
-            OSError: It is silent.
+            EOFError: The peer has closed the connection.
+            OSError: The peer's machine no longer answers, or the frame's length is invalid.
         """
         if self._start:
             left = self._filled - self._start
@@ -212,7 +212,7 @@ class FrameSocket:
         return self._memory[:end]
 
     def _fill(self, size: int) -> None:
-        """Receives until there are this many bytes."""
+        """Receives until the buffer holds `size` bytes."""
         if size > len(self._memory):
             larger = memoryview(bytearray(size + size // 4))
             larger[: self._filled] = self._memory[: self._filled]
@@ -228,10 +228,10 @@ class FrameSocket:
             self._filled = filled + received
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits for a frame, or the beginning of one, for up to `timeout_s`; returns whether there is one.
+        """Waits up to `timeout_s` seconds for the beginning of a frame; returns whether any bytes have arrived.
 
         Raises:
-            OSError: The peer is silent.
+            OSError: The peer's machine no longer answers.
         """
         if self._filled > self._start or readable([self._sock.fileno()], timeout_s):
             return True
@@ -241,7 +241,7 @@ class FrameSocket:
         return False
 
     def _check_peer(self) -> None:
-        """Raises an error if the peer's machine answers nothing any more; that of a peer that is only slow does."""
+        """Raises ``TimeoutError`` if the peer's machine no longer answers. The machine of a slow peer still does."""
         repeated, probed, silent_ms = _TCP_INFO.unpack(
             self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         )
@@ -253,13 +253,13 @@ class FrameSocket:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self._sock.close()
 
     def __enter__(self) -> FrameSocket:
-        """Returns itself; leaving the block hangs up."""
+        """Returns itself; leaving the block closes the connection."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self.close()

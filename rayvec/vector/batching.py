@@ -1,4 +1,4 @@
-"""What belongs to a batch for Gymnasium: merged infos, groups, and the checks of what goes in."""
+"""Helpers for Gymnasium batches: merged infos, groups, and checks of actions, masks and spaces."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 
 
 class ActionTypeError(ConfigError, TypeError):
-    """One action where each environment takes one."""
+    """A single action was passed instead of one for each environment."""
 
 
 class InfoMerger(VectorEnv[Any, Any, Any]):
-    """Gymnasium's own way to merge infos, for any number of rows."""
+    """Merges infos with Gymnasium's own method, for any number of environments."""
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
 
     def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
-        """Merges infos in the order of environments, as ``SyncVectorEnv`` does."""
+        """Merges infos in the given order, as ``SyncVectorEnv`` does."""
         merged: dict[str, Any] = {}
         for env_id, info, final_obs, final_info in infos:
             if final_info is not None:
@@ -49,7 +49,11 @@ class InfoMerger(VectorEnv[Any, Any, Any]):
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Returns the mode that a user named."""
+    """Returns the autoreset mode that `mode` names.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
     try:
         return AutoresetMode(mode)
     except ValueError as error:
@@ -62,7 +66,7 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
 
 
 def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
-    """Divides the ids into groups, each with a share of every worker's slice."""
+    """Divides the ids into one or two groups. With two, each contains half of every worker's slice."""
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
@@ -73,11 +77,11 @@ def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ..
 
 
 def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
-    """Returns the space of observations batched as `observation_mode` says, and that of a single one.
+    """Returns the batched and the single observation space for an `observation_mode`.
 
     Raises:
         ConfigError: There is no such mode.
-        RuntimeError: The environments' spaces are not what it says.
+        RuntimeError: The environments' spaces do not match the mode.
     """
     single = spaces.observation
     if mode == "same":
@@ -116,7 +120,7 @@ def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
 
 
 def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
-    """Refuses environments whose observations don't fit into arrays of `single`."""
+    """Raises ``RuntimeError`` if an environment's observations don't fit into arrays of `single`."""
     misfit = spaces.misfit(single)
     if misfit is not None:
         _raise_spaces(
@@ -138,7 +142,12 @@ def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
 
 
 def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
-    """Returns actions as a tree of arrays, each ``[count, ...]``."""
+    """Returns actions as a tree of arrays, each ``[count, ...]``.
+
+    Raises:
+        ActionTypeError: A single action was passed.
+        ConfigError: The actions have other shapes.
+    """
     try:
         leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
         got = f"shapes {[leaf.shape for leaf in leaves]}"
@@ -151,7 +160,7 @@ def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[
 
 
 def check_number(got: int, count: int, space: Space[Any]) -> None:
-    """Refuses another number of actions than of environments."""
+    """Raises ``ConfigError`` if the number of actions differs from the number of environments."""
     if got != count:
         raise ConfigError(_action_message(f"{got} actions", space))
 
@@ -166,7 +175,12 @@ def _action_message(got: str, space: Space[Any]) -> str:
 
 
 def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    """Returns ``options["reset_mask"]`` if it is one; errors are of Gymnasium's types and begin in its words."""
+    """Returns ``options["reset_mask"]`` if it is valid. Error types and the start of messages match Gymnasium.
+
+    Raises:
+        TypeError: The mask is no NumPy array, or its dtype isn't bool.
+        ValueError: The mask has another shape, or no True value.
+    """
     if not isinstance(mask, np.ndarray):
         raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}", num_envs))
     if mask.shape != (num_envs,):

@@ -1,4 +1,4 @@
-"""A policy that acts in this process, for one group of environments while the others step."""
+"""Inference in the driver: a policy acts for one group of environments while the other group steps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rayvec.vector.batching import split_groups
 __all__ = ["DriverActing"]
 
 _TRIALS = (1, 2, 1, 2)
-"""Groups of the first chunks where it is to be found out what is faster; the first two warm up."""
+"""Number of groups in the first chunks with ``groups="auto"``. The first two chunks are warm-up."""
 
 
 class DriverActing:
-    """Takes chunks of steps from here, and knows which episodes the policy has not seen the beginning of.
+    """Collects chunks with a policy in the driver, and tracks in which environments the policy must begin an episode.
 
     Args:
-        pool: What to step.
-        groups: How many there are; ``"auto"`` tries both in the first four chunks and keeps the faster.
+        pool: The pool to step.
+        groups: Number of groups. ``"auto"`` tries 1 and 2 in the first four chunks and keeps the faster.
 
     Attributes:
-        groups: The ids of each.
+        groups: The environment ids of each group.
     """
 
     def __init__(self, pool: ActingPool, groups: Literal[1, 2, "auto"]) -> None:
         self._pool = pool
         self._undecided = groups == "auto"
-        self._trials_s: list[float] = []  # of a step, by chunk
+        self._trials_s: list[float] = []  # seconds per step, one entry per chunk
         self.groups: tuple[NDArray[np.int64], ...] = split_groups(pool.topology, 2 if groups == 2 else 1)
         self._everyone = np.arange(pool.num_envs)
         self._begun = np.ones(pool.num_envs, bool)
@@ -42,7 +42,7 @@ class DriverActing:
     def rollout(
         self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
     ) -> Rollout:
-        """Takes `num_steps` steps of every environment; arguments as of :func:`rayvec.rollout.loop.rollout`."""
+        """Steps every environment `num_steps` times; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
         begun = self._everyone if policy is not self._policy else np.flatnonzero(self._begun)
         self._policy = policy
         self._begun[:] = False
@@ -64,7 +64,7 @@ class DriverActing:
         return Rollout(summarize(chunk), chunk, (), (times,), times.whole_s)
 
     def _try_next(self, step_s: float) -> None:
-        """Takes note of how long a step took, and chooses the groups of the next chunk."""
+        """Records the seconds that a step took, and selects the groups of the next chunk."""
         self._trials_s.append(step_s)
         if len(self._trials_s) < len(_TRIALS):
             groups = _TRIALS[len(self._trials_s)]
@@ -74,13 +74,13 @@ class DriverActing:
         self.groups = split_groups(self._pool.topology, groups)
 
     def note_reset(self, env_ids: NDArray[np.int64]) -> None:
-        """Takes note of environments that somebody else resets."""
+        """Records environments that the caller resets outside :meth:`rollout`."""
         self._begun[env_ids] = True
 
     def note_ended(self, batch: StepBatch) -> None:
-        """Takes note of episodes that ended in steps that somebody else chose."""
+        """Records episodes that ended in steps outside :meth:`rollout`."""
         self._begun[batch.env_ids] |= batch.terminated | batch.truncated
 
     def note_absence(self) -> None:
-        """Takes note that another policy acts meanwhile: a policy that remembers has missed all of it."""
+        """Records that another policy has acted, so that the next policy begins an episode in every environment."""
         self._policy = None
