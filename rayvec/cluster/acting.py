@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.nodes import Node, NodePart, Wait, Weights
 from rayvec.errors import NodeLostError
 from rayvec.node.chunk_memory import MOST_CHUNKS
+from rayvec.node.interrupts import Uninterrupted
 
 __all__ = ["ActingNodes"]
 
@@ -94,7 +95,7 @@ class ActingNodes:
         chunk is pending, it waits until the nodes have received the previously published weights.
         """
         ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
-        newest = self._weights[key] = Weights(version, weights if ref is not None else weights.copy(), ref)
+        newest = self._weights[key] = Weights(version, weights.copy(), ref)
         if self._pending:
             self._pending[-1].publishing += self._start_all(lambda node: node.publish(key, newest))
             return
@@ -151,8 +152,11 @@ class ActingNodes:
                     chunk.parts[number] = chunk.wait(number, deadline)
                 except NodeLostError as error:
                     chunk.parts[number] = self._take_again(chunk, number, error, deadline)
-        del self._pending[0]
-        self._publishing += chunk.publishing
+        with Uninterrupted():
+            for each in self._nodes:
+                each.node.release_chunk()
+            del self._pending[0]
+            self._publishing += chunk.publishing
         return [chunk.parts[number] for number in range(len(chunk.asked))], chunk.waited_s
 
     def settle(self) -> None:

@@ -117,6 +117,10 @@ class LocalNode:
 
         return finish
 
+    def release_chunk(self) -> None:
+        """See :class:`Node`."""
+        self._running.acting.release()
+
     def worker_pids(self) -> list[int]:
         """See :class:`Node`."""
         return next(iter(self._running.worker_pids().values()))
@@ -125,11 +129,12 @@ class LocalNode:
         """See :class:`Node`."""
 
         def end(timeout_s: float | None) -> None:
-            if self._pool is not None:
-                self._pool.close(timeout_s)
-                self._pool = None
-            if self._claim is not None and ray.is_initialized():
-                remove_placement_group(self._claim)
-            self._claim = None
+            pool, claim, self._pool, self._claim = self._pool, self._claim, None, None
+            try:
+                if pool is not None:
+                    pool.close(timeout_s)
+            finally:
+                if claim is not None and ray.is_initialized():
+                    remove_placement_group(claim)
 
         return end

@@ -102,6 +102,7 @@ class NodeActor:
             pool = self._running
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             chunks, times = pool.finish_chunks()
+            pool.acting.release()
             if not with_summary:
                 return (times, None, self._log.take()), chunks  # Ray copies the chunks before the next call starts
             chunk = join_chunks(chunks)

@@ -129,6 +129,10 @@ class Node(Protocol):
         """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`."""
         ...
 
+    def release_chunk(self) -> None:
+        """Forgets the oldest pending chunk, whose part has been taken."""
+        ...
+
     def worker_pids(self) -> list[int]:
         """Returns the process ids of the workers' parent (the fork server or the actor) and of the workers."""
         ...

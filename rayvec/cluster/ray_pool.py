@@ -39,6 +39,8 @@ __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
 _PLACE_S = 10.0
+_FIRST_PLACE_S = 60.0
+"""How long cores that were free a moment ago may take to be granted, and an actor to start."""
 _T = TypeVar("_T")
 
 Ask = Callable[[Node, NDArray[np.int64]], None]
@@ -119,7 +121,10 @@ class RayPool:
         self._budget = RestartBudget()
         self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
-            self._nodes += [_Member(self._open(node_slice)) for node_slice in topology.nodes]
+            for node_slice in topology.nodes:
+                self._nodes.append(_Member(self._open(node_slice)))
+            for member in self._nodes:
+                member.node.wait_until_placed(_FIRST_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
             spaces = [wait(None) for wait in starting]
         except BaseException:
@@ -377,10 +382,10 @@ class RayPool:
         member = self._nodes[number]
         if not self._rehost:
             raise error
-        with contextlib.suppress(Exception):
-            member.node.close(0.0)(0.0)
         excluded: set[str] = set()
         while True:
+            with contextlib.suppress(Exception):
+                member.node.close(0.0)(0.0)
             if not self._budget.spend(number):
                 raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
             excluded.add(member.node.slice.node_id)
@@ -438,12 +443,13 @@ class RayPool:
         for member in self._nodes:
             with contextlib.suppress(OSError):
                 closing.append(member.node.close(timeout_s))
-        for end in closing:
-            end(_left(deadline))
         self._nodes.clear()
-        if self._session is not None:
-            self._session.release()
-            self._session = None
+        with contextlib.ExitStack() as stack:
+            if self._session is not None:
+                stack.callback(self._session.release)
+                self._session = None
+            for end in reversed(closing):
+                stack.callback(end, _left(deadline))
 
 
 def _left(deadline: float | None) -> float | None:

@@ -164,6 +164,9 @@ class RemoteNode:
 
         return finish
 
+    def release_chunk(self) -> None:
+        """See :class:`Node`; the actor has done so."""
+
     def worker_pids(self) -> list[int]:
         """See :class:`Node`."""
         found: list[int] = self._start("worker_pids")(None)

@@ -115,11 +115,12 @@ class Listener:
             finally:
                 with contextlib.suppress(ValueError):  # a newer peer has replaced it
                     self._strangers.remove(sock)
+            connection = FrameSocket(sock)
         except (OSError, PermissionError) as error:
             logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
             sock.close()
             return
-        with FrameSocket(sock) as connection:
+        with connection:
             self._serve(connection)
 
 

@@ -100,6 +100,7 @@ class WorkerActing:
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
+        assert not self._pending, "a replacement worker could not repeat the call behind a chunk"
         held = self._policies[key] = _Policy(policy, WeightsRef(version))
         try:
             self._call_all("load_policy", (key, policy), [held.memory.fd])
@@ -118,6 +119,14 @@ class WorkerActing:
         self._call_all("drop_policy", (key,), ())
         self._policies.pop(key).memory.close()
 
+    def release(self) -> None:
+        """Forgets the oldest pending chunk, which :meth:`finish` has returned."""
+        with Uninterrupted():
+            if self._pending:
+                chunk = self._pending.pop(0)
+                for link, number in zip(self._links, chunk.numbers, strict=True):
+                    link.take_reply(number)
+
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
         """Requests a chunk from every worker, each over its own slice. A worker runs pending chunks in order."""
         assert self.has_room, "a chunk more than there is memory for"
@@ -129,26 +138,26 @@ class WorkerActing:
             self._num_begun += 1
 
     def finish(self, timeout_s: float | None = None) -> list[PackedChunk]:
-        """Waits for the oldest pending chunk and returns each worker's packed part.
+        """Waits for the oldest pending chunk; returns each worker's, packed. It stays pending until :meth:`release`.
 
         Raises:
-            NotReady: The timeout was reached. The chunk stays pending, also after Ctrl-C.
-            Exception: The exception that the policy raised.
+            NotReady: It takes longer.
+            Exception: What the policy raised.
         """
         chunk = self._pending[0]
         self._wait_all(chunk.numbers, None if timeout_s is None else time.monotonic() + timeout_s)
-        with Uninterrupted():
-            replies = [link.take_reply(number) for link, number in zip(self._links, chunk.numbers, strict=True)]
-            del self._pending[0]
+        replies = [link.reply(number) for link, number in zip(self._links, chunk.numbers, strict=True)]
         for _, failure in (each for reply in replies for each in reply.failures):
+            self.release()
             raise failure.rebuild()
         return [reply.value for reply in replies]
 
     def done_chunks(self, link: WorkerLink) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
-        replies = [link.peek_reply(chunk.numbers[link.index]) for chunk in self._pending]
+        numbers = [chunk.numbers[link.index] for chunk in self._pending]
+        replies = [link.reply(number) for number in numbers if number < link.num_done]
         memory = self._workers.memories[link.index]
-        return [reply.value.unpack(memory) for reply in replies if reply is not None and not reply.failures]
+        return [reply.value.unpack(memory) for reply in replies if not reply.failures]
 
     def close(self) -> None:
         """Frees the memory of the weights."""

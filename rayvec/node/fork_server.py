@@ -25,17 +25,20 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 
 __all__ = ["ForkServer", "serve"]
 
 _PID = struct.Struct("<q")
 _END_S = 5.0
+_START_S = 300.0
 _IDLE_S = 3.0
 """How long a root without a branch waits before it exits."""
 _PR_SET_PDEATHSIG = 1
@@ -62,7 +65,7 @@ class ForkServer:
     """
 
     _lock = threading.Lock()
-    _roots: ClassVar[dict[tuple[int, tuple[str, ...]], ForkServer]] = {}
+    _roots: ClassVar[dict[tuple[Any, ...], ForkServer]] = {}
 
     def __init__(self, sock: socket.socket, pid: int, watch: ProcessWatch) -> None:
         self.pid = pid
@@ -71,23 +74,26 @@ class ForkServer:
         self._turn = threading.Lock()
 
     @classmethod
-    def branch(cls, preload: Sequence[str] = ()) -> ForkServer:
+    def branch(cls, preload: Sequence[str] = (), timeout_s: float = _START_S) -> ForkServer:
         """Returns a new fork server for one pool.
 
         Args:
             preload: Modules to import once, in addition to those that every worker needs.
+            timeout_s: How long the imports may take, in seconds.
 
         Raises:
             EOFError: The fork server could not be started.
+            NotReady: The modules were not imported in time.
         """
-        key = os.getpid(), tuple(preload)
+        key = os.getpid(), tuple(preload), tuple(sys.path), os.getcwd(), frozenset(os.environ.items())
         with cls._lock:
-            root = cls._roots.get(key)
-            if root is not None:
+            for ended in [each for each, root in cls._roots.items() if each[0] == key[0] and root.ended()]:
+                cls._roots.pop(ended).close()
+            if key in cls._roots:
                 with contextlib.suppress(EOFError):
-                    return root._branch()
-                root.close()
-            root = cls._roots[key] = cls._start_root(preload)
+                    return cls._roots[key]._branch()
+                cls._roots.pop(key).close()
+            root = cls._roots[key] = cls._start_root(preload, timeout_s)
             return root._branch()
 
     def _branch(self) -> ForkServer:
@@ -100,7 +106,7 @@ class ForkServer:
                 raise
 
     @classmethod
-    def _start_root(cls, preload: Sequence[str]) -> Self:
+    def _start_root(cls, preload: Sequence[str], timeout_s: float) -> Self:
         ours, theirs = socket.socketpair()
         command = _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
         with theirs:  # the root is not a child of this process, which would have to reap it
@@ -112,7 +118,11 @@ class ForkServer:
                 start_new_session=True,
                 check=True,
             )
-        pid, pidfds = MessagePipe(ours).receive()
+        try:
+            pid, pidfds = MessagePipe(ours).receive(time.monotonic() + timeout_s)
+        except BaseException:
+            ours.close()
+            raise
         return cls(ours, _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0]))
 
     def ended(self) -> bool:
@@ -132,7 +142,7 @@ class ForkServer:
         Raises:
             EOFError: The fork server has exited.
         """
-        with self._turn:
+        with self._turn, Uninterrupted():  # else the next call would read this one's answer
             pipe = MessagePipe(self._socket, self._watch)
             pipe.send(spec, fds)
             pid, pidfds = pipe.receive()
@@ -150,8 +160,8 @@ class ForkServer:
 
 @atexit.register
 def _end_roots() -> None:
-    for (owner, _), root in ForkServer._roots.items():
-        if owner == os.getpid():  # a forked child of the owner must not close it
+    for key, root in ForkServer._roots.items():
+        if key[0] == os.getpid():  # a forked child of the owner must not close it
             root.close()
 
 

@@ -7,6 +7,7 @@ socket alone does not report the peer's exit, because a child that an environmen
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -120,8 +121,8 @@ class MessagePipe:
             try:
                 self._write(socket.MSG_DONTWAIT)
             except OSError as error:
-                if isinstance(error, BlockingIOError):
-                    raise
+                if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):  # no room for now
+                    return False
                 self._drop_output()  # the peer has exited: receive() reports that
         return not self._out
 
@@ -221,9 +222,10 @@ class MessagePipe:
             if self._peer is not None:
                 fds.append(self._peer.fileno())
             readable(fds, look_s)
+            ended = self._peer is not None and self._peer.ended()  # before the last look at what it sent
             if self.poll():
                 return
-            if self._peer is not None and self._peer.ended():
+            if ended:
                 raise EOFError("the peer's process has ended")
             if left == 0.0:
                 raise NotReady("no message came in time")

@@ -293,10 +293,13 @@ class ProcessPool:
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)
         summary = summarize(chunk)
-        if not by_reference:
-            return Rollout(summary, chunk, (), times, waited_s)
-        ref = ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk))
-        return Rollout(summary, None, (ref,), times, waited_s)
+        if by_reference:
+            refs = (ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk)),)
+            rollout = Rollout(summary, None, refs, times, waited_s)
+        else:
+            rollout = Rollout(summary, chunk, (), times, waited_s)
+        self.acting.release()
+        return rollout
 
     def finish_chunks(self, timeout_s: float | None = None) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
         """Waits for the oldest pending chunk.

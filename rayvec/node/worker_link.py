@@ -230,9 +230,9 @@ class WorkerLink:
         """Removes and returns the reply to the completed call with this number."""
         return self._replies.pop(number)
 
-    def peek_reply(self, number: int) -> Reply | None:
-        """Returns the reply to a call, or None if the call is pending. The reply stays stored."""
-        return self._replies.get(number)
+    def reply(self, number: int) -> Reply:
+        """Returns what the call with this number, which is done, returned; it stays here for :meth:`take_reply`."""
+        return self._replies[number]
 
     def reconnect(self, process: WorkerProcess) -> None:
         """Attaches a replacement worker and posts the pending commands to it, oldest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class WorkerProcess:
 
     def end(self, timeout_s: float = 0.0) -> None:
         """Waits up to `timeout_s` for the process to exit, then kills it. Closes all file descriptors."""
+        if self.watch.fileno() < 0:  # ended before; its replacement could not be started
+            return
         if not self.watch.wait(timeout_s):
             self.watch.kill()
         self.watch.close()
@@ -97,6 +100,8 @@ class Workers:
         self.memories: list[ChunkMemory] = []
         self._block: NodeBlock | None = None
         self._preload = preload
+        self._turn = threading.RLock()  # a restart and the end may come from different threads
+        self._closed = False
         self.server = self._open_server()
         self._specs = [
             WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
@@ -114,8 +119,8 @@ class Workers:
 
     def _open_server(self) -> ForkServer:
         try:
-            return ForkServer.branch(self._preload)
-        except EOFError as error:
+            return ForkServer.branch(self._preload, self.supervision.start_timeout_s)
+        except (EOFError, NotReady) as error:
             raise self._lost(0, f"the fork server ended ({error})") from error
 
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
@@ -175,11 +180,15 @@ class Workers:
         if state is not None:
             state.restore(block.results(slice(None))["obs"], block.arrays)
         self.memories = [ChunkMemory() for _ in self.processes]
-        for k in range(len(self.processes)):
-            self._set_up(k, Setup(block.shape))
-        deadline = time.monotonic() + self.supervision.start_timeout_s
-        for k in range(len(self.processes)):
-            self._hear(k, int, deadline)
+        try:
+            for k in range(len(self.processes)):
+                self._set_up(k, Setup(block.shape))
+            deadline = time.monotonic() + self.supervision.start_timeout_s
+            for k in range(len(self.processes)):
+                self._hear(k, int, deadline)
+        except BaseException:
+            block.close()
+            raise
         return block
 
     def restart(self, index: int, policies: Sequence[tuple[int, bytes, int]]) -> WorkerProcess:
@@ -192,15 +201,18 @@ class Workers:
             index: Index of the worker.
             policies: Key, pickled policy, and file descriptor of the weight memory, for each policy.
         """
-        assert self._block is not None
-        self.processes[index].end()
-        self._block.forget(index)
-        process = self.processes[index] = self._start(replace(self._specs[index], replacement=True))
-        self._block.arrays["pid"][index] = -process.pid
-        self._set_up(index, Setup(self._block.shape, int(self._block.arrays["tail"][index]), len(policies)))
-        for key, policy, fd in policies:
-            process.pipe.send(dumps((key, policy)), [fd])
-        return process
+        with self._turn:
+            if self._closed:
+                raise self._lost(index, "the pool was closed meanwhile")
+            assert self._block is not None
+            self.processes[index].end()
+            self._block.forget(index)
+            process = self.processes[index] = self._start(replace(self._specs[index], replacement=True))
+            self._block.arrays["pid"][index] = -process.pid
+            self._set_up(index, Setup(self._block.shape, int(self._block.arrays["tail"][index]), len(policies)))
+            for key, policy, fd in policies:
+                process.pipe.send(dumps((key, policy)), [fd])
+            return process
 
     def _set_up(self, index: int, setup: Setup) -> None:
         assert self._block is not None
@@ -208,15 +220,17 @@ class Workers:
 
     def close(self, timeout_s: float = _END_S) -> None:
         """Ends every worker and the fork server. Workers that still run after `timeout_s` are killed."""
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.pipe.close()  # a worker exits when it next uses the closed pipe
-        for process in self.processes:
-            process.end(max(0.0, deadline - time.monotonic()))
-        for memory in self.memories:
-            memory.close()
-        self.processes, self.memories = [], []
-        self.server.close()
+        with self._turn:
+            self._closed = True
+            deadline = time.monotonic() + timeout_s
+            for process in self.processes:
+                process.pipe.close()  # a worker exits when it next uses the closed pipe
+            for process in self.processes:
+                process.end(max(0.0, deadline - time.monotonic()))
+            for memory in self.memories:
+                memory.close()
+            self.processes, self.memories = [], []
+            self.server.close()
 
 
 def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:

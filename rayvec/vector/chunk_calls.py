@@ -107,7 +107,13 @@ class ChunkCalls(GuardedCalls):
         """
         self._assert_pending("rollout")
         fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
-        result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
+        num_pending = self._pool.acting.num_under_way
+        try:
+            result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
+        except KeyboardInterrupt:
+            if not self.closed and self._pool.acting.num_under_way < num_pending:  # the chunk is lost
+                self.close()
+            raise
         if not self._pool.acting.num_under_way:
             self._pending = None
         self._driver.note_absence()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MakeVec
+from helpers.chunks import GatedEnv
 from ray.experimental import get_object_locations
 
 from rayvec.data import Chunk
@@ -132,3 +134,22 @@ def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
     store = WeightStore(env._pool, Weighs(), first_version=7)
     assert store.publish(np.zeros(1, np.float32)) == 8
     assert rollout(env, store, 1).weights_version == 8
+
+
+def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(tmp_path: Path) -> None:
+    """The second chunk is requested with version 2, while the first one waits; then versions 3 and 4 are published."""
+    gate = tmp_path / "gate"
+    with RayVecEnv([partial(GatedEnv, gate)], num_nodes=0, workers_per_node=1) as env:
+        env.reset(seed=0)
+        store = env.publish(Weighs())
+        for version in (1, 2):
+            store.publish(np.full(3, version, np.float32))
+            env.rollout_async(store, 5, 5 * (version - 1), 0)
+        for version in (3, 4):
+            store.publish(np.full(3, version, np.float32))
+        gate.touch()
+        chunks = [env.rollout_wait().chunk for _ in range(2)]
+        chunks.append(env.rollout_workers(store, 5, 10, 0).chunk)
+    for version, chunk in zip((1, 2, 4), chunks, strict=True):
+        assert chunk is not None and chunk.weights_version == version
+        assert (chunk.extras["sum"] == 3 * version).all()
