@@ -39,7 +39,7 @@ def open_ray_pool(
         num_nodes: How many nodes to use; by default all that have free cores.
         workers_per_node: Worker processes on each; by default one for each free core.
         worker_per_env: A worker for each environment, answered as soon as it is done.
-        claim_cpus: Whether the workers' cores are claimed from Ray, so that nobody else gets them.
+        claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
         preload: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
         supervision: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
         rehost: As of :class:`~rayvec.cluster.ray_pool.RayPool`.

@@ -101,7 +101,7 @@ def plan_topology(
     count = min(num_nodes or max(1, len(usable)), num_envs)
     if len(usable) < count:
         raise ConfigError(
-            "Every worker needs a core of its own that nobody else has claimed.",
+            "Every worker needs a free core.",
             expected=f"{count} node(s) with {wanted} free core(s) each",
             got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
             remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?).",

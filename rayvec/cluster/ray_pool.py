@@ -73,7 +73,7 @@ class RayPool:
         topology: Which node holds which of them.
         preload: Modules that the workers' forkserver imports once on each node.
         supervision: What becomes of environments that raise, hang, or whose process ends.
-        rehost: Whether the environments of a node that is lost go on elsewhere; else that is raised.
+        rehost: Whether the environments of a lost node restart on another node; else ``NodeLostError`` is raised.
         loose: Whether environments are answered each as soon as it is done.
         session: Share in the connection to Ray, released when the pool is closed.
 

@@ -36,7 +36,7 @@ class ChunkCalls(GuardedCalls):
         inference: Literal["worker", "driver"] = "worker",
         seed: int | None = None,
     ) -> Chunk:
-        """Lets a policy take steps of every environment, without a word to the driver in between.
+        """Lets a policy take steps of every environment, without contacting the driver between steps.
 
         Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
 

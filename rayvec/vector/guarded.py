@@ -29,9 +29,9 @@ class GuardedCalls(VectorEnv[Any, Any, NDArray[Any]]):
     _late: bool
 
     def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
-        """Runs what speaks to the pool: a timeout leaves it as it is, any other error closes it.
+        """Calls the pool. A timeout leaves the pool as it is; any other error closes it.
 
-        So does Ctrl-C, since nobody knows what is under way then: a later answer could be that of an earlier step.
+        Ctrl-C closes it too: a later call could mistake the pending answer for its own.
         """
         try:
             return function()

@@ -1,4 +1,4 @@
-"""The Gymnasium face of a cluster of environments."""
+"""The Gymnasium adapter: environments on every core of a machine or a Ray cluster, as one vector environment."""
 
 from __future__ import annotations
 
@@ -67,19 +67,17 @@ class RayVecEnv(ChunkCalls):
         workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
             one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
             for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` has no meaning then.
-        groups: 1, or 2 so that the policy works on one half while the other half steps; ``"auto"`` tries both by
-            turns in the first four chunks for which the policy acts in the driver, and keeps to the faster.
-        step_timeout_s: A worker that takes longer for one step of its environments, also within a chunk, is taken to
-            hang and is killed; no limit by default. A chunk of T steps as a whole, with what its policy takes, has T
-            times as long.
-        start_timeout_s: A worker that takes longer to make its environments is taken to hang and is killed; the error
-            shows the stack where it hung.
-        on_env_error: What becomes of an environment that raises, and of those whose worker ends or hangs:
-            ``"raise"`` closes everything; ``"restart"`` makes them anew and lets the others go on. Of a step
-            that failed the last true observation is returned, with reward 0, truncated, and
-            ``info["env_restarted"]``.
-        on_node_loss: What becomes of the environments of a node that is lost: ``"rehost"`` makes them anew
-            on the nodes that remain, as above; ``"raise"`` raises ``NodeLostError``.
+        groups: 1, or 2 so that the policy acts on one half while the other half steps. ``"auto"`` tries both,
+            alternately, in the first four chunks for which the policy acts in the driver, and keeps the faster.
+        step_timeout_s: How long a worker may take for one step of its environments, in seconds, also within a chunk.
+            A worker that takes longer is killed. By default there is no limit.
+        start_timeout_s: How long a worker may take to make its environments, in seconds. A worker that takes longer is
+            killed, and the error shows the stack where it hung.
+        on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
+            ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
+            failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
+        on_node_loss: What happens to the environments of a lost node. ``"rehost"`` restarts them on the nodes that
+            remain; ``"raise"`` raises ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``.
         address: Of a running Ray cluster.
 
@@ -404,7 +402,7 @@ class RayVecEnv(ChunkCalls):
     def __del__(self) -> None:
         """Closes what was not closed."""
         if not getattr(self, "closed", True) and not sys.is_finalizing():
-            self._pending = None  # nobody is left who could wait for it
+            self._pending = None
             self.close()
 
     # What the public methods share.
