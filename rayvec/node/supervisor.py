@@ -198,7 +198,6 @@ class Supervisor:
         for chunk in self.acting.done_chunks(link):
             self.note_chunk(link, chunk)
         self._keep_last(self._finished(link))
-        link.give_up_what_is_not_repeated()
         rows = slice(link.start, link.stop)
         lost = np.flatnonzero(~self._mask(self._finished(link)))
         self.last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)

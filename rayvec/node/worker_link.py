@@ -160,13 +160,6 @@ class WorkerLink:
         else:
             self.post_call("close")
 
-    def give_up_what_is_not_repeated(self) -> None:
-        """Marks the oldest pending calls as completed if a replacement worker need not repeat them."""
-        while (oldest := self._posted.get(self.num_done)) is not None and not oldest.repeat:
-            self._replies[self.num_done] = Reply(None)
-            del self._posted[self.num_done]
-            self._tail[0] += 1
-
     def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True, fds: Sequence[int] = ()) -> int:
         number = self.num_posted
         self._head[0] = number + 1
@@ -238,9 +231,14 @@ class WorkerLink:
         """Attaches a replacement worker and posts the pending commands to it, oldest first."""
         self._take(process)
         for number in range(self.num_done, self.num_posted):
+            posted = self._posted[number]
+            if not posted.repeat:  # the replacement knows what the call would tell it
+                command = self._ring[number % self._depth]
+                command[OP], command[COUNT] = Op.LOOK, 0
+                self._replies[number] = Reply(None)
             self._go.post()
-            if self._posted[number].payload:
-                process.pipe.send(self._posted[number].payload)
+            if posted.repeat and posted.payload:
+                process.pipe.send(posted.payload)
         self._begun_s = time.monotonic()
 
     def _acquire(self, deadline: float | None) -> None:

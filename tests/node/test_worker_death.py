@@ -17,17 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError
-from helpers.kinds import within
+from helpers.chunks import GatedEnv
+from helpers.exact import TablePolicy
+from helpers.kinds import factory, within
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.node.pipe import MessagePipe, ProcessWatch
-from rayvec.pools.base import NotReady
+from rayvec.node.process_pool import ProcessPool
+from rayvec.pools.base import NotReady, Supervision
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -224,6 +228,25 @@ def test_a_child_of_the_driver_leaves_its_environments_alone(end: str) -> None:
     command = [sys.executable, "-c", FORKED.format(end=end)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n")[:3] == ["refused", "child ended with 0", "the parent's environments live"]
+
+
+def test_a_policy_that_is_loaded_behind_a_chunk_reaches_a_replacement(tmp_path: Path) -> None:
+    """The call that loads it can't be repeated: the replacement gets the policy when it starts."""
+    gate = tmp_path / "gate"
+    pool = ProcessPool.start(factory([partial(GatedEnv, gate)]), 1, supervision=Supervision(restart=True))
+    with closing(pool):
+        pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
+        pool.begin_rollout(0, 6, 0, 0)
+        loading = threading.Thread(target=pool.acting.load, args=(1, cloudpickle.dumps(TablePolicy())))
+        loading.start()
+        wait_until(lambda: pool._links[0].num_posted == 3, "the second policy is posted")
+        os.kill(next(iter(pool.worker_pids().values()))[1], signal.SIGKILL)
+        gate.touch()
+        loading.join(DEADLINE_S)
+        assert not loading.is_alive()
+        assert pool.finish_rollout().chunk is not None
+        pool.begin_rollout(1, 6, 6, 0)
+        assert pool.finish_rollout().chunk is not None
 
 
 def test_the_fork_server_that_is_killed_is_replaced() -> None:

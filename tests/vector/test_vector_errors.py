@@ -184,6 +184,7 @@ class TestCtrlC:
 class TestEnd:
     @pytest.mark.parametrize(("nodes", "pending"), [(1, "step"), (2, "step"), (2, "reset"), (1, "call"), (2, None)])
     def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
+        make_vec([CountingEnv]).close()  # starts the fork server, which stays for some seconds
         fds, names = len(os.listdir("/proc/self/fd")), shm_names()
         env = make_vec([partial(SlowCall, seconds=0.2)] * 4, nodes, 2)
         pids = [pid for node in pids_of(env) for pid in node]
