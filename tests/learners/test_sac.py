@@ -315,7 +315,6 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
     from torch._inductor import config as inductor
 
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
 
     def add(into: Tensor, what: Tensor) -> Tensor:
         into.add_(what)
@@ -323,7 +322,10 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
 
     function = Compiled(add)
     total = torch.zeros(7)
-    with pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned:
+    with (
+        torch.compiler.config.patch(force_disable_caches=True),  # an alias: monkeypatch could not undo it
+        pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned,
+    ):
         assert function(total, torch.ones(7)).tolist() == [2.0] * 7
         assert function(total, torch.ones(7)).tolist() == [4.0] * 7
     assert [each.category for each in warned].count(RuntimeWarning) == 1
