@@ -28,9 +28,9 @@ from rayvec.cluster.session import RaySession
 from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError
+from rayvec.errors import ConfigError, NodeLostError
 from rayvec.node.pipe import LOOK_S, readable
-from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.base import RAISE, Autoreset, Cut, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
@@ -86,6 +86,7 @@ class RayPool:
     """
 
     steps_here = False
+    first_id = first_info_id = 0
 
     def __init__(
         self,
@@ -341,8 +342,19 @@ class RayPool:
         """
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
-    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
-        """See :class:`~rayvec.pools.base.ActingPool`."""
+    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
+        """See :class:`~rayvec.pools.base.ActingPool`.
+
+        Raises:
+            ConfigError: `cut` is given.
+        """
+        if cut is not None:
+            raise ConfigError(
+                "A chunk can be cut on one machine only.",
+                expected="no `cut` for environments on nodes of Ray",
+                got="one",
+                remedy="Leave it out, or pass num_nodes=0.",
+            )
         parts, waited_s = self.acting.finish(timeout_s)
         for note in (note for part in parts for note in part.notes):
             logger.warning(note)

@@ -19,6 +19,7 @@ from rayvec.data.chunk_ops import counted_ends, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.pools.base import Cut
 from rayvec.pools.weights import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -148,7 +149,14 @@ class Collector:
             self._version = self._store.publish(weights)
         return self._version
 
-    def collect(self, n_step: int | None = None, n_episode: int | None = None, *, ahead: bool = True) -> Batch:
+    def collect(
+        self,
+        n_step: int | None = None,
+        n_episode: int | None = None,
+        *,
+        ahead: bool = True,
+        cut: Cut | None = None,
+    ) -> Batch:
         """Collects steps or episodes; exactly one of the two counts is given.
 
         Args:
@@ -161,6 +169,9 @@ class Collector:
                 Steps beyond it are marked as not valid and counted as surplus.
             ahead: False starts no further chunk, also with `prefetch`. Use it in the last call: the environments are
                 free afterwards, and no step is taken in vain.
+            cut: Called about every millisecond, while a chunk for `n_step` is taken, with the number of steps of all
+                environments together. Once it returns True, the environments end the chunk after their next step, and
+                the batch has what they have taken. Requires environments with ``num_nodes=0``.
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
@@ -186,9 +197,9 @@ class Collector:
             self._start(num_steps)  # now: the workers need not wait until this chunk has been handed over
             start_next = False
         for _ in range(num_pending):
-            self._keep(self._checked(self._pipeline.finish()))
+            self._keep(self._checked(self._pipeline.finish(cut)))
         if left > 0:
-            self._keep(self._rollout(left))
+            self._keep(self._rollout(left, cut))
         if start_next:
             self._start(num_steps)
         return self._kept_batch(begin)
@@ -229,14 +240,14 @@ class Collector:
                 remedy="Call drain() and use another Collector on the same environments for episodes.",
             )
 
-    def _rollout(self, num_steps: int) -> Rollout:
+    def _rollout(self, num_steps: int, cut: Cut | None = None) -> Rollout:
         """Takes a chunk from start to end."""
         if self._store is not None:
             self._start(num_steps)
-            return self._checked(self._pipeline.finish())
+            return self._checked(self._pipeline.finish(cut))
         pipeline = self._pipeline
         rollout = self._env.rollout_driver(
-            self._policy, num_steps, pipeline.first_step, pipeline.noise_seed, self._version
+            self._policy, num_steps, pipeline.first_step, pipeline.noise_seed, self._version, cut
         )
         pipeline.first_step += num_steps
         return self._checked(rollout)
@@ -290,7 +301,7 @@ class Collector:
 
     def _batch(self, collected: list[tuple[Rollout, EpisodeStats]], begin: float) -> Batch:
         rollouts = [rollout for rollout, _ in collected]
-        taken = sum(rollout.summary.valid.size for rollout in rollouts)
+        taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
         valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
         versions = [rollout.summary.weights_version for rollout in rollouts]
         returns = np.concatenate([stats.returns for _, stats in collected])

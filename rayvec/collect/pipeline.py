@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from rayvec.data import Rollout
+from rayvec.pools.base import Cut
 from rayvec.pools.weights import WeightStore
 
 __all__ = ["ChunkPipeline", "PendingChunk"]
@@ -18,7 +19,8 @@ class _RolloutEnv(Protocol):
     @property
     def rollout_async(self) -> Callable[..., None]: ...
 
-    def rollout_wait(self) -> Rollout: ...
+    @property
+    def rollout_wait(self) -> Callable[..., Rollout]: ...
 
 
 class PendingChunk(NamedTuple):
@@ -45,7 +47,7 @@ class ChunkPipeline:
 
     Attributes:
         pending: Chunks that have been started and not finished, oldest first.
-        first_step: How many steps each environment has taken in the chunks that are finished.
+        first_step: How many steps each environment could take in the chunks that are finished.
         noise_seed: Seed of the policy's noise.
     """
 
@@ -67,11 +69,10 @@ class ChunkPipeline:
         self._env.rollout_async(store, num_steps, first_step, self.noise_seed, **self._options)
         self.pending.append(PendingChunk(store, num_steps))
 
-    def finish(self) -> Rollout:
-        """Waits for the oldest pending chunk and returns it."""
-        rollout = self._env.rollout_wait()
-        self.pending.popleft()  # after the wait: an interrupted one leaves the chunk pending
-        self.first_step += rollout.summary.num_steps
+    def finish(self, cut: Cut | None = None) -> Rollout:
+        """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""
+        rollout = self._env.rollout_wait() if cut is None else self._env.rollout_wait(cut=cut)
+        self.first_step += self.pending.popleft().num_steps  # after the wait: an interrupted one leaves it pending
         return rollout
 
     def drain(self) -> Iterator[Rollout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,14 +15,38 @@ from rayvec.data.chunk import AXES
 from rayvec.data.finite import find_bad_obs, join_bad_obs
 from rayvec.data.infos import ChunkInfos
 
-__all__ = ["counted_ends", "join_chunks", "join_summaries", "summarize"]
+__all__ = ["counted_ends", "join_chunks", "join_summaries", "pad_chunk", "summarize"]
 
 _SUMMARY = [field.name for field in fields(ChunkSummary) if field.name in AXES]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """Joins chunks of the same steps of different environments, side by side, in newly allocated memory."""
-    return Chunk(**_joined(chunks, AXES)[0])
+    """Joins chunks of different environments, side by side, in newly allocated memory.
+
+    Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
+    """
+    num_steps = max(chunk.num_steps for chunk in chunks)
+    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES)[0])
+
+
+def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:
+    """Returns a chunk of `num_steps` steps, of which those beyond the chunk's own did not happen.
+
+    They are not `valid`, and their observation is `last_obs`: what follows the last step that happened. The episode
+    goes on in the next chunk.
+    """
+    if num_steps == chunk.num_steps:
+        return chunk
+    count = num_steps - chunk.num_steps
+
+    def pad(leaf: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([leaf, np.zeros((count, *leaf.shape[1:]), leaf.dtype)])
+
+    def pad_obs(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([leaf, np.broadcast_to(last, (count, *last.shape))])
+
+    padded = {name: tree_map(pad, getattr(chunk, name)) for name, axes in AXES.items() if axes == "T, N"}
+    return replace(chunk, **{**padded, "obs": tree_map(pad_obs, chunk.obs, chunk.last_obs)})
 
 
 def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:

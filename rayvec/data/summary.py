@@ -90,6 +90,7 @@ class Rollout:
         refs: If it stays there, one reference for each node.
         times: Times of each worker, or of the driver if it acted.
         waited_s: How long the caller waited, in seconds.
+        num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
     """
 
     summary: ChunkSummary
@@ -97,3 +98,4 @@ class Rollout:
     refs: tuple[ChunkRef, ...]
     times: tuple[RolloutTimes, ...]
     waited_s: float
+    num_padded: int = 0

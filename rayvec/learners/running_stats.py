@@ -104,9 +104,10 @@ class ReturnScale:
             self._returns = self._returns.new_zeros(total)
         own = slice(numbers.start, numbers.stop)
         running, returns = np.where(lost, 0.0, self._returns[own].numpy()), np.zeros(rew.shape)
+        num_steps = len(rew) - valid[::-1].argmax(0)  # after them nothing happened: the chunk was cut
         for t in range(len(rew)):
-            running = returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
-            running = np.where(done[t], 0.0, running)
+            returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
+            running = np.where(t < num_steps, np.where(done[t], 0.0, returns[t]), running)
         self._moments.add(torch.from_numpy(returns[valid])[:, None], ranks)
         everyone = torch.zeros_like(self._returns)
         everyone[own] = torch.from_numpy(running)

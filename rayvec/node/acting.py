@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,15 @@ from rayvec.data import Chunk
 from rayvec.node.chunk_memory import MOST_CHUNKS, PackedChunk
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.node.wire import WeightsRef
+from rayvec.node.wire import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
+from rayvec.pools.base import Cut, NotReady
 
 __all__ = ["WorkerActing"]
+
+_CUT_LOOK_S = 0.001
+"""The interval at which a wait asks whether to cut the chunk, in seconds."""
 
 
 @dataclass(slots=True)
@@ -44,13 +48,17 @@ class _PendingChunk:
         key: Key of the policy.
         weights: The weights that the policy acts with.
         by_reference: Whether the chunk goes to the object store.
-        numbers: Command number for each worker.
+        number: Number of the chunk, from 1.
+        num_steps: The most steps that it may have.
+        commands: Command number for each worker.
     """
 
     key: int
     weights: WeightsRef
     by_reference: bool
-    numbers: list[int]
+    number: int
+    num_steps: int
+    commands: list[int]
 
 
 class WorkerActing:
@@ -59,6 +67,7 @@ class WorkerActing:
     Args:
         workers: The worker processes.
         links: The link to each worker.
+        arrays: The arrays of the shared block.
         call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
         wait_all: Waits until each worker has completed the command with its number, or until a deadline.
     """
@@ -67,6 +76,7 @@ class WorkerActing:
         self,
         workers: Workers,
         links: Sequence[WorkerLink],
+        arrays: Mapping[str, NDArray[Any]],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],
         wait_all: Callable[[Sequence[int], float | None], None],
     ) -> None:
@@ -77,6 +87,7 @@ class WorkerActing:
         self._policies: dict[int, _Policy] = {}
         self._pending: list[_PendingChunk] = []
         self._num_begun = 0
+        self._arrays = arrays
 
     @property
     def num_under_way(self) -> int:
@@ -123,38 +134,66 @@ class WorkerActing:
         with Uninterrupted():
             if self._pending:
                 chunk = self._pending.pop(0)
-                for link, number in zip(self._links, chunk.numbers, strict=True):
-                    link.take_reply(number)
+                for link, command in zip(self._links, chunk.commands, strict=True):
+                    link.take_reply(command)
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
         """Requests a chunk from every worker, each over its own slice. A worker runs pending chunks in order."""
         assert self.has_room, "a chunk more than there is memory for"
         weights = self._policies[key].weights
-        args = (key, num_steps, first_step, noise_seed, weights, self._num_begun % MOST_CHUNKS)
+        number = self._num_begun + 1
+        args = (key, num_steps, first_step, noise_seed, weights, number)
         with Uninterrupted():
-            numbers = [link.post_call("rollout", *args, num_steps=num_steps) for link in self._links]
-            self._pending.append(_PendingChunk(key, weights, by_reference, numbers))
-            self._num_begun += 1
+            commands = [link.post_call("rollout", *args, num_steps=num_steps) for link in self._links]
+            self._pending.append(_PendingChunk(key, weights, by_reference, number, num_steps, commands))
+            self._num_begun = number
 
-    def finish(self, timeout_s: float | None = None) -> list[PackedChunk]:
+    def finish(self, timeout_s: float | None = None, cut: Cut | None = None) -> list[PackedChunk]:
         """Waits for the oldest pending chunk; returns each worker's, packed. It stays pending until :meth:`release`.
+
+        Args:
+            timeout_s: The longest wait. None waits without limit.
+            cut: See :meth:`rayvec.pools.base.ActingPool.finish_rollout`.
 
         Raises:
             NotReady: It takes longer.
             Exception: What the policy raised.
         """
         chunk = self._pending[0]
-        self._wait_all(chunk.numbers, None if timeout_s is None else time.monotonic() + timeout_s)
-        replies = [link.reply(number) for link, number in zip(self._links, chunk.numbers, strict=True)]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if cut is not None:
+            self._wait_or_cut(chunk, deadline, cut)
+        self._wait_all(chunk.commands, deadline)
+        replies = [link.reply(command) for link, command in zip(self._links, chunk.commands, strict=True)]
         for _, failure in (each for reply in replies for each in reply.failures):
             self.release()
             raise failure.rebuild()
         return [reply.value for reply in replies]
 
+    def _wait_or_cut(self, chunk: _PendingChunk, deadline: float | None, cut: Cut) -> None:
+        """Waits until all workers have taken a chunk, or `cut` returns True: then they end it after their next step."""
+        while True:
+            look_at = time.monotonic() + _CUT_LOOK_S
+            try:
+                self._wait_all(chunk.commands, look_at if deadline is None else min(look_at, deadline))
+                return
+            except NotReady:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            if cut(self._steps_taken(chunk)):
+                self._arrays["cut_chunk"][0] = chunk.number
+                return
+
+    def _steps_taken(self, chunk: _PendingChunk) -> int:
+        """Returns how many steps the environments of all workers together have taken in a chunk."""
+        numbers, steps = np.divmod(self._arrays["chunk_step"], 1 << CHUNK_STEP_BITS)
+        steps = np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.num_steps, 0))
+        return int((steps * np.diff(self._workers.bounds)).sum())
+
     def done_chunks(self, link: WorkerLink) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
-        numbers = [chunk.numbers[link.index] for chunk in self._pending]
-        replies = [link.reply(number) for number in numbers if number < link.num_done]
+        commands = [chunk.commands[link.index] for chunk in self._pending]
+        replies = [link.reply(command) for command in commands if command < link.num_done]
         memory = self._workers.memories[link.index]
         return [reply.value.unpack(memory) for reply in replies if not reply.failures]
 

@@ -25,7 +25,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import MOST_CHUNKS
 from rayvec.node.object_store import check_object_store, put_object
-from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
+from rayvec.pools.base import RAISE, Autoreset, Cut, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
@@ -46,6 +46,7 @@ class LocalPool:
     Args:
         factory: Makes all environments.
         supervision: The restart policy for environments that raise.
+        first_id: Global index of the first environment.
 
     Attributes:
         acting: The policies that act in chunks.
@@ -56,13 +57,15 @@ class LocalPool:
 
     transports = ("local",)
     steps_here = True
+    first_info_id = 0
 
-    def __init__(self, factory: EnvFactory, supervision: Supervision = RAISE) -> None:
+    def __init__(self, factory: EnvFactory, supervision: Supervision = RAISE, first_id: int = 0) -> None:
         self.num_envs = factory.num_envs
+        self.first_id = first_id
         self.topology = Topology((NodeSlice("driver", "localhost", (0, self.num_envs), 0),))
         self.acting = LocalActing()
         try:
-            self._pool = SerialPool(factory, where=_WHERE, supervision=supervision)
+            self._pool = SerialPool(factory, first_id, _WHERE, supervision)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
 
@@ -109,6 +112,9 @@ class LocalPool:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         with self._logging():
             batch = self._pool.recv(env_ids)
+        if self.first_id and batch.info:
+            infos = tuple(info._replace(env_id=info.env_id - self.first_id) for info in batch.info)
+            batch = replace(batch, info=infos)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
@@ -143,10 +149,10 @@ class LocalPool:
             check_object_store()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
-    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
         with self._logging():
-            return self.acting.finish(self._pool)
+            return self.acting.finish(self._pool, cut)
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the id of this process, by node name."""
@@ -244,7 +250,7 @@ class LocalActing:
         held = self._policies[key]
         self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
-    def finish(self, pool: SerialPool) -> Rollout:
+    def finish(self, pool: SerialPool, cut: Cut | None = None) -> Rollout:
         """Executes the oldest pending chunk and returns it."""
         flight, stopwatch = self._flights.popleft(), Stopwatch()
         held = flight.held
@@ -259,9 +265,11 @@ class LocalActing:
             flight.num_steps,
             noise_seed=flight.noise_seed,
             first_step=flight.first_step,
+            first_id=pool.first_info_id,
             weights_version=held.version,
             begun=begun,
             stopwatch=stopwatch,
+            cut=None if cut is None else lambda num_steps: cut(num_steps * pool.num_envs),
         )
         if pool.layout is None:  # objects that the pool's next steps may change
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))

@@ -25,7 +25,7 @@ from rayvec.node.supervisor import Supervisor
 from rayvec.node.wire import NodeBlock, Op, travels
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
-from rayvec.pools.base import RAISE, Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.base import RAISE, Autoreset, Cut, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.plan import Part, Plan, Plans
 from rayvec.pools.restarts import NodeState
@@ -63,6 +63,7 @@ class ProcessPool:
 
     steps_here = False
     transports: tuple[str, ...] = ("shm",)
+    first_info_id = 0
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ProcessPool:
         self.spaces: PoolSpaces = self._workers.spaces
         self.first_id = self._workers.first_id
         self.num_envs = self._workers.bounds[-1]
-        self.topology = Topology((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
+        self.topology = Topology((NodeSlice("driver", "localhost", self._workers.bounds, 0),))
         self.layout: ArrayLayout | None = None
         self.action_layout: ArrayLayout | None = None
         self._server_lost = server_lost
@@ -112,10 +113,11 @@ class ProcessPool:
         node: str = "local",
         preload: Sequence[str] = (),
         supervision: Supervision = RAISE,
+        first_id: int = 0,
     ) -> ProcessPool:
         """Starts workers for all environments of a factory. The caller must call :meth:`allocate` next."""
         bounds = even_bounds(factory.num_envs, num_workers)
-        return cls(factory.in_parts(bounds), bounds, node, preload, supervision)
+        return cls(factory.in_parts(bounds), [first_id + each for each in bounds], node, preload, supervision)
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> None:
         """Allocates the shared memory for these spaces and sends it to the workers.
@@ -143,7 +145,9 @@ class ProcessPool:
             workers, self._links, block, self._under_way, self._command_of, self._server_lost
         )
         self._last = supervisor.last
-        self.acting = supervisor.acting = WorkerActing(workers, self._links, self._call_all, supervisor.wait_all)
+        self.acting = supervisor.acting = WorkerActing(
+            workers, self._links, block.arrays, self._call_all, supervisor.wait_all
+        )
         if state is not None and self.layout is None:
             supervisor.know_objects(slice(None), state.obs)
 
@@ -286,23 +290,26 @@ class ProcessPool:
             check_object_store()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
-    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
         by_reference, began_s = self.acting.by_reference, time.monotonic()
-        chunks, times = self.finish_chunks(timeout_s)
+        chunks, times = self.finish_chunks(timeout_s, cut)
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)
         summary = summarize(chunk)
+        num_padded = chunk.valid.size - sum(each.valid.size for each in chunks)
         if by_reference:
             refs = (ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk)),)
-            rollout = Rollout(summary, None, refs, times, waited_s)
+            rollout = Rollout(summary, None, refs, times, waited_s, num_padded)
         else:
-            rollout = Rollout(summary, chunk, (), times, waited_s)
+            rollout = Rollout(summary, chunk, (), times, waited_s, num_padded)
         self.acting.release()
         return rollout
 
-    def finish_chunks(self, timeout_s: float | None = None) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
-        """Waits for the oldest pending chunk.
+    def finish_chunks(
+        self, timeout_s: float | None = None, cut: Cut | None = None
+    ) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
+        """Waits for the oldest pending chunk; the arguments are those of :meth:`finish_rollout`.
 
         Returns:
             The chunk of each worker, with global ids, and its times. The arrays are views of shared memory, which
@@ -311,7 +318,7 @@ class ProcessPool:
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.
         """
-        packed = self.acting.finish(timeout_s)
+        packed = self.acting.finish(timeout_s, cut)
         chunks = tuple(part.unpack(memory) for part, memory in zip(packed, self._workers.memories, strict=True))
         for link, chunk in zip(self._links, chunks, strict=True):
             self._supervisor.note_chunk(link, chunk)

@@ -121,6 +121,10 @@ class WeightsRef(NamedTuple):
     slot: int | None = None
 
 
+CHUNK_STEP_BITS = 32
+"""``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
+
+
 class ActionRows:
     """Rows of actions in shared memory, in the caller's data type.
 
@@ -190,6 +194,8 @@ class NodeBlock:
             "started": (np.bool_, (n,)),
             "pid": (np.int64, (workers,)),
             "progress": (np.int64, (workers,)),
+            "chunk_step": (np.int64, (workers,)),
+            "cut_chunk": (np.int64, (1,)),
         }
         if self.layout is not None:
             fields |= self.layout.fields("obs", (n,))

@@ -14,16 +14,17 @@ import signal
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure
-from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
+from rayvec.node.chunk_memory import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.node.wire import AUTORESET, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
+from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.pools.base import Autoreset, Supervision
 from rayvec.pools.memory import split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
@@ -147,6 +148,8 @@ class Worker:
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
+        self._chunk_step = block.arrays["chunk_step"][index : index + 1].data
+        self._cut_chunk = block.arrays["cut_chunk"].data
         block.arrays["pid"][index] = os.getpid()
         if not self._spec.replacement:
             self._say(os.getpid())
@@ -259,7 +262,7 @@ class Worker:
             policy.close()
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, turn: int
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, number: int
     ) -> PackedChunk:
         """Steps this worker's slice with a policy and packs the chunk.
 
@@ -269,10 +272,10 @@ class Worker:
             first_step: The number of steps that the environments took in earlier chunks.
             noise_seed: The seed of the policy's noise.
             weights: The weights to act with.
-            turn: Index of the piece of chunk memory to use.
+            number: Number of the chunk, from 1.
         """
         stopwatch = Stopwatch()
-        self._memory.begin(turn)
+        self._memory.begin(number % MOST_CHUNKS)
         begun = np.arange(self.pool.num_envs) if key != self._acted else None
         self._acted = key
         chunk = rollout(
@@ -286,9 +289,15 @@ class Worker:
             begun=begun,
             stopwatch=stopwatch,
             empty=self._memory.empty,
+            cut=partial(self._is_cut, number),
         )
         times = stopwatch.read()
         return PackedChunk.of(chunk, self._memory, times)
+
+    def _is_cut(self, number: int, num_steps: int) -> bool:
+        """Reports the steps that were taken in a chunk. Returns whether the owner has cut that chunk."""
+        self._chunk_step[0] = (number << CHUNK_STEP_BITS) + num_steps
+        return self._cut_chunk[0] == number
 
 
 class _HeldPolicy:

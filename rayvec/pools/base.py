@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from rayvec.data import Rollout, Topology
     from rayvec.pools.memory import ArrayLayout
 
-__all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
+__all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "Cut", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
+
+
+Cut = Callable[[int], bool]
+"""Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
 
 
 class Autoreset(IntEnum):
@@ -150,6 +154,8 @@ class EnvPool(Protocol):
     """
 
     num_envs: int
+    first_info_id: int
+    """The number of the first environment in infos: its global index in a worker, 0 in the driver."""
 
     @property
     def layout(self) -> ArrayLayout | None:
@@ -267,6 +273,8 @@ class ActingPool(EnvPool, Protocol):
 
     steps_here: bool
     """Whether environments step in the driver's process, inside :meth:`recv`."""
+    first_id: int
+    """Global index of the first environment, for chunks, noise and errors."""
 
     @property
     def spaces(self) -> PoolSpaces:
@@ -306,8 +314,13 @@ class ActingPool(EnvPool, Protocol):
         """
         ...
 
-    def finish_rollout(self, timeout_s: float | None = None) -> Rollout:
+    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it.
+
+        Args:
+            timeout_s: The longest wait. None waits without limit.
+            cut: Called about every millisecond. Once it returns True, every worker ends the chunk after its next step.
+                The chunk then has as many steps as the fastest worker took; the others' last ones are not `valid`.
 
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.

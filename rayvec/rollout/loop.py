@@ -127,8 +127,9 @@ def rollout(
     begun: NDArray[np.int64] | None = None,
     stopwatch: Stopwatch | None = None,
     empty: Empty = np.empty,
+    cut: Callable[[int], bool] | None = None,
 ) -> Chunk:
-    """Takes `num_steps` steps of every environment of `pool`.
+    """Takes `num_steps` steps of every environment of `pool`, or fewer if `cut` says so.
 
     Environments that are between two episodes are reset first; those whose episode ends are reset within
     the step. Episodes that have not ended continue in the next chunk.
@@ -146,6 +147,8 @@ def rollout(
             hidden state for them, and for each environment that is reset from now on.
         stopwatch: Receives the times.
         empty: Allocates the chunk's large arrays.
+        cut: Called after each step with the number of steps that every environment has taken. The rollout ends once
+            it returns True.
 
     Returns:
         The chunk; it shares no memory with the pool.
@@ -159,10 +162,12 @@ def rollout(
     for ids in groups:
         pool.ready(ids)
     batches = [pool.recv(ids) for ids in groups]
-    recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty)
+    recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty, pool.first_info_id)
     if begin_episodes is not None:
         begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps + 1):
+        if t > 0 and cut is not None and cut(t):
+            recorder.num_steps = t
         for group, ids in enumerate(groups):
             if t > 0:
                 began_s = now()
@@ -173,17 +178,19 @@ def rollout(
                     begin_episodes(pool.take_begun(batches[group]))
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
-            if t < num_steps:
+            if t < recorder.num_steps:
                 began_s = now()
                 actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
                 stopwatch.inference_s += now() - began_s
                 recorder.add_actions(t, group, actions, extras)
                 pool.send(ids, actions, Autoreset.SAME_STEP)
+        if t == recorder.num_steps:
+            break
     return recorder.chunk(first_step, weights_version)
 
 
 def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
     ids = {*pool.take_begun(batch).tolist(), *(() if begun is None else begun.tolist())}
-    ids.update(info.env_id for info in batch.info if RESTARTED in info.info)
+    ids.update(info.env_id - pool.first_info_id for info in batch.info if RESTARTED in info.info)
     return np.array(sorted(ids), np.int64)

@@ -32,9 +32,11 @@ class Recorder:
         batches: What the pool returned for each group before the first step.
         action_layout: How actions lie in arrays; None where they are objects.
         empty: Allocates the large arrays.
+        first_info_id: The number of the first environment in infos.
 
     Attributes:
         columns: Index of each group's columns.
+        num_steps: T; it may be lowered to end the rollout early.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Recorder:
         batches: Sequence[StepBatch],
         action_layout: ArrayLayout | None,
         empty: Empty,
+        first_info_id: int,
     ) -> None:
         self.columns = [as_slice(ids) for ids in groups]
         self._sizes = [len(ids) for ids in groups]
-        self._first_id = int(env_ids[0])
+        self._first_info_id = first_info_id
         self._action_layout = action_layout
         self._empty = empty
+        self.num_steps = num_steps
         self._lead = lead = (num_steps, len(env_ids))
         obs = batches[0].obs
         self._chunk = Chunk(
@@ -78,7 +82,7 @@ class Recorder:
 
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         """Records what the policy sees before step t; after the last step, what it would see next."""
-        if t < self._lead[0]:
+        if t < self.num_steps:
             _assign(self._chunk.obs, (t, self.columns[group]), obs)
         else:
             _assign(self._chunk.last_obs, self.columns[group], obs)
@@ -112,7 +116,7 @@ class Recorder:
     def _add_infos(self, t: int, batch: StepBatch) -> None:
         of_step = self._reset_infos if t < 0 else self._infos
         for env_id, info, final_obs, final_info in batch.info:
-            n = env_id - self._first_id
+            n = env_id - self._first_info_id
             if final_info is None:
                 if t < 0 and RESTARTED in info:
                     self._restarts.append((-1, n))
@@ -148,12 +152,22 @@ class Recorder:
         write = tree_writer(final_obs)
         for row, (_, _, obs) in enumerate(finals):
             write(row, obs)
+
+        def taken(tree: Tree) -> Tree:
+            return tree_map(lambda leaf: leaf[: self.num_steps], tree)
+
+        chunk = self._chunk
         return replace(
-            self._chunk,
-            act=self._act,
+            chunk,
+            obs=taken(chunk.obs),
+            act=taken(self._act),
+            rew=taken(chunk.rew),
+            terminated=taken(chunk.terminated),
+            truncated=taken(chunk.truncated),
+            valid=taken(chunk.valid),
             final_index=_places([final[:2] for final in finals]),
             final_obs=final_obs,
-            extras=self._extras,
+            extras=taken(self._extras),
             infos=ChunkInfos.of(self._infos),
             reset_infos=ChunkInfos.of(self._reset_infos),
             restarts=_places(sorted(self._restarts)),

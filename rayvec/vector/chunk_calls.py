@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Rollout
 from rayvec.errors import NodeLostError, WorkerLostError, check_choice, check_count
-from rayvec.pools.base import ActingPool
+from rayvec.pools.base import ActingPool, Cut
 from rayvec.pools.weights import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.driver import DriverActing
@@ -98,8 +98,13 @@ class ChunkCalls(GuardedCalls):
         )
         self._pending = "rollout"
 
-    def rollout_wait(self, timeout: float | None = None) -> Rollout:
+    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
         """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
+
+        Args:
+            timeout: The longest wait in seconds; None waits without limit.
+            cut: Called about every millisecond with the number of steps that all environments together have taken.
+                Once it returns True, every worker ends the chunk after its next step. Requires ``num_nodes=0``.
 
         Raises:
             NoAsyncCallError: Nothing was started.
@@ -109,7 +114,7 @@ class ChunkCalls(GuardedCalls):
         fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
         num_pending = self._pool.acting.num_under_way
         try:
-            result = self._guarded(lambda: self._pool.finish_rollout(timeout), fatal)
+            result = self._guarded(lambda: self._pool.finish_rollout(timeout, cut), fatal)
         except KeyboardInterrupt:
             if not self.closed and self._pool.acting.num_under_way < num_pending:  # the chunk is lost
                 self.close()
@@ -120,11 +125,18 @@ class ChunkCalls(GuardedCalls):
         return result
 
     def rollout_driver(
-        self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
+        self,
+        policy: Any,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        weights_version: int = 0,
+        cut: Cut | None = None,
     ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._begin_rollout(num_steps)
-        return self._guarded(lambda: self._driver.rollout(policy, num_steps, first_step, noise_seed, weights_version))
+        args = (policy, num_steps, first_step, noise_seed, weights_version, cut)
+        return self._guarded(lambda: self._driver.rollout(*args))
 
     def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.

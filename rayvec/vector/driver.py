@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
 from rayvec.data.chunk_ops import summarize
-from rayvec.pools.base import ActingPool
+from rayvec.pools.base import ActingPool, Cut
 from rayvec.rollout.loop import Stopwatch, as_policy, rollout
 from rayvec.vector.batching import split_groups
 
@@ -40,27 +40,36 @@ class DriverActing:
         self._policy: Any = None
 
     def rollout(
-        self, policy: Any, num_steps: int, first_step: int, noise_seed: int, weights_version: int = 0
+        self,
+        policy: Any,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        weights_version: int = 0,
+        cut: Cut | None = None,
     ) -> Rollout:
         """Steps every environment `num_steps` times; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
+        pool = self._pool
         begun = self._everyone if policy is not self._policy else np.flatnonzero(self._begun)
         self._policy = policy
         self._begun[:] = False
         stopwatch = Stopwatch()
         chunk = rollout(
-            self._pool,
+            pool,
             as_policy(policy),
             num_steps,
             noise_seed=noise_seed,
             first_step=first_step,
+            first_id=pool.first_id,
             groups=self.groups,
             weights_version=weights_version,
             begun=begun,
             stopwatch=stopwatch,
+            cut=None if cut is None else lambda taken: cut(taken * pool.num_envs),
         )
         times = stopwatch.read()
         if self._undecided:
-            self._try_next(times.whole_s / num_steps)
+            self._try_next(times.whole_s / chunk.num_steps)
         return Rollout(summarize(chunk), chunk, (), (times,), times.whole_s)
 
     def _try_next(self, step_s: float) -> None:

@@ -15,7 +15,12 @@ __all__ = ["open_local"]
 
 
 def open_local(
-    factory: EnvFactory, supervision: Supervision, workers: int | None, preload: Sequence[str], address: str | None
+    factory: EnvFactory,
+    supervision: Supervision,
+    workers: int | None,
+    preload: Sequence[str],
+    address: str | None,
+    first_id: int,
 ) -> ActingPool:
     """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0.
 
@@ -37,8 +42,8 @@ def open_local(
                 got=f"step_timeout_s={supervision.step_timeout_s:g}",
                 remedy="Leave step_timeout_s out, or pass workers_per_node=1 or more.",
             )
-        return LocalPool(factory, supervision)
+        return LocalPool(factory, supervision, first_id)
     if workers is not None:
         check_count("workers_per_node", workers)
     num_workers = min(workers or len(os.sched_getaffinity(0)), factory.num_envs)
-    return ProcessPool.of(factory, num_workers, preload=preload, supervision=supervision)
+    return ProcessPool.of(factory, num_workers, preload=preload, supervision=supervision, first_id=first_id)

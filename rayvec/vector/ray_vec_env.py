@@ -80,6 +80,8 @@ class RayVecEnv(ChunkCalls):
             remain; ``"raise"`` raises ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``.
         address: Of a running Ray cluster.
+        first_id: Global index of the first environment, where several processes have parts of one set of environments.
+            Noise and errors go by it. Requires ``num_nodes=0``.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
@@ -105,6 +107,7 @@ class RayVecEnv(ChunkCalls):
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
+        first_id: int = 0,
     ) -> None:
         self.closed = True  # until everything is running; __del__ asks
         self._creator = os.getpid()
@@ -120,8 +123,15 @@ class RayVecEnv(ChunkCalls):
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
         if num_nodes == 0 and num_nodes is not False:
-            self._pool = open_local(factory, supervision, workers_per_node, preload, address)
+            self._pool = open_local(factory, supervision, workers_per_node, preload, address, first_id)
         else:
+            if first_id:
+                raise ConfigError(
+                    "first_id numbers environments of one machine.",
+                    expected="first_id=0 with num_nodes unset or at least 1",
+                    got=f"first_id={first_id}",
+                    remedy="Leave first_id out, or pass num_nodes=0.",
+                )
             # Programs without Ray do not import it: that takes a third of a second.
             from rayvec.cluster.open_pool import open_ray_pool
 

@@ -1,0 +1,182 @@
+"""A chunk that is cut has what each worker had taken, and the next one goes on from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers.examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayvec import Collector, RayVecEnv
+from rayvec.data import Batch, Chunk
+from rayvec.data.chunk_ops import join_chunks, pad_chunk
+from rayvec.errors import ConfigError
+from rayvec.learners.ranks import ALONE
+from rayvec.learners.returns import gae
+from rayvec.learners.running_stats import ReturnScale
+from rayvec.policies.noise import NoiseSpec
+
+NUM_ENVS, SEED = 4, 7
+ENGINES = {
+    "this process": {"workers_per_node": 0},
+    "a worker for each": {"workers_per_node": NUM_ENVS},
+    "two workers": {"workers_per_node": 2},
+}
+
+
+class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Environments that differ in speed: the later ones sleep for longer."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], sleep_s: float) -> None:
+        super().__init__(env)
+        self._sleep_s = sleep_s
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._sleep_s)
+        return super().step(action)
+
+
+def makers() -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+    return [lambda s=k: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), 0.002 * s) for k in range(NUM_ENVS)]
+
+
+def lean(obs: Any) -> Any:
+    """Pushes in the direction in which the pole leans."""
+    return (obs[:, 2] > 0).astype(np.int64)
+
+
+def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps one environment: the observations that the policy sees, the rewards, and where episodes end."""
+    env = makers()[index]()
+    obs, _ = env.reset(seed=SEED + index)
+    seen, rewards, ends = [], [], []
+    for _ in range(num_steps):
+        seen.append(obs)
+        obs, reward, terminated, truncated, _ = env.step(int(lean(obs[None])[0]))
+        rewards.append(reward)
+        ends.append(terminated or truncated)
+        if ends[-1]:
+            obs, _ = env.reset()
+    return np.array(seen), np.array(rewards), np.array(ends)
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
+    limits = [3, 17, 1, 29, 1000, 12]
+    with RayVecEnv(makers(), num_nodes=0, **ENGINES[engine]) as env:
+        collector = Collector(env, lean, inference, seed=SEED)
+        batches = [collector.collect(n_step=40, cut=lambda steps, limit=limit: steps >= limit) for limit in limits]
+    for batch, limit in zip(batches, limits, strict=True):
+        valid = batch.chunks[0].valid
+        assert (np.diff(valid.astype(int), axis=0) <= 0).all(), "only the last steps of an environment are missing"
+        assert valid[0].all(), "every environment takes a step at least"
+        assert min(limit, 40) <= valid.sum() <= 40
+        assert batch.stats.n_collected_steps == valid.sum() and batch.stats.n_surplus_steps == 0
+    assert batches[4].chunks[0].valid.all(), "this one was not cut"
+    assert any(not batch.chunks[0].valid.all() or batch.chunks[0].num_steps < 10 for batch in batches)
+    for n in range(NUM_ENVS):
+        taken = [(chunk, chunk.valid[:, n]) for chunk in (batch.chunks[0] for batch in batches)]
+        names = ("obs", "rew", "done")
+        obs, rew, done = (np.concatenate([getattr(chunk, name)[valid, n] for chunk, valid in taken]) for name in names)
+        for got, expected in zip((obs, rew, done), alone(n, len(rew)), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    lens = np.concatenate([batch.stats.lens for batch in batches])
+    assert len(lens) == sum(int(batch.chunks[0].done.sum()) for batch in batches)
+
+
+def test_a_cut_uses_no_noise_twice() -> None:
+    class Noisy:
+        noise = NoiseSpec("uniform", 1)
+
+        def act(self, obs: Any, noise: Any) -> Any:
+            return np.zeros(len(obs), np.int64), {"drawn": noise[:, 0]}
+
+        def load_weights(self, weights: Any) -> None: ...
+
+    with RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=0) as env:
+        collector = Collector(env, Noisy(), seed=1)
+        batches: list[Batch] = [collector.collect(n_step=16, cut=lambda steps: steps >= 6) for _ in range(3)]
+    drawn = np.concatenate([batch.chunks[0].extras["drawn"].ravel() for batch in batches])
+    assert len(drawn) == 18 and len(set(drawn.tolist())) == 18
+
+
+@examples(30)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
+def test_padding_changes_no_advantage(seed: int, first: int, second: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunks = [_random_chunk(rng, num_steps, column) for column, num_steps in enumerate((first, second))]
+    joined = join_chunks(chunks)
+
+    def advantages(chunk: Chunk) -> np.ndarray:
+        value, next_value = (obs.astype(np.float32)[..., 0] for obs in (chunk.obs, chunk.next_obs()))
+        ends = chunk.terminated, chunk.truncated
+        return gae(chunk.rew, value, next_value, *ends, gamma=0.9, lam=0.8, valid=chunk.valid)[0]
+
+    assert joined.num_steps == max(first, second) and joined.valid.sum() == first + second
+    for column, chunk in enumerate(chunks):
+        np.testing.assert_array_equal(advantages(joined)[: chunk.num_steps, column], advantages(chunk)[:, 0])
+
+
+def test_the_running_return_outlives_a_cut() -> None:
+    rng = np.random.default_rng(0)
+    whole = _random_chunk(rng, 8, 0)
+    parts = [(whole.rew[:3], whole.done[:3]), (whole.rew[3:], whole.done[3:])]
+    one, two, never = ReturnScale(0.9), ReturnScale(0.9), np.zeros(1, bool)
+    one(whole.rew, whole.done, whole.valid, never, ALONE)
+    for rew, done in parts:
+        missing = 5 - len(rew)
+        valid = np.arange(5)[:, None] < len(rew)
+        two(*(np.pad(each, ((0, missing), (0, 0))) for each in (rew, done)), valid, never, ALONE)
+    assert two.state_dict()["returns"].tolist() == one.state_dict()["returns"].tolist()
+
+
+def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> None:
+    with RayVecEnv("CartPole-v1", 2, num_nodes=1, workers_per_node=1) as env:
+        with pytest.raises(ConfigError, match="A chunk can be cut on one machine only"):
+            Collector(env, lean).collect(n_step=8, cut=lambda steps: True)
+    with pytest.raises(ConfigError, match="first_id=3"):
+        RayVecEnv("CartPole-v1", 2, num_nodes=1, first_id=3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_two_halves_with_first_id_are_one_whole(workers: int, inference: Any) -> None:
+    def batches(num_envs: int, first_id: int) -> list[Batch]:
+        with RayVecEnv("CartPole-v1", num_envs, num_nodes=0, workers_per_node=workers, first_id=first_id) as env:
+            collector = Collector(env, lean, inference)
+            collector.reset(seed=SEED + first_id)
+            return [collector.collect(n_step=num_envs * 12) for _ in range(2)]
+
+    whole, halves = batches(4, 0), [batches(2, 0), batches(2, 2)]
+    for number, batch in enumerate(whole):
+        joined = join_chunks([half[number].chunks[0] for half in halves])
+        for name in ("env_ids", "obs", "rew", "terminated", "final_index"):
+            np.testing.assert_array_equal(getattr(joined, name), getattr(batch.chunks[0], name))
+
+
+def _random_chunk(rng: np.random.Generator, num_steps: int, column: int) -> Chunk:
+    lead = (num_steps, 1)
+    terminated = rng.random(lead) < 0.3
+    places = np.argwhere(terminated)
+    return pad_chunk(
+        Chunk(
+            env_ids=np.array([column]),
+            obs=rng.standard_normal((*lead, 1)),
+            act=rng.integers(2, size=lead),
+            rew=rng.standard_normal(lead),
+            terminated=terminated,
+            truncated=np.zeros(lead, bool),
+            valid=np.ones(lead, bool),
+            last_obs=rng.standard_normal((1, 1)),
+            final_index=places,
+            final_obs=rng.standard_normal((len(places), 1)),
+        ),
+        num_steps,
+    )
