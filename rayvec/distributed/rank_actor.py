@@ -1,4 +1,4 @@
-"""One rank of a group: what runs in its Ray actor."""
+"""One rank of a group: what runs in its process."""
 
 from __future__ import annotations
 
@@ -15,41 +15,12 @@ from torch import Tensor
 
 from rayvec.distributed.collective import CollectiveRanks, check_device
 from rayvec.distributed.hierarchical import TwoLevelRanks
-from rayvec.distributed.rendezvous import RayStore
+from rayvec.distributed.rank_host import MakeStore, RankPlacement
 from rayvec.distributed.shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
 
-__all__ = ["RankActor", "RankOffer", "RankPlacement", "pack", "unpack"]
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlacement:
-    """Where a rank runs, and its place among the others.
-
-    Attributes:
-        rank: Its number among all ranks.
-        size: Number of ranks.
-        node_id: Ray's id of its node.
-        host: That node's own address.
-        node_rank: Its number among the ranks of its node.
-        node_size: Number of ranks on its node.
-        node: Number of its node among those that have ranks.
-        num_nodes: Number of nodes that have ranks.
-    """
-
-    rank: int
-    size: int
-    node_id: str
-    host: str
-    node_rank: int
-    node_size: int
-    node: int
-    num_nodes: int
-
-    def __str__(self) -> str:
-        """The rank for a person."""
-        return f"rank {self.rank} on {self.host}/{self.node_id[:8]}"
+__all__ = ["RankActor", "RankOffer", "pack", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +70,27 @@ class RankActor:
 
         return self._guard(prepare)  # type: ignore[no-any-return]
 
-    def join(self, rendezvous: str, path: str | None, share_memory: bool, make: bytes) -> RemoteFailure | None:
+    def join(self, make_store: MakeStore, path: str | None, share_memory: bool, make: bytes) -> RemoteFailure | None:
         """Connects to the other ranks and makes the object.
 
         Args:
-            rendezvous: Where ranks of several nodes exchange addresses, see :class:`RayStore`.
+            make_store: Makes the store through which ranks that don't share memory exchange addresses.
             path: Of the shared memory of this node.
             share_memory: Whether all ranks can share memory.
             make: Pickled function of this rank's `Ranks` that returns the object.
         """
 
         def begin() -> None:
-            self._ranks = self._connect(rendezvous, path, share_memory)
+            self._ranks = self._connect(make_store, path, share_memory)
             self._object = pickle.loads(make)(self._ranks)
 
         return self._guard(begin)  # type: ignore[no-any-return]
 
-    def _connect(self, rendezvous: str, path: str | None, share_memory: bool) -> ClosableRanks:
+    def _connect(self, make_store: MakeStore, path: str | None, share_memory: bool) -> ClosableRanks:
         place, timeout_s = self._placement, self._timeout_s
 
         def collective(rank: int, size: int) -> CollectiveRanks:
-            store = RayStore(rendezvous, timeout_s)
+            store = make_store(timeout_s)
             return CollectiveRanks(rank, size, store, host=place.host, device=self._device, timeout_s=timeout_s)
 
         if place.size == 1:

@@ -29,46 +29,29 @@ is then as it was before the call.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.session import RaySession
-from rayvec.distributed.rank_actor import RankActor, RankOffer, RankPlacement, pack, unpack
-from rayvec.distributed.rank_placement import ResourceRequest, find_placements
-from rayvec.distributed.rendezvous import delete_rendezvous
-from rayvec.errors import ConfigError, LearnerError, RankLostError, RemoteFailure, check_choice, check_count
+from rayvec.distributed.rank_actor import pack, unpack
+from rayvec.distributed.rank_host import RankPlacement
+from rayvec.distributed.rank_placement import ResourceRequest
+from rayvec.distributed.rank_set import RankSet
+from rayvec.distributed.ray_host import RayHost
+from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count
 from rayvec.learners.ranks import Ranks
 
 __all__ = ["RankGroup"]
 
 _MOST_LOSSES = 3
-_GRACE_S = 5.0
 _PAUSE_S = 1.0
-_START_S = 60.0
-_ANSWER_S = 60.0
 _T = TypeVar("_T")
 _Call = tuple[str, list[tuple[Any, ...]]]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Rank:
-    """A rank as the driver sees it."""
-
-    placement: RankPlacement
-    actor: Any
-    pid: int = 0
 
 
 class RankGroup:
@@ -113,17 +96,16 @@ class RankGroup:
         if ranks_per_node is not None:
             check_count("ranks_per_node", ranks_per_node)
         self._make = cloudpickle.dumps(make)
-        self._device, self._threads, self._timeout_s = device, threads, timeout_s
         cpus = threads if num_cpus is None else num_cpus
-        self._request = ResourceRequest(cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes)
-        self._ranks: list[_Rank] = []
+        request = ResourceRequest(cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes)
         self._checkpoint: Any = None
         self._pending_checkpoint: Any = None
         self._calls_since_checkpoint: list[_Call] = []
         self._num_losses = 0
         self._num_starts = 0
         self._closed = False
-        self._session = RaySession(address)
+        self._host = RayHost(request, address)
+        self._set = RankSet(self._host, device, threads, timeout_s)
         try:
             self._retry_on_rank_loss(lambda: None)
         except BaseException:
@@ -133,12 +115,12 @@ class RankGroup:
     @property
     def placements(self) -> tuple[RankPlacement, ...]:
         """Where the ranks are."""
-        return tuple(rank.placement for rank in self._ranks)
+        return self._set.placements
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Processes of the ranks, each on its own node."""
-        return tuple(rank.pid for rank in self._ranks)
+        return tuple(rank.pid for rank in self._set.ranks)
 
     @property
     def num_starts(self) -> int:
@@ -159,9 +141,9 @@ class RankGroup:
         call = name, [()] * self.num_ranks if args is None else list(args)
 
         def work() -> tuple[list[Any], Any]:
-            calls = self._begin(*call)
-            checkpoint = self._ranks[0].actor.state_dict.remote()  # it runs right after the call
-            return self._gather(calls), checkpoint
+            calls = self._set.begin(*call)
+            checkpoint = self._state_of_rank_0()  # it runs right after the call
+            return self._set.gather(calls), checkpoint
 
         results, self._pending_checkpoint = self._retry_on_rank_loss(work)
         self._calls_since_checkpoint.append(call)
@@ -169,24 +151,26 @@ class RankGroup:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Calls a method of rank 0's object that changes nothing; returns the result. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: self._answers([self._ranks[0].actor.call.remote(name, *args)])[0])
+        return self._retry_on_rank_loss(
+            lambda: self._set.answers([self._host.call(self._set.ranks[0], "call", name, *args)])[0]
+        )
 
     def ask_all(self, name: str) -> list[Any]:
         """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: self._answers(self._begin(name, [()] * self.num_ranks)))
+        return self._retry_on_rank_loss(lambda: self._set.answers(self._set.begin(name)))
 
     def state_dict(self) -> Any:
         """Returns the state that all ranks share, in the driver's own memory. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: unpack(ray.get(self._checkpoint)))
+        return self._retry_on_rank_loss(lambda: unpack(self._host.result(self._checkpoint)))
 
     def load_state_dict(self, state: Mapping[str, Any], rank_local: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Gives all ranks the same state, and each rank its entry of `rank_local` besides. Raises as `run` does."""
-        shared = ray.put(pack(state))
-        local = [ray.put(pack(each)) for each in rank_local or [{}] * self.num_ranks]
+        shared = self._host.put(pack(state))
+        local = [self._host.put(pack(each)) for each in rank_local or [{}] * self.num_ranks]
 
         def load() -> None:
-            pairs = zip(self._ranks, local, strict=True)
-            self._answers([rank.actor.load_state_dict.remote(shared, each) for rank, each in pairs])
+            pairs = zip(self._set.ranks, local, strict=True)
+            self._set.answers([self._host.call(rank, "load_state_dict", shared, each) for rank, each in pairs])
 
         self._retry_on_rank_loss(load)
         self._keep(shared)
@@ -202,7 +186,7 @@ class RankGroup:
             )
         while True:
             try:
-                if not self._ranks:
+                if not self._set.ranks:
                     self._start()
                 self._finish_checkpoint()
                 result = work()
@@ -223,7 +207,7 @@ class RankGroup:
     def _finish_checkpoint(self) -> None:
         """Waits until the state after the last call lies where it outlives all ranks."""
         if self._pending_checkpoint is not None:
-            self._answers([self._pending_checkpoint])
+            self._set.answers([self._pending_checkpoint])
             self._keep(self._pending_checkpoint)
 
     def _keep(self, checkpoint: Any) -> None:
@@ -231,142 +215,37 @@ class RankGroup:
 
     def _start(self) -> None:
         """Starts all ranks from the checkpoint and repeats the calls since."""
-        placements = self._find_placements()
+        late = ConfigError if self._checkpoint is None else LearnerError
+        self._set.start(self._find_placements(), self._make, late)
         try:
-            self._ranks = [_Rank(placement, self._make_actor(placement)) for placement in placements]
-            self._connect(self._await_offers())
             if self._checkpoint is None:
-                self._pending_checkpoint = self._ranks[0].actor.state_dict.remote()
+                self._pending_checkpoint = self._state_of_rank_0()
                 self._finish_checkpoint()
-            self._answers([rank.actor.load_state_dict.remote(self._checkpoint) for rank in self._ranks])
+            self._set.answers([self._host.call(rank, "load_state_dict", self._checkpoint) for rank in self._set.ranks])
             for call in self._calls_since_checkpoint:
-                self._gather(self._begin(*call))
+                self._set.gather(self._set.begin(*call))
             if self._calls_since_checkpoint:
-                self._pending_checkpoint = self._ranks[0].actor.state_dict.remote()
+                self._pending_checkpoint = self._state_of_rank_0()
             self._num_starts += 1
         except BaseException:
             self._end_ranks()
             raise
 
+    def _state_of_rank_0(self) -> Any:
+        return self._host.call(self._set.ranks[0], "state_dict")
+
     def _find_placements(self) -> list[RankPlacement]:
         try:
-            return find_placements(self.num_ranks, self._request)
+            return self._host.place(self.num_ranks)
         except ConfigError as error:
             if self._checkpoint is None:
                 raise
             raise LearnerError(f"Ranks were lost, and there is no room to restart them. {error}") from error
 
-    def _make_actor(self, placement: RankPlacement) -> Any:
-        options = {
-            "num_cpus": self._request.num_cpus,
-            "num_gpus": self._request.num_gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
-        }
-        actor = ray.remote(RankActor).options(**options)
-        return actor.remote(placement, self._device, self._threads, self._timeout_s)
-
-    def _await_offers(self) -> list[RankOffer]:
-        """Waits until all ranks run; Ray waits without a limit for cores that another program claimed meanwhile."""
-        limit_s = max(self._timeout_s, _START_S)
-        pending = [rank.actor.offer.remote() for rank in self._ranks]
-        _, late = ray.wait(pending, num_returns=len(pending), timeout=limit_s)
-        if late:
-            kind = ConfigError if self._checkpoint is None else LearnerError
-            names = ", ".join(
-                str(rank.placement) for rank, each in zip(self._ranks, pending, strict=True) if each in late
-            )
-            raise kind(
-                "Every rank gets its cores, and with CUDA a GPU, soon after the group asks for it.",
-                expected=f"{len(pending)} rank(s) that run within {limit_s:g} s",
-                got=f"no answer yet from {names}",
-                remedy="End what claimed cores or GPUs at the same time, or pass a longer timeout_s to a slow cluster",
-            )
-        offers: list[RankOffer] = self._gather(pending)
-        for rank, offer in zip(self._ranks, offers, strict=True):
-            rank.pid = offer.pid
-        return offers
-
-    def _connect(self, offers: Sequence[RankOffer]) -> None:
-        share_memory = all(offer.shares_memory for offer in offers)
-        pairs = list(zip(self.placements, offers, strict=True))
-        paths = {placement.node: offer.path for placement, offer in pairs if offer.path}
-        rendezvous = uuid.uuid4().hex
-        try:
-            self._gather(
-                [
-                    rank.actor.join.remote(rendezvous, paths.get(rank.placement.node), share_memory, self._make)
-                    for rank in self._ranks
-                ]
-            )
-        finally:
-            delete_rendezvous(rendezvous)
-
-    def _begin(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [rank.actor.call.remote(name, *each) for rank, each in zip(self._ranks, args, strict=True)]
-
-    def _answers(self, refs: list[Any]) -> list[Any]:
-        """Waits as `_gather` does for calls in which no rank waits for another: for a limited time."""
-        return self._gather(refs, max(self._timeout_s, _ANSWER_S))
-
-    def _gather(self, refs: list[Any], limit_s: float | None = None) -> list[Any]:
-        """Waits for one result of each of the first ranks.
-
-        All ranks compute together: once one has returned, the others do within the time that ranks wait for each
-        other, and once one has failed, soon.
-
-        Args:
-            refs: Of the results.
-            limit_s: How long to wait for the first result, in seconds; by default as long as the ranks compute.
-
-        Raises:
-            RankLostError: A rank exited, hangs, or did not return in time.
-            Exception: What was raised on a rank.
-        """
-        first = self._await_first(refs) if limit_s is None else ray.wait(refs, num_returns=1, timeout=limit_s)[0]
-        if not first:
-            raise _lost(self._ranks[0], f"no answer within {limit_s:g} s")
-        has_failed = isinstance(_outcome(self._ranks[0], first[0]), Exception)
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_GRACE_S if has_failed else self._timeout_s)
-        outcomes = [
-            _outcome(rank, ref) if ref in ready else _lost(rank, "it did not return in time")
-            for rank, ref in zip(self._ranks, refs, strict=False)
-        ]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if errors:
-            raise min(errors, key=_consequence)
-        return outcomes
-
-    def _await_first(self, refs: list[Any]) -> list[Any]:
-        """Waits for the first result as long as any rank uses CPU time: one that hangs uses none."""
-        pause_s, used_before_s = self._timeout_s / 2, None
-        while not (first := ray.wait(refs, num_returns=1, timeout=pause_s)[0]):
-            used_s = self._cpu_times_s()
-            if used_s is not None and used_s == used_before_s:
-                raise _lost(self._ranks[0], f"no rank has used any CPU time for {pause_s:g} s")
-            used_before_s = used_s
-        return first
-
-    def _cpu_times_s(self) -> list[int] | None:
-        """Returns the CPU time that each rank has used, or None where a node does not say so in time."""
-        measured = [
-            ray.remote(_cpu_ticks)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(rank.placement.node_id, soft=False))
-            .remote(rank.pid)
-            for rank in self._ranks
-        ]
-        try:
-            return ray.get(measured, timeout=max(self._timeout_s, _ANSWER_S))
-        except ray.exceptions.RayError:
-            return None  # the result of the rank says what is wrong
-
     def _end_ranks(self) -> None:
         """Ends all ranks, also those that hang; their claims come free soon after."""
-        ranks, self._ranks, self._pending_checkpoint = self._ranks, [], None
-        for rank in ranks if ray.is_initialized() else []:  # they end with Ray, and a call would start another Ray
-            with contextlib.suppress(Exception):  # it may have ended already
-                ray.kill(rank.actor)
+        self._pending_checkpoint = None
+        self._set.end()
 
     def close(self) -> None:
         """Ends all ranks. May be called again."""
@@ -374,47 +253,13 @@ class RankGroup:
             self._closed = True
             self._end_ranks()
             self._keep(None)
-            self._session.release()
+            self._host.close()
 
     def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _cpu_ticks(pid: int) -> int:
-    """Returns the CPU time that a process of this machine has used, in clock ticks; see proc(5)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def _outcome(rank: _Rank, ref: Any) -> Any:
-    """Returns the result of a call that has ended, or the exception that it ended with."""
-    try:
-        result = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        reason = str(error).splitlines()[0] if str(error) else "no reason given"
-        lost = _lost(rank, f"{type(error).__name__}: {reason}")
-        lost.__cause__ = error
-        return lost
-    return result.rebuild(LearnerError) if isinstance(result, RemoteFailure) else result
-
-
-def _consequence(error: Exception) -> int:
-    """Orders errors of one call: what an object raised and what ended a process make other ranks fail."""
-    if not isinstance(error, RankLostError):
-        return 0
-    return 1 if isinstance(error.__cause__, ray.exceptions.RayError) else 2
-
-
-def _lost(rank: _Rank, reason: str) -> RankLostError:
-    return RankLostError(
-        "A rank lives until its group is closed.",
-        expected=f"{rank.placement} (process {rank.pid or 'not yet known'}) to answer",
-        got=reason,
-        remedy="Look into the log of its node for what ended it",
-    )
 
 
 def _crash_loop(error: RankLostError) -> LearnerError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import ray
 
-from rayvec.distributed.rank_actor import RankPlacement
+from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError
 
 __all__ = ["NodeCapacity", "ResourceRequest", "capacities", "find_placements", "place_ranks"]

@@ -53,7 +53,7 @@ def two_nodes(ray_cluster: object) -> Iterator[RankGroup]:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group waits less for ranks that it has lost already."""
-    monkeypatch.setattr("rayvec.distributed.rank_group._GRACE_S", 0.5)
+    monkeypatch.setattr("rayvec.distributed.rank_set._GRACE_S", 0.5)
     monkeypatch.setattr("rayvec.distributed.rank_group._PAUSE_S", 0.1)
 
 
@@ -179,7 +179,7 @@ def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) ->
 def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without_end(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
 ) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_group._ANSWER_S", TIMEOUT_S)
+    monkeypatch.setattr("rayvec.distributed.rank_set._ANSWER_S", TIMEOUT_S)
     mark = tmp_path / "mark"
     group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=TIMEOUT_S)
     mark.write_text(where)
@@ -269,8 +269,8 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
         ray.get(taken[0].hold.remote())
         return placements
 
-    monkeypatch.setattr("rayvec.distributed.rank_group.find_placements", find_and_take)
-    monkeypatch.setattr("rayvec.distributed.rank_group._START_S", 1.0)
+    monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
+    monkeypatch.setattr("rayvec.distributed.rank_set._START_S", 1.0)
     try:
         with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
             RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)

@@ -1,0 +1,203 @@
+"""Ranks as processes of this machine, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, lost
+from rayvec.node.pipe import MessagePipe, ProcessWatch
+
+__all__ = ["ProcessHost", "serve"]
+
+_START = """
+import sys
+sys.path[:] = {path!r}
+from rayvec.distributed.process_host import serve
+serve({fd}, {owner})
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _Ref:
+    """A call that a rank was asked for, and its pickled result once it has ended."""
+
+    rank: RunningRank
+    result: bytes | None = None
+
+
+@dataclass(slots=True)
+class _Process:
+    """A rank's process, and the calls that it has not ended.
+
+    Attributes:
+        process: The process.
+        pipe: The pipe to it.
+        watch: The watch on it.
+        calls: The calls that it has not ended, oldest first.
+        has_ended: Whether the process has ended.
+    """
+
+    process: subprocess.Popen[bytes]
+    pipe: MessagePipe
+    watch: ProcessWatch
+    calls: deque[_Ref] = field(default_factory=deque)
+    has_ended: bool = False
+
+
+class ProcessHost:
+    """Runs ranks as processes of this machine; see :class:`~rayvec.distributed.rank_host.RankHost`.
+
+    A rank ends with this process, however that ends.
+    """
+
+    def place(self, num_ranks: int) -> list[RankPlacement]:
+        """Places all ranks here."""
+        return [RankPlacement(rank, num_ranks, "", "127.0.0.1", rank, num_ranks, 0, 1) for rank in range(num_ranks)]
+
+    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+            )
+        watch = ProcessWatch(process.pid)
+        rank = RunningRank(placement, _Process(process, MessagePipe(ours, watch), watch), process.pid)
+        rank.handle.pipe.send(cloudpickle.dumps((placement, device, threads, timeout_s)))
+        return rank
+
+    def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        values = [self.result(arg) if isinstance(arg, _Ref) else arg for arg in args]
+        handle: _Process = rank.handle
+        handle.pipe.send(cloudpickle.dumps((method, values)))
+        handle.calls.append(_Ref(rank))
+        return handle.calls[-1]
+
+    def put(self, value: Any) -> Any:
+        """Returns the value itself: each call carries it."""
+        return value
+
+    def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ranks = list({id(ref.rank): ref.rank for ref in refs}.values())
+        while True:
+            done = [ref for ref in refs if ref.result is not None or ref.rank.handle.has_ended]
+            left = None if deadline is None else deadline - time.monotonic()
+            if len(done) >= num_results or (left is not None and left < 0):
+                return done
+            self._receive([rank.handle for rank in ranks if not rank.handle.has_ended], left)
+
+    def _receive(self, processes: Sequence[_Process], timeout_s: float | None) -> None:
+        """Waits until a process says something or ends; takes what has come."""
+        poll = select.poll()
+        for each in processes:
+            each.pipe.flush()
+            poll.register(each.pipe.fileno(), select.POLLIN)
+            poll.register(each.watch.fileno(), select.POLLIN)
+        poll.poll(None if timeout_s is None else 1000 * timeout_s)
+        for each in processes:
+            has_ended = each.watch.ended()  # before the last look at what it said
+            while each.pipe.poll():
+                try:
+                    data, _ = each.pipe.receive()
+                except EOFError:
+                    each.has_ended = True
+                    break
+                each.calls.popleft().result = data
+            each.has_ended |= has_ended
+
+    def result(self, ref: _Ref) -> Any:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        self.wait([ref], 1, None)
+        if ref.result is None:
+            raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")
+        return pickle.loads(ref.result)
+
+    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        try:
+            times = [psutil.Process(rank.pid).cpu_times() for rank in ranks]
+        except psutil.Error:
+            return None
+        return [float(each.user + each.system) for each in times]
+
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[MakeStore]:
+        """Yields what makes a store in a file that only this user can read."""
+        with tempfile.TemporaryDirectory(prefix="rayvec-") as directory:
+            yield functools.partial(_file_store, Path(directory) / "ranks")
+
+    def end(self, ranks: Sequence[RunningRank]) -> None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        for rank in ranks:
+            rank.handle.watch.kill()
+            rank.handle.process.wait()
+            rank.handle.pipe.close()
+            rank.handle.watch.close()
+            rank.handle.has_ended = True
+
+    def close(self) -> None:
+        """Does nothing: all that a host has are ranks."""
+
+
+def _file_store(path: Path, timeout_s: float) -> Any:
+    """Returns a store of torch.distributed in a file."""
+    from datetime import timedelta
+
+    import torch.distributed
+
+    store = torch.distributed.FileStore(os.fspath(path), -1)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def serve(fd: int, owner: int) -> None:
+    """Runs a rank until its owner closes the pipe or ends. It is the main function of a rank's process.
+
+    Args:
+        fd: Of the pipe to the owner.
+        owner: The owner's process.
+    """
+    sock = socket.socket(fileno=fd)
+    threading.Thread(target=_end_with, args=(sock, owner), daemon=True).start()
+    from rayvec.distributed.rank_actor import RankActor  # imports torch
+
+    pipe = MessagePipe(sock)
+    actor = RankActor(*pickle.loads(pipe.receive()[0]))
+    while True:
+        method, args = pickle.loads(pipe.receive()[0])
+        pipe.send(cloudpickle.dumps(getattr(actor, method)(*args)))
+
+
+def _end_with(sock: socket.socket, owner: int) -> None:
+    """Ends this process, also in the midst of a call, once its owner has closed the pipe or has ended."""
+    poll = select.poll()
+    poll.register(sock.fileno(), 0)  # only the hang-up, which is always reported
+    watch = ProcessWatch(owner)
+    if watch.fileno() >= 0:
+        poll.register(watch.fileno(), select.POLLIN)
+        poll.poll()
+    os._exit(1)

@@ -1,0 +1,128 @@
+"""Where ranks run: what starts their processes and carries calls to them.
+
+There are two hosts: :class:`~rayvec.distributed.ray_host.RayHost` runs ranks as actors of a Ray cluster, and
+:class:`~rayvec.distributed.process_host.ProcessHost` as processes of this machine, without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rayvec.errors import RankLostError
+
+__all__ = ["MakeStore", "RankHost", "RankPlacement", "RunningRank", "lost"]
+
+MakeStore = Callable[[float], Any]
+"""Returns a store of torch.distributed through which ranks exchange addresses, given how long to wait for a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """Where a rank runs, and its place among the others.
+
+    Attributes:
+        rank: Its number among all ranks.
+        size: Number of ranks.
+        node_id: Ray's id of its node; empty without Ray.
+        host: That node's own address.
+        node_rank: Its number among the ranks of its node.
+        node_size: Number of ranks on its node.
+        node: Number of its node among those that have ranks.
+        num_nodes: Number of nodes that have ranks.
+    """
+
+    rank: int
+    size: int
+    node_id: str
+    host: str
+    node_rank: int
+    node_size: int
+    node: int
+    num_nodes: int
+
+    def __str__(self) -> str:
+        """The rank for a person."""
+        return f"rank {self.rank} on {self.host}" + (f"/{self.node_id[:8]}" if self.node_id else "")
+
+
+@dataclass(slots=True, eq=False)
+class RunningRank:
+    """A rank as the driver sees it.
+
+    Attributes:
+        placement: Where it runs.
+        handle: What the host knows it by.
+        pid: Its process, on its own node; 0 until it has answered.
+    """
+
+    placement: RankPlacement
+    handle: Any
+    pid: int = 0
+
+
+class RankHost(Protocol):
+    """Starts ranks, each a :class:`~rayvec.distributed.rank_actor.RankActor` in a process, and calls their methods."""
+
+    def place(self, num_ranks: int) -> list[RankPlacement]:
+        """Decides where ranks run.
+
+        Raises:
+            ConfigError: There is too little room for them.
+        """
+        ...
+
+    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
+        """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank_actor.RankActor`."""
+        ...
+
+    def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
+        """Calls a method of a rank's actor, after the calls before; returns a reference to the result.
+
+        A reference among `args` stands for its result.
+        """
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Returns a reference to a value, for arguments of several calls."""
+        ...
+
+    def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
+        """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""
+        ...
+
+    def result(self, ref: Any) -> Any:
+        """Waits for the result of a call.
+
+        Raises:
+            RankLostError: The rank's process has ended.
+        """
+        ...
+
+    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
+        """Returns the CPU time that each rank has used, or None where a node does not say so in time."""
+        ...
+
+    def rendezvous(self) -> AbstractContextManager[MakeStore]:
+        """Yields what makes the store through which ranks exchange addresses while they connect."""
+        ...
+
+    def end(self, ranks: Sequence[RunningRank]) -> None:
+        """Ends ranks, also those that hang; what they claim comes free soon after."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the host itself uses."""
+        ...
+
+
+def lost(rank: RunningRank, reason: str) -> RankLostError:
+    """Returns the error for a rank that no longer answers."""
+    return RankLostError(
+        "A rank lives until its group is closed.",
+        expected=f"{rank.placement} (process {rank.pid or 'not yet known'}) to answer",
+        got=reason,
+        remedy="Look into the log of its node for what ended it",
+    )

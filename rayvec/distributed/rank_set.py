@@ -1,0 +1,164 @@
+"""Ranks that run: placed, started, connected, and called together. When one is lost, all of them end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
+from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure
+
+__all__ = ["RankSet"]
+
+_GRACE_S = 5.0
+_START_S = 60.0
+_ANSWER_S = 60.0
+
+
+class RankSet:
+    """One object on each of several ranks.
+
+    Args:
+        host: Where they run.
+        device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
+        threads: Number of threads that torch may use on each rank.
+        timeout_s: How long ranks wait for each other, in seconds.
+        hangs: What shows that ranks hang: ``"all"`` of them, or ``"any"``, use no CPU time for half of `timeout_s`.
+
+    Attributes:
+        ranks: The ranks; none before `start` and after `end`.
+    """
+
+    def __init__(
+        self, host: RankHost, device: str, threads: int, timeout_s: float, hangs: Literal["all", "any"] = "all"
+    ) -> None:
+        self.ranks: list[RunningRank] = []
+        self._host = host
+        self._device, self._threads, self._timeout_s, self._hangs = device, threads, timeout_s, hangs
+
+    @property
+    def placements(self) -> tuple[RankPlacement, ...]:
+        """Where the ranks are."""
+        return tuple(rank.placement for rank in self.ranks)
+
+    def start(self, placements: Sequence[RankPlacement], make: bytes, late: type[RayvecError] = ConfigError) -> None:
+        """Starts a rank at each place, connects them, and makes their objects.
+
+        Args:
+            placements: Where.
+            make: Pickled function of a rank's `Ranks` that returns its object.
+            late: The class of the error for ranks that do not get their cores in time.
+
+        Raises:
+            RankLostError: A rank was lost meanwhile.
+            Exception: What `make` raised.
+        """
+        try:
+            for place in placements:
+                self.ranks.append(self._host.start(place, self._device, self._threads, self._timeout_s))
+            self._connect(self._await_offers(late), make)
+        except BaseException:
+            self.end()
+            raise
+
+    def _await_offers(self, late: type[RayvecError]) -> list[Any]:
+        """Waits until all ranks run; Ray waits without a limit for cores that another program claimed meanwhile."""
+        limit_s = max(self._timeout_s, _START_S)
+        pending = [self._host.call(rank, "offer") for rank in self.ranks]
+        done = self._host.wait(pending, len(pending), limit_s)
+        missing = [str(rank.placement) for rank, each in zip(self.ranks, pending, strict=True) if each not in done]
+        if missing:
+            raise late(
+                "Every rank gets its cores, and with CUDA a GPU, soon after the group asks for it.",
+                expected=f"{len(pending)} rank(s) that run within {limit_s:g} s",
+                got=f"no answer yet from {', '.join(missing)}",
+                remedy="End what claimed cores or GPUs at the same time, or pass a longer timeout_s to a slow cluster",
+            )
+        offers = self.gather(pending)
+        for rank, offer in zip(self.ranks, offers, strict=True):
+            rank.pid = offer.pid
+        return offers
+
+    def _connect(self, offers: Sequence[Any], make: bytes) -> None:
+        share_memory = all(offer.shares_memory for offer in offers)
+        paths = {rank.placement.node: each.path for rank, each in zip(self.ranks, offers, strict=True) if each.path}
+        with self._host.rendezvous() as make_store:
+            joined = [
+                self._host.call(rank, "join", make_store, paths.get(rank.placement.node), share_memory, make)
+                for rank in self.ranks
+            ]
+            self.gather(joined)
+
+    def begin(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Asks every rank to call a method of its object; returns references to the results.
+
+        Args:
+            name: Of the method.
+            args: Positional arguments for each rank; none by default.
+        """
+        everyone = args or [()] * len(self.ranks)
+        return [self._host.call(rank, "call", name, *each) for rank, each in zip(self.ranks, everyone, strict=True)]
+
+    def answers(self, refs: Sequence[Any]) -> list[Any]:
+        """Waits as `gather` does for calls in which no rank waits for another: for a limited time."""
+        return self.gather(refs, max(self._timeout_s, _ANSWER_S))
+
+    def gather(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
+        """Waits for one result of each of the first ranks.
+
+        All ranks compute together: once one has returned, the others do within the time that ranks wait for each
+        other, and once one has failed, soon.
+
+        Args:
+            refs: Of the results.
+            limit_s: How long to wait for the first result, in seconds; by default as long as the ranks compute.
+
+        Raises:
+            RankLostError: A rank exited, hangs, or did not return in time.
+            Exception: What was raised on a rank.
+        """
+        first = self._await_first(refs) if limit_s is None else self._host.wait(refs, 1, limit_s)
+        if not first:
+            raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
+        has_failed = any(isinstance(self._outcome(each)[1], Exception) for each in first)
+        done = self._host.wait(refs, len(refs), _GRACE_S if has_failed else self._timeout_s)
+        outcomes = [
+            self._outcome(ref) if ref in done else (2, lost(rank, "it did not return in time"))
+            for rank, ref in zip(self.ranks, refs, strict=False)
+        ]
+        errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]
+        if errors:
+            raise min(errors, key=lambda outcome: outcome[0])[1]
+        return [value for _, value in outcomes]
+
+    def _await_first(self, refs: Sequence[Any]) -> list[Any]:
+        """Waits for the first result as long as ranks use CPU time: one that hangs uses none."""
+        pause_s, used_before_s = self._timeout_s / 2, None
+        is_hung = all if self._hangs == "all" else any
+        while not (first := self._host.wait(refs, 1, pause_s)):
+            used_s = self._host.cpu_times(self.ranks, max(self._timeout_s, _ANSWER_S))
+            if used_s and used_before_s:
+                same = [now == before for now, before in zip(used_s, used_before_s, strict=True)]
+                if is_hung(same):
+                    raise lost(self.ranks[same.index(True)], f"it has not used any CPU time for {pause_s:g} s")
+            used_before_s = used_s
+        return first
+
+    def _outcome(self, ref: Any) -> tuple[int, Any]:
+        """Returns the result of a call that has ended, or the exception that it ended with.
+
+        Errors of one call are ordered, since what an object raised and what ended a process make other ranks fail.
+        """
+        try:
+            result = self._host.result(ref)
+        except RankLostError as error:
+            return 1, error
+        if not isinstance(result, RemoteFailure):
+            return 0, result
+        rebuilt = result.rebuild(LearnerError)
+        return (2 if isinstance(rebuilt, RankLostError) else 0), rebuilt
+
+    def end(self) -> None:
+        """Ends all ranks, also those that hang."""
+        ranks, self.ranks = self.ranks, []
+        self._host.end(ranks)

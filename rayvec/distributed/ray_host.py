@@ -1,0 +1,117 @@
+"""Ranks as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayvec.cluster.session import RaySession
+from rayvec.distributed.rank_actor import RankActor
+from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, lost
+from rayvec.distributed.rank_placement import ResourceRequest, find_placements
+from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
+
+__all__ = ["RayHost"]
+
+
+class RayHost:
+    """Runs ranks as Ray actors; see :class:`~rayvec.distributed.rank_host.RankHost`.
+
+    Args:
+        request: What each rank claims, and where.
+        address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+    """
+
+    def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
+        self._request = request
+        self._session = RaySession(address)
+        self._rank_of: dict[Any, RunningRank] = {}
+
+    def place(self, num_ranks: int) -> list[RankPlacement]:
+        """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
+        return find_placements(num_ranks, self._request)
+
+    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        options = {
+            "num_cpus": self._request.num_cpus,
+            "num_gpus": self._request.num_gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
+        }
+        actor = ray.remote(RankActor).options(**options)
+        return RunningRank(placement, actor.remote(placement, device, threads, timeout_s))
+
+    def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        return rank, getattr(rank.handle, method).remote(*(_ref(arg) for arg in args))
+
+    def put(self, value: Any) -> Any:
+        """Puts a value into the object store."""
+        return ray.put(value)
+
+    def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        done, _ = ray.wait([_ref(each) for each in refs], num_returns=num_results, timeout=timeout_s)
+        return [each for each in refs if _ref(each) in done]
+
+    def result(self, ref: Any) -> Any:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        try:
+            return ray.get(_ref(ref))
+        except ray.exceptions.RayError as error:
+            reason = str(error).splitlines()[0] if str(error) else "no reason given"
+            if not isinstance(ref, tuple):
+                raise
+            raise lost(ref[0], f"{type(error).__name__}: {reason}") from error
+
+    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        measured = [
+            ray.remote(_cpu_time)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(rank.placement.node_id, soft=False))
+            .remote(rank.pid)
+            for rank in ranks
+        ]
+        try:
+            return ray.get(measured, timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return None  # the result of the rank says what is wrong
+
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[MakeStore]:
+        """Yields what makes a store in the cluster; only processes of the cluster can read and write it."""
+        name = uuid.uuid4().hex
+        try:
+            yield functools.partial(RayStore, name)
+        finally:
+            delete_rendezvous(name)
+
+    def end(self, ranks: Sequence[RunningRank]) -> None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        for rank in ranks if ray.is_initialized() else []:  # they end with Ray, and a call would start another Ray
+            with contextlib.suppress(Exception):  # it may have ended already
+                ray.kill(rank.handle)
+
+    def close(self) -> None:
+        """Releases Ray."""
+        self._session.release()
+
+
+def _ref(value: Any) -> Any:
+    """Returns Ray's reference for what `call` returned; other values as they are."""
+    return value[1] if isinstance(value, tuple) and value and isinstance(value[0], RunningRank) else value
+
+
+def _cpu_time(pid: int) -> float:
+    """Returns the CPU time that a process of this machine has used, in seconds."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
