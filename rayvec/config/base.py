@@ -40,15 +40,19 @@ ADJUSTABLE = (
     "address",
     "inference",
     "num_learners",
-    "learners_apart",
+    "learners",
+    "sync_fraction",
+    "min_share",
+    "variable_lengths",
     "learner_device",
     "learner_threads",
     "checkpoint_interval_s",
 )
 """Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
-`inference` has a second effect in a run with `prefetch`: with ``inference="driver"`` no steps are collected ahead, so
-the weights that act are the newest ones instead of being one update old.
+Two have a second effect in a run with `prefetch`: with ``inference="driver"`` or ``learners="decentralized"`` no steps
+are collected ahead, so the weights that act are the newest ones instead of being one update old. And where ranks are
+stopped or lengths vary (`sync_fraction`, `variable_lengths`), it is chance which environment gives how many steps.
 """
 
 
@@ -98,10 +102,23 @@ class TrainConfig:
     and collects nothing ahead."""
 
     num_learners: Count = 1
-    """Ranks that compute each update together, at most one for each environment; 1: the driver computes it."""
+    """Ranks that compute each update together, at most one for each environment."""
 
-    learners_apart: bool = False
-    """Place the learner's ranks, even a single one, on nodes without environments."""
+    learners: Literal["driver", "shared", "dedicated", "decentralized"] | None = None
+    """Where updates are computed: "driver"; "shared": by ranks on the nodes of the environments; "dedicated": by ranks
+    on nodes without environments; "decentralized": by ranks that each step their own share of the environments, so that
+    no steps pass through the driver (DD-PPO). Unset: "driver" with one learner, "shared" with several."""
+
+    sync_fraction: Annotated[float, Bounds(0, 1, above=True)] = 0.6
+    """With decentralized ranks: once this share of them has taken its steps, the others stop at their next step; 1: no
+    rank is stopped, and a run is repeatable."""
+
+    min_share: Fraction = 0.25
+    """With decentralized ranks: the share of its steps that each rank takes before it may be stopped."""
+
+    variable_lengths: bool = False
+    """With decentralized ranks: environments need not take equally many steps; an iteration ends once they have taken
+    its steps together, so that one slow environment holds up nobody."""
 
     learner_device: Literal["cpu", "cuda"] = "cpu"
     """Device that computes updates; with "cuda" and several ranks, each rank has a GPU of its own."""
@@ -131,6 +148,13 @@ class TrainConfig:
                 got=self.num_learners,
                 remedy="Lower num_learners, or raise num_envs.",
             )
+        if self.learners == "driver" and self.num_learners > 1:
+            raise ConfigError(
+                "The driver is one learner.",
+                expected="num_learners=1 with learners='driver'",
+                got=f"num_learners={self.num_learners}",
+                remedy="Leave learners out, or pass learners='shared', 'dedicated' or 'decentralized'.",
+            )
 
     @property
     def steps_per_iteration(self) -> int:
@@ -138,17 +162,17 @@ class TrainConfig:
         raise NotImplementedError
 
     @property
-    def prefetch(self) -> bool:
+    def collects_ahead(self) -> bool:
         """Whether the next chunk is collected while the learner learns from this one, with weights one update old.
 
-        It has no effect with ``inference="driver"``.
+        It has no effect with ``inference="driver"``, and is never so with decentralized ranks.
         """
         return False
 
     @property
-    def learns_in_driver(self) -> bool:
-        """Whether the driver computes updates, and not ranks on Ray."""
-        return self.num_learners == 1 and not self.learners_apart
+    def learner_mode(self) -> str:
+        """Where updates are computed: `learners`, or what it stands for where it is unset."""
+        return self.learners or ("driver" if self.num_learners == 1 else "shared")
 
     @property
     def random_steps(self) -> int:
@@ -234,6 +258,8 @@ class TrainConfig:
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
+        if values.pop("learners_apart", False):  # as runs were written before `learners`
+            values["learners"] = "dedicated"
         unknown = sorted(map(str, values.keys() - set(field_names(cls))))
         if unknown:
             raise ConfigError(

@@ -27,9 +27,9 @@ class IMPALAConfig(TrainConfig):
     num_steps: Count = 32
     """Steps that each environment takes in an iteration."""
 
-    prefetch: bool = True
+    prefetch: bool | None = None
     """Collect the next iteration's steps while the learner learns from these, with weights one update old. It has no
-    effect with inference "driver"."""
+    effect with inference "driver". Unset: yes, except with decentralized ranks, which don't."""
 
     num_minibatches: Count = 4
     """Updates in an iteration, each from all steps of an approximately equal share of the environments."""
@@ -81,6 +81,13 @@ class IMPALAConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prefetch and self.learner_mode == "decentralized":
+            raise ConfigError(
+                "A decentralized rank collects with the newest weights, and ends its chunk when the others are ready.",
+                expected="no prefetch with learners='decentralized'",
+                got="prefetch=True",
+                remedy="Leave prefetch out.",
+            )
         if self.num_minibatches > self.num_envs:
             raise ConfigError(
                 "A minibatch has at least one environment.",
@@ -88,6 +95,11 @@ class IMPALAConfig(TrainConfig):
                 got=self.num_minibatches,
                 remedy="Lower num_minibatches, or raise num_envs.",
             )
+
+    @property
+    def collects_ahead(self) -> bool:
+        """Whether the next chunk is collected while the learner learns from this one, with weights one update old."""
+        return self.learner_mode != "decentralized" if self.prefetch is None else self.prefetch
 
     @property
     def steps_per_iteration(self) -> int:

@@ -121,6 +121,6 @@ class SACConfig(TrainConfig):
         return self.learning_starts
 
     @property
-    def prefetch(self) -> bool:
+    def collects_ahead(self) -> bool:
         """Whether environments step while the learner learns; it has no effect with ``inference="driver"``."""
-        return True
+        return self.learner_mode != "decentralized"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk, ChunkRef
 
-__all__ = ["Batch", "CollectStats", "EpisodeStats"]
+__all__ = ["Batch", "CollectStats", "EpisodeStats", "join_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,30 @@ class CollectStats:
     staleness: int = 0
     n_restarts: int = 0
     n_dropped_episodes: int = 0
+
+
+def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
+    """Returns the statistics of collectors that collected at the same time, each from its own environments."""
+    first, collect_time_s = parts[0], max(part.collect_time_s for part in parts)
+    versions = [part.weights_versions for part in parts]
+
+    def total(name: str) -> int:
+        return sum(getattr(part, name) for part in parts)
+
+    return CollectStats(
+        returns=np.concatenate([part.returns for part in parts]),
+        lens=np.concatenate([part.lens for part in parts]),
+        n_collected_steps=total("n_collected_steps"),
+        n_collected_episodes=total("n_collected_episodes"),
+        n_surplus_steps=total("n_surplus_steps"),
+        collect_time_s=collect_time_s,
+        steps_per_s=sum(part.steps_per_s * part.collect_time_s for part in parts) / collect_time_s,
+        time_split_s={name: float(np.mean([part.time_split_s[name] for part in parts])) for name in first.time_split_s},
+        weights_versions=(min(low for low, _ in versions), max(high for _, high in versions)),
+        staleness=max(part.staleness for part in parts),
+        n_restarts=total("n_restarts"),
+        n_dropped_episodes=total("n_dropped_episodes"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

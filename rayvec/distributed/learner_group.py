@@ -14,9 +14,10 @@ from torch import nn
 from rayvec.data import Batch, Chunk
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
+from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
-from rayvec.errors import ConfigError, LearnerError, check_count
-from rayvec.learners.base import KeepsRankLocalState, Learner
+from rayvec.errors import LearnerError, check_count
+from rayvec.learners.base import Learner
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
 
@@ -145,11 +146,7 @@ class LearnerGroup:
         rank-local parts are in the list ``rank_local``, if the learner has such parts.
         """
         parts = [unpack(part) for part in self._group.ask_all("parts")]
-        shared: dict[str, Any] = parts[0][0]
-        rank_local = [local for _, local in parts]
-        if self.num_learners == 1:
-            return {**shared, **rank_local[0]}
-        return {**shared, "rank_local": rank_local} if any(rank_local) else shared
+        return join_state(parts[0][0], [local for _, local in parts])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets all ranks continue exactly where the learner was when `state` was taken.
@@ -161,15 +158,7 @@ class LearnerGroup:
             CheckpointError: `state` is of another kind of learner or network.
         """
         self._weights = None
-        shared = dict(state)
-        rank_local = shared.pop("rank_local", shared.pop("of_ranks", None))  # its former name in checkpoints
-        own = {name: shared.pop(name) for name in self._group.ask("rank_local_names") if name in shared}
-        if rank_local is None and own:
-            rank_local = [own]
-        if rank_local is not None and len(rank_local) != self.num_learners:
-            names, count = ", ".join(rank_local[0]), len(rank_local)
-            logger.warning("the %s of %d rank(s) does not fit %d, and refills", names, count, self.num_learners)
-            rank_local = None
+        shared, rank_local = split_state(state, self._group.ask("rank_local_names"), self.num_learners)
         self._group.load_state_dict(shared, rank_local)
         self._num_starts = self._group.num_starts
 
@@ -190,15 +179,7 @@ class _RankLearner:
     def __init__(self, make_learner: Callable[[], Learner], ranks: Ranks) -> None:
         self._learner = make_learner()
         self._ranks = ranks
-        if hasattr(self._learner, "ranks"):
-            self._learner.ranks = ranks
-        elif ranks.size > 1:
-            raise ConfigError(
-                "A learner on several ranks sums over them.",
-                expected="a learner with an attribute `ranks`, see rayvec.learners.ranks",
-                got=f"{type(self._learner).__name__}, which has none",
-                remedy="Pass num_learners=1, or let the learner sum its gradients by self.ranks.sum_",
-            )
+        give_ranks(self._learner, ranks)
 
     def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
         """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call."""
@@ -215,19 +196,15 @@ class _RankLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what all ranks share."""
-        learner = self._learner
-        return learner.shared_state() if isinstance(learner, KeepsRankLocalState) else learner.state_dict()
+        return shared_state(self._learner)
 
     def rank_local_names(self) -> tuple[str, ...]:
         """Returns the names of the rank-local parts of the state."""
-        return tuple(self._rank_local_state())
+        return tuple(rank_local_state(self._learner))
 
     def parts(self) -> Any:
         """Returns what all ranks share, on rank 0 only, and what is rank-local, packed."""
-        return pack((self.state_dict() if self._ranks.rank == 0 else None, self._rank_local_state()))
-
-    def _rank_local_state(self) -> dict[str, Any]:
-        return self._learner.rank_local_state() if isinstance(self._learner, KeepsRankLocalState) else {}
+        return pack((self.state_dict() if self._ranks.rank == 0 else None, rank_local_state(self._learner)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learner.load_state_dict(state)

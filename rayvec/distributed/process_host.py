@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, lost
+from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 
 __all__ = ["ProcessHost", "serve"]
@@ -136,13 +136,12 @@ class ProcessHost:
             raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")
         return pickle.loads(ref.result)
 
-    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
+    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         try:
-            times = [psutil.Process(rank.pid).cpu_times() for rank in ranks]
+            return [vital_signs(rank.pid) for rank in ranks]
         except psutil.Error:
-            return None
-        return [float(each.user + each.system) for each in times]
+            return None  # the result of the rank says what is wrong
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:

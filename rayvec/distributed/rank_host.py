@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import psutil
 
 from rayvec.errors import RankLostError
 
-__all__ = ["MakeStore", "RankHost", "RankPlacement", "RunningRank", "lost"]
+__all__ = ["MakeStore", "RankHost", "RankPlacement", "RunningRank", "VitalSigns", "lost", "vital_signs"]
 
 MakeStore = Callable[[float], Any]
 """Returns a store of torch.distributed through which ranks exchange addresses, given how long to wait for a key."""
@@ -63,6 +65,25 @@ class RunningRank:
     pid: int = 0
 
 
+class VitalSigns(NamedTuple):
+    """What a process is at.
+
+    Attributes:
+        cpu_s: CPU time that it has used, in seconds.
+        is_stopped: Whether a signal has stopped it.
+    """
+
+    cpu_s: float
+    is_stopped: bool
+
+
+def vital_signs(pid: int) -> VitalSigns:
+    """Returns what a process of this machine is at."""
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    return VitalSigns(times.user + times.system, process.status() == psutil.STATUS_STOPPED)
+
+
 class RankHost(Protocol):
     """Starts ranks, each a :class:`~rayvec.distributed.rank_actor.RankActor` in a process, and calls their methods."""
 
@@ -101,8 +122,8 @@ class RankHost(Protocol):
         """
         ...
 
-    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
-        """Returns the CPU time that each rank has used, or None where a node does not say so in time."""
+    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
+        """Returns what each rank's process is at, or None where a node does not say so in time."""
         ...
 
     def rendezvous(self) -> AbstractContextManager[MakeStore]:

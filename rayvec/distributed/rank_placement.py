@@ -11,7 +11,7 @@ import ray
 from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError
 
-__all__ = ["NodeCapacity", "ResourceRequest", "capacities", "find_placements", "place_ranks"]
+__all__ = ["NodeCapacity", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
 
 _PLACE_S = 10.0
 _LOOK_AGAIN_S = 0.25
@@ -97,6 +97,31 @@ def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacem
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_LOOK_AGAIN_S)
+
+
+def rank_share(num_ranks: int, num_nodes: int | None, workers_per_node: int | None) -> tuple[int, int]:
+    """Returns how many decentralized ranks a node has at most, and how many workers each of them.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_nodes: On how many nodes; by default as many as have free cores.
+        workers_per_node: Workers on each node, divided among its ranks; by default one for each of its free cores.
+
+    Raises:
+        ConfigError: There are fewer nodes.
+    """
+    free = sorted((node.capacity for node in capacities(ResourceRequest(1, 0)) if node.capacity), reverse=True)
+    count = min(num_ranks, len(free) if num_nodes is None else num_nodes)
+    if not 0 < count <= len(free):
+        raise ConfigError(
+            "Decentralized ranks are spread over nodes with free cores.",
+            expected=f"{num_nodes or 1} such node(s)",
+            got=len(free),
+            remedy="Lower num_nodes, or add nodes.",
+        )
+    per_node = -(-num_ranks // count)
+    cores = free[count - 1] if workers_per_node is None else workers_per_node
+    return per_node, 0 if workers_per_node == 0 else max(1, cores // per_node)
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:

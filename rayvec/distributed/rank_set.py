@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
 from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure
@@ -23,18 +23,17 @@ class RankSet:
         device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
         threads: Number of threads that torch may use on each rank.
         timeout_s: How long ranks wait for each other, in seconds.
-        hangs: What shows that ranks hang: ``"all"`` of them, or ``"any"``, use no CPU time for half of `timeout_s`.
+        may_idle: Whether ranks wait for environments, too, and not only for each other. If they don't, ranks hang when
+            none of them uses CPU time for half of `timeout_s`. A rank whose process is stopped hangs in any case.
 
     Attributes:
         ranks: The ranks; none before `start` and after `end`.
     """
 
-    def __init__(
-        self, host: RankHost, device: str, threads: int, timeout_s: float, hangs: Literal["all", "any"] = "all"
-    ) -> None:
+    def __init__(self, host: RankHost, device: str, threads: int, timeout_s: float, may_idle: bool = False) -> None:
         self.ranks: list[RunningRank] = []
         self._host = host
-        self._device, self._threads, self._timeout_s, self._hangs = device, threads, timeout_s, hangs
+        self._device, self._threads, self._timeout_s, self._may_idle = device, threads, timeout_s, may_idle
 
     @property
     def placements(self) -> tuple[RankPlacement, ...]:
@@ -106,22 +105,23 @@ class RankSet:
     def gather(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
         """Waits for one result of each of the first ranks.
 
-        All ranks compute together: once one has returned, the others do within the time that ranks wait for each
-        other, and once one has failed, soon.
+        Ranks that only compute do so together: once one has returned, the others do within the time that ranks wait for
+        each other. Once one has failed, the others do soon.
 
         Args:
             refs: Of the results.
-            limit_s: How long to wait for the first result, in seconds; by default as long as the ranks compute.
+            limit_s: How long to wait for the first result, in seconds; by default as long as no rank hangs.
 
         Raises:
             RankLostError: A rank exited, hangs, or did not return in time.
             Exception: What was raised on a rank.
         """
-        first = self._await_first(refs) if limit_s is None else self._host.wait(refs, 1, limit_s)
-        if not first:
+        done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
+        if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
-        has_failed = any(isinstance(self._outcome(each)[1], Exception) for each in first)
-        done = self._host.wait(refs, len(refs), _GRACE_S if has_failed else self._timeout_s)
+        while self._may_idle and limit_s is None and len(done) < len(refs) and not self._has_failed(done):
+            done = self._await(refs, len(done) + 1)
+        done = self._host.wait(refs, len(refs), _GRACE_S if self._has_failed(done) else self._timeout_s)
         outcomes = [
             self._outcome(ref) if ref in done else (2, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
@@ -131,18 +131,23 @@ class RankSet:
             raise min(errors, key=lambda outcome: outcome[0])[1]
         return [value for _, value in outcomes]
 
-    def _await_first(self, refs: Sequence[Any]) -> list[Any]:
-        """Waits for the first result as long as ranks use CPU time: one that hangs uses none."""
-        pause_s, used_before_s = self._timeout_s / 2, None
-        is_hung = all if self._hangs == "all" else any
-        while not (first := self._host.wait(refs, 1, pause_s)):
-            used_s = self._host.cpu_times(self.ranks, max(self._timeout_s, _ANSWER_S))
-            if used_s and used_before_s:
-                same = [now == before for now, before in zip(used_s, used_before_s, strict=True)]
-                if is_hung(same):
-                    raise lost(self.ranks[same.index(True)], f"it has not used any CPU time for {pause_s:g} s")
-            used_before_s = used_s
-        return first
+    def _has_failed(self, done: Sequence[Any]) -> bool:
+        return any(isinstance(self._outcome(each)[1], Exception) for each in done)
+
+    def _await(self, refs: Sequence[Any], num_results: int) -> list[Any]:
+        """Waits for so many results as long as no rank hangs."""
+        pause_s, before = self._timeout_s / 2, None
+        while len(done := self._host.wait(refs, num_results, pause_s)) < num_results:
+            signs = self._host.signs(self.ranks, max(self._timeout_s, _ANSWER_S))
+            if signs and before:
+                pairs = list(zip(self.ranks, before, signs, strict=True))
+                stopped = [rank for rank, then, now in pairs if then.is_stopped and now.is_stopped]
+                if stopped:
+                    raise lost(stopped[0], f"its process has been stopped for {pause_s:g} s")
+                if not self._may_idle and all(then.cpu_s == now.cpu_s for _, then, now in pairs):
+                    raise lost(self.ranks[0], f"no rank has used any CPU time for {pause_s:g} s")
+            before = signs
+        return done
 
     def _outcome(self, ref: Any) -> tuple[int, Any]:
         """Returns the result of a call that has ended, or the exception that it ended with.

@@ -8,13 +8,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.session import RaySession
 from rayvec.distributed.rank_actor import RankActor
-from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, lost
+from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
 
@@ -27,22 +26,24 @@ class RayHost:
     Args:
         request: What each rank claims, and where.
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+
+    Attributes:
+        request: What each rank claims, and where.
     """
 
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
-        self._request = request
+        self.request = request
         self._session = RaySession(address)
-        self._rank_of: dict[Any, RunningRank] = {}
 
     def place(self, num_ranks: int) -> list[RankPlacement]:
         """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
-        return find_placements(num_ranks, self._request)
+        return find_placements(num_ranks, self.request)
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         options = {
-            "num_cpus": self._request.num_cpus,
-            "num_gpus": self._request.num_gpus,
+            "num_cpus": self.request.num_cpus,
+            "num_gpus": self.request.num_gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
@@ -73,10 +74,10 @@ class RayHost:
                 raise
             raise lost(ref[0], f"{type(error).__name__}: {reason}") from error
 
-    def cpu_times(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[float] | None:
+    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         measured = [
-            ray.remote(_cpu_time)
+            ray.remote(vital_signs)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(rank.placement.node_id, soft=False))
             .remote(rank.pid)
             for rank in ranks
@@ -109,9 +110,3 @@ class RayHost:
 def _ref(value: Any) -> Any:
     """Returns Ray's reference for what `call` returned; other values as they are."""
     return value[1] if isinstance(value, tuple) and value and isinstance(value[0], RunningRank) else value
-
-
-def _cpu_time(pid: int) -> float:
-    """Returns the CPU time that a process of this machine has used, in seconds."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)

@@ -22,6 +22,7 @@ from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import plot_learning_curve
+from rayvec.training.trainer import Iteration
 
 __all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "read_metrics"]
 
@@ -132,17 +133,14 @@ class RunLogger:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def log(
-        self, steps: int, stats: CollectStats, learner_metrics: Mapping[str, float], times_s: Mapping[str, float]
-    ) -> None:
+    def log(self, steps: int, iteration: Iteration) -> None:
         """Logs one iteration.
 
         Args:
             steps: Environment steps since the run began.
-            stats: Statistics of the collected steps.
-            learner_metrics: Metrics of the update.
-            times_s: Wall time by activity in seconds.
+            iteration: What it did.
         """
+        stats, times_s = iteration.stats, iteration.times_s
         whole_s = sum(times_s.values())
         metrics = {
             "steps": steps,
@@ -151,7 +149,8 @@ class RunLogger:
             "staleness": stats.staleness,
             **{f"time_s/{name}": seconds for name, seconds in times_s.items()},
             **{f"time_s/collect/{name}": seconds for name, seconds in stats.time_split_s.items()},
-            **{f"learner/{name}": value for name, value in learner_metrics.items()},
+            **{f"learner/{name}": value for name, value in iteration.metrics.items()},
+            **({"ranks_cut": iteration.num_cut} if "wait" in times_s else {}),
         }
         self._metrics.write(metrics)
         for name, value in metrics.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from rayvec.config import TrainConfig
-from rayvec.training.evaluation import evaluate, greedy_policy
+from rayvec.errors import LearnerError, RankLostError
+from rayvec.training.evaluation import Evaluation
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger
-from rayvec.training.progress import Progress, begin_collecting, state_of
+from rayvec.training.open_trainer import open_trainer
+from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
-from rayvec.training.runs import open_env, open_learner
+from rayvec.training.trainer import RunTrainer
 
 __all__ = ["TrainResult", "resume", "train"]
+
+_MOST_LOSSES = 3
+_PAUSE_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,75 +89,126 @@ def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> TrainResult:
-    progress = Progress(**state["progress"]) if state else Progress()
-    began_s = time.monotonic() - progress.wall_s
-    how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
+    run = _Run(config, run_dir, state)
+    evaluation: Evaluation | None = None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
-        env = stack.enter_context(open_env(config))
-        learner = stack.enter_context(open_learner(config, env))
-        collector = begin_collecting(config, env, learner, progress, state)
+        while evaluation is None and not interrupts.requested:
+            try:
+                with open_trainer(config, run.progress, run.state, fewer=run.num_losses > 0) as trainer:
+                    interrupts.check()
+                    if run.state is None:
+                        run.begin(trainer.state())
+                        stack.enter_context(locked(run_dir))
+                    evaluation = run.train(trainer, interrupts)
+            except RankLostError as error:
+                run.lose_ranks(error)
+    if evaluation is None:
+        raise KeyboardInterrupt(f"stopped after {run.progress.steps:,} steps; {run.how_to_resume}")
+    return run.result(evaluation)
 
-        def checkpoint() -> dict[str, Any]:
-            progress.wall_s = time.monotonic() - began_s
-            return state_of(learner, collector, progress)
 
-        interrupts.check()
-        if state is None:
-            begin_run_dir(run_dir, config, checkpoint())
-            stack.enter_context(locked(run_dir))
-        stack.enter_context(noting(how_to_resume))
-        logger = stack.enter_context(RunLogger(run_dir, config, steps=progress.steps))
-        with interrupts.deferred():
-            saved_s = time.monotonic()
-            while progress.steps < config.total_steps and not interrupts.requested:
-                laps = Laps()
-                is_last = progress.steps + config.steps_per_iteration >= config.total_steps
-                batch = collector.collect(n_step=config.steps_per_iteration, ahead=not is_last)
-                laps.end("collect")
-                metrics = learner.update(batch)
-                laps.end("learn")
-                if metrics:
-                    collector.set_weights(learner.weights())
-                    laps.end("publish")
+class _Run:
+    """A run: its directory, how far it has come, and the state that it continues from when ranks are lost.
 
-                progress.add(batch.stats)
-                logger.log(progress.steps, batch.stats, metrics, laps.times_s)
-                if time.monotonic() - saved_s >= config.checkpoint_interval_s:
-                    save_checkpoint(run_dir, checkpoint())
-                    saved_s = time.monotonic()
-            save_checkpoint(run_dir, checkpoint())
-        if not interrupts.requested:
-            collector.close()
-            policy, seed = greedy_policy(learner.module, learner.weights()), config.eval_seed()
-            evaluation = evaluate(env, policy, config.eval_episodes, seed=seed, inference=config.inference)
+    Args:
+        config: Settings.
+        run_dir: Its directory.
+        state: The state to continue from; none for a new run.
+
+    Attributes:
+        progress: How far it has come.
+        state: The last state that was kept.
+        num_losses: How often ranks were lost since the last iteration that succeeded.
+        how_to_resume: The command that does.
+        has_begun: Whether its directory is there and it has come as far as its loop.
+    """
+
+    def __init__(self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> None:
+        self.progress = Progress(**state["progress"]) if state else Progress()
+        self.state = state
+        self.num_losses = 0
+        self.has_begun = False
+        self.how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
+        self._config, self._run_dir = config, run_dir
+        self._began_s = time.monotonic() - self.progress.wall_s
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Adds a note that says how to resume to every error and interrupt that passes once the run has begun."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if self.has_begun:
+                error.add_note(self.how_to_resume)
+            raise
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """Makes the directory of a new run."""
+        begin_run_dir(self._run_dir, self._config, self._complete(state))
+
+    def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a trainer with the progress; remembers it as the one to continue from."""
+        self.progress.wall_s = time.monotonic() - self._began_s
+        self.state = {**state, "progress": asdict(self.progress)}
+        return self.state
+
+    def train(self, trainer: RunTrainer, interrupts: Interrupts) -> Evaluation | None:
+        """Makes the iterations that are left, with checkpoints, and evaluates.
+
+        Returns:
+            The evaluation; None if Ctrl-C was pressed before. Then the checkpoint is of the last iteration.
+        """
+        self.has_begun = True
+        config, progress, saved_s = self._config, self.progress, time.monotonic()
+        with RunLogger(self._run_dir, config, steps=progress.steps) as logger:
+            with interrupts.deferred():
+                is_saved = False
+                while progress.steps < config.total_steps and (trainer.has_pending or not interrupts.requested):
+                    last_step = progress.steps + config.steps_per_iteration
+                    is_last = interrupts.requested or last_step >= config.total_steps
+                    is_saved = is_last or time.monotonic() - saved_s >= config.checkpoint_interval_s
+                    iteration = trainer.iterate(ahead=not is_last, keep=is_saved)
+                    self.num_losses = 0
+                    progress.add(iteration.stats)
+                    logger.log(progress.steps, iteration)
+                    if iteration.state is not None:
+                        self._save(iteration.state)
+                        saved_s = time.monotonic()
+                if not is_saved:
+                    self._save(trainer.state())
+            if interrupts.requested:
+                return None
+            evaluation = trainer.evaluate()
             logger.log_evaluation(progress.steps, evaluation.return_mean)
-    if interrupts.requested:
-        raise KeyboardInterrupt(f"stopped after {progress.steps:,} steps; {how_to_resume}")
-    result = TrainResult(run_dir, progress.steps, time.monotonic() - began_s, evaluation.return_mean)
-    save_result(run_dir, config, asdict(result), evaluation.returns.tolist())
-    return result
+        return evaluation
 
+    def _save(self, state: dict[str, Any]) -> None:
+        save_checkpoint(self._run_dir, self._complete(state))
 
-class Laps:
-    """Wall time by activity, in seconds."""
+    def lose_ranks(self, error: RankLostError) -> None:
+        """Goes back to the last state that was kept, from which a new set of ranks continues.
 
-    def __init__(self) -> None:
-        self.times_s: dict[str, float] = {}
-        self._began_s = time.monotonic()
+        Raises:
+            LearnerError: Ranks are lost again and again.
+        """
+        self.num_losses += 1
+        if self.num_losses > _MOST_LOSSES:
+            raise LearnerError(
+                "A run whose ranks are lost continues from the last state that was kept.",
+                expected=f"at most {_MOST_LOSSES} losses without an iteration between them",
+                got=f"another one: {error}",
+                remedy="Look for what ends the ranks, such as too little memory.",
+            ) from error
+        before = self.progress.steps
+        self.progress = Progress(**self.state["progress"]) if self.state else Progress()
+        logger.warning("restarting all ranks at step %d of %d: %s", self.progress.steps, before, error)
+        time.sleep(_PAUSE_S * (self.num_losses - 1))  # Ray lists a node for a while after it is gone
 
-    def end(self, activity: str) -> None:
-        """Gives the time since the last call, or since the start, to `activity`."""
-        now_s = time.monotonic()
-        self.times_s[activity] = now_s - self._began_s
-        self._began_s = now_s
-
-
-@contextlib.contextmanager
-def noting(note: str) -> Iterator[None]:
-    """Adds a note to every error and interrupt that passes."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        error.add_note(note)
-        raise
+    def result(self, evaluation: Evaluation) -> TrainResult:
+        """Returns the totals of the run, and keeps them in its directory."""
+        wall_s = time.monotonic() - self._began_s
+        result = TrainResult(self._run_dir, self.progress.steps, wall_s, evaluation.return_mean)
+        save_result(self._run_dir, self._config, asdict(result), evaluation.returns.tolist())
+        return result

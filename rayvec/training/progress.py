@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
-
-import torch
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
@@ -16,7 +14,7 @@ from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Progress", "begin_collecting", "check_state", "state_of"]
+__all__ = ["Progress", "begin_collecting", "check_state", "restore"]
 
 
 @dataclass
@@ -42,18 +40,8 @@ class Progress:
         self.iterations += 1
 
 
-def state_of(learner: Learner, collector: Collector, progress: Progress) -> dict[str, Any]:
-    """Returns the state of a run: tensors and plain values, for a checkpoint."""
-    return {
-        "weights": torch.from_numpy(learner.weights()),
-        "learner": learner.state_dict(),
-        "collector": collector.state_dict(),
-        "progress": asdict(progress),
-    }
-
-
 def check_state(state: Mapping[str, Any]) -> None:
-    """Checks that `state` has all the parts that `state_of` gives.
+    """Checks that `state`, which was read from a checkpoint, has all its parts.
 
     Raises:
         CheckpointError: A part is missing.
@@ -65,35 +53,51 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def begin_collecting(
-    config: TrainConfig, env: RayVecEnv, learner: Learner, progress: Progress, state: Mapping[str, Any] | None
+    config: TrainConfig,
+    env: RayVecEnv,
+    learner: Learner,
+    progress: Progress,
+    state: Mapping[str, Any] | None,
+    first_id: int = 0,
 ) -> Collector:
-    """Returns the collector of a run; with `state`, collector and learner continue from that state.
+    """Returns the collector of a run, which continues from `state`, the state of a collector, if there is one.
+
+    Args:
+        config: Settings of the run.
+        env: The environments.
+        learner: The learner, with the weights of that time.
+        progress: How far the run has come.
+        state: What ``Collector.state_dict()`` returned.
+        first_id: Global index of the first environment.
 
     Raises:
-        CheckpointError: `state` is that of another learner or collector.
+        CheckpointError: `state` is that of another collector.
     """
-    has_published = state is not None and state["collector"].get("version", 0) > 0
+    has_published = state is not None and state.get("version", 0) > 0
     policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_published)
-    if state:
-        _restore(learner, state["learner"])
-        if has_published:
-            policy.load_weights(learner.weights())
+    if has_published:
+        policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
     collector = Collector(
         env,
         policy,
         inference=config.inference,
         seed=config.seed,
-        prefetch=in_workers and config.prefetch,
-        by_reference=in_workers and not config.learns_in_driver,
+        prefetch=in_workers and config.collects_ahead,
+        by_reference=in_workers and config.learner_mode in ("shared", "dedicated"),
     )
-    if state:
-        _restore(collector, state["collector"])
-    collector.reset(seed=config.train_seed(progress.steps))
+    if state is not None:
+        restore(collector, state)
+    collector.reset(seed=config.train_seed(progress.steps) + first_id)
     return collector
 
 
-def _restore(part: Any, state: Mapping[str, Any]) -> None:
+def restore(part: Any, state: Mapping[str, Any]) -> None:
+    """Lets a learner or collector continue from a state.
+
+    Raises:
+        CheckpointError: The state is that of another one.
+    """
     try:
         part.load_state_dict(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -33,6 +33,7 @@ __all__ = [
     "open_learner",
     "register",
     "torch_threads",
+    "wait_limit_s",
 ]
 
 LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
@@ -61,23 +62,31 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     """Returns `config` with ``num_nodes=0`` (this machine, without Ray) where nothing asks for Ray.
 
     Ray is used if `num_nodes` is 1 or more, an address is given (`config.address` or ``RAY_ADDRESS``), Ray is
-    initialised in this process, or the learner has ranks of its own.
+    initialised in this process, or the learner has ranks apart from the environments.
     """
     is_initialized = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or is_initialized or not config.learns_in_driver
+    has_ranks_on_ray = config.learner_mode in ("shared", "dedicated")
+    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or is_initialized or has_ranks_on_ray
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
-def make_env(config: TrainConfig) -> RayVecEnv:
-    """Returns the environments of a run; the caller closes them."""
+def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0) -> RayVecEnv:
+    """Returns the environments of a run; the caller closes them.
+
+    Args:
+        config: Settings of the run.
+        num_envs: How many of them, where a rank has a part; by default all.
+        first_id: Global index of the first of these.
+    """
     return RayVecEnv(
         config.env_id,
-        config.num_envs,
+        num_envs or config.num_envs,
         env_kwargs=config.env_kwargs,
         wrappers=[_function(name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
+        first_id=first_id,
     )
 
 
@@ -128,20 +137,21 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     """Yields the learner of a run with its initial weights: in this process, or as ranks on Ray.
 
     Ranks on other nodes than the environments claim their cores. On the same nodes they share the cores of the
-    environments' workers. Workers wait while the ranks learn, except with `prefetch` (SAC and IMPALA): there,
-    `learners_apart` or fewer workers keep workers and ranks from competing for cores.
+    environments' workers. Workers wait while the ranks learn, except where steps are collected ahead (SAC and IMPALA):
+    there, dedicated nodes or fewer workers keep workers and ranks from competing for cores.
     """
     build = _learner_builder(config, env)
     with torch_threads(config.learner_threads):
-        if config.learns_in_driver:
+        if config.learner_mode == "driver":
             yield build()
             return
-        if config.num_nodes == 0 and config.learners_apart:
+        is_dedicated = config.learner_mode == "dedicated"
+        if config.num_nodes == 0 and is_dedicated:
             raise ConfigError(
-                "learners_apart puts ranks on nodes of Ray where no environments step.",
-                expected="environments on nodes of Ray",
+                "Dedicated ranks are on nodes of Ray where no environments step.",
+                expected="environments on nodes of Ray with learners='dedicated'",
                 got="num_nodes=0, which is this machine without Ray",
-                remedy="Leave learners_apart out, or pass num_nodes=1.",
+                remedy="Pass num_nodes=1 or more, or learners='shared'.",
             )
         from rayvec.distributed.learner_group import LearnerGroup  # imports Ray, which one learner does without
 
@@ -150,13 +160,18 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
             config.num_learners,
             config.learner_device,
             learner_threads=config.learner_threads,
-            timeout_s=_COMPILING_S if getattr(config, "compile", False) else _WAIT_S,
-            num_cpus=None if config.learners_apart else 0,
-            avoid_nodes=[node.node_id for node in env.topology.nodes] if config.learners_apart else (),
+            timeout_s=wait_limit_s(config),
+            num_cpus=None if is_dedicated else 0,
+            avoid_nodes=[node.node_id for node in env.topology.nodes] if is_dedicated else (),
             address=config.address,
         )
         with contextlib.closing(group):
             yield group
+
+
+def wait_limit_s(config: TrainConfig) -> float:
+    """Returns how long ranks wait for each other."""
+    return _COMPILING_S if getattr(config, "compile", False) else _WAIT_S
 
 
 def _learner_builder(config: TrainConfig, env: RayVecEnv) -> Callable[[], Learner]:

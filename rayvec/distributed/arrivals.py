@@ -1,0 +1,146 @@
+"""Which ranks have taken the steps of an iteration: what straggler mitigation goes by.
+
+A rank that has its steps says so and then waits for the others, whose environments may be slower. Nobody waits inside
+a sum for environments, so the time limit of sums stays that of computing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+__all__ = ["Arrivals", "MakeArrivals", "SharedArrivals", "Stragglers", "shared_arrivals"]
+
+_LOOK_S = 0.001
+_ITEM_BYTES = 8
+
+
+class Arrivals(Protocol):
+    """Which ranks have arrived, as one of them sees it."""
+
+    def arrive(self, iteration: int) -> None:
+        """Says that this rank has the steps of an iteration; iterations are numbered from 1."""
+        ...
+
+    def num_arrived(self, iteration: int) -> int:
+        """Returns how many ranks have, without waiting; it may be a few milliseconds behind.
+
+        Raises:
+            RankLostError: What counts them is gone.
+        """
+        ...
+
+
+MakeArrivals = Callable[[int, int], Arrivals]
+"""Returns what a rank sees of the arrivals, given its number and the number of ranks."""
+
+
+class SharedArrivals:
+    """Arrivals of the ranks of one machine: each writes the number of its iteration into memory that all see.
+
+    Args:
+        path: Of the memory.
+        rank: Number of this rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._iterations = np.frombuffer(mmap.mmap(fd, size * _ITEM_BYTES), np.int64)
+        finally:
+            os.close(fd)
+        self._rank = rank
+
+    def arrive(self, iteration: int) -> None:
+        """See :class:`Arrivals`."""
+        self._iterations[self._rank] = iteration
+
+    def num_arrived(self, iteration: int) -> int:
+        """See :class:`Arrivals`."""
+        return int((self._iterations >= iteration).sum())
+
+
+@contextlib.contextmanager
+def shared_arrivals(size: int) -> Iterator[str]:
+    """Yields the path of new memory for the arrivals of so many ranks of this machine."""
+    fd = os.memfd_create("rayvec-arrivals", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size * _ITEM_BYTES)
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+class Stragglers:
+    """When a rank stops collecting, and how it waits for the others.
+
+    Once `sync_fraction` of the ranks have their steps, a rank that has `min_share` of its own stops (Wijmans et al.,
+    "DD-PPO", ICLR 2020, arXiv:1911.00357, section 3). The update stays exact: it weighs each step of all ranks alike.
+
+    With `variable_lengths`, a rank's environments need not take equally many steps: it stops once they have its steps
+    together, and a slow one has taken fewer (Wijmans et al., "VER", 2022, arXiv:2210.05064).
+
+    Args:
+        arrivals: Who has arrived.
+        size: Number of ranks.
+        sync_fraction: In (0, 1]; 1 stops nobody.
+        min_share: In [0, 1].
+        variable_lengths: Whether environments may take different numbers of steps.
+
+    Attributes:
+        has_cut: Whether this rank was stopped in its current iteration because of the others.
+    """
+
+    def __init__(
+        self, arrivals: Arrivals, size: int, *, sync_fraction: float, min_share: float, variable_lengths: bool = False
+    ) -> None:
+        self.has_cut = False
+        self._arrivals, self._size = arrivals, size
+        self._enough = math.ceil(sync_fraction * size - 1e-9)
+        self._min_share = min_share
+        self._variable_lengths = variable_lengths
+        self._iteration = 0
+
+    def begin(self, num_steps: int) -> tuple[int, Callable[[int], bool] | None]:
+        """Begins an iteration.
+
+        Args:
+            num_steps: What the environments of this rank are to take together.
+
+        Returns:
+            The most steps that they may take together, and what cuts the chunk, see
+            :meth:`rayvec.Collector.collect`; None where nothing does.
+        """
+        self._iteration += 1
+        self.has_cut = False
+        others_may = self._enough < self._size
+
+        def cut(taken: int) -> bool:
+            if self._variable_lengths and taken >= num_steps:
+                return True
+            self.has_cut = (
+                others_may
+                and taken >= self._min_share * num_steps
+                and self._arrivals.num_arrived(self._iteration) >= self._enough
+            )
+            return self.has_cut
+
+        most = 2 * num_steps if self._variable_lengths else num_steps
+        return most, cut if others_may or self._variable_lengths else None
+
+    def wait(self) -> None:
+        """Says that this rank has its steps, and waits until every rank has.
+
+        It waits as long as the environments of the others need. The driver ends all ranks if one of them is lost.
+        """
+        self._arrivals.arrive(self._iteration)
+        while self._arrivals.num_arrived(self._iteration) < self._size:
+            time.sleep(_LOOK_S)

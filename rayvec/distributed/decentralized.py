@@ -1,0 +1,138 @@
+"""Ranks that sample and learn: each owns its environments, and only gradients and statistics leave it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+
+from rayvec.distributed.arrivals import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
+from rayvec.distributed.rank_host import RankHost, RankPlacement
+from rayvec.distributed.rank_set import RankSet
+from rayvec.errors import ConfigError
+from rayvec.learners.ranks import Ranks
+
+__all__ = ["DecentralizedGroup"]
+
+_CLOSE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class DecentralizedGroup:
+    """One object on each of several ranks, which the ranks let run ahead of the driver.
+
+    The driver posts calls and gathers their results later, so that ranks need not wait for it. A lost rank ends all of
+    them: every call raises from then on, and the caller makes a new group from the last state that it has kept.
+
+    Args:
+        make: Called on every rank with its `Ranks` and what it sees of the `Arrivals`; returns the object.
+        num_ranks: Number of ranks.
+        host: Where they run; the group closes it.
+        fewer: Whether fewer ranks may run, at least 1, where there is no room for all of them.
+        device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
+        threads: Number of threads that torch may use on each rank.
+        timeout_s: How long ranks wait for each other in a sum, in seconds.
+
+    Attributes:
+        num_ranks: Number of ranks that run.
+
+    Raises:
+        ConfigError: There is too little room for the ranks.
+        RankLostError: A rank was lost while it started.
+        Exception: What `make` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Ranks, Arrivals], Any],
+        num_ranks: int,
+        host: RankHost,
+        *,
+        fewer: bool = False,
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._host = host
+        self._set = RankSet(host, device, threads, timeout_s, may_idle=True)
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(host.close)
+        self._stack.callback(self._set.end)
+        try:
+            placements = self._place(num_ranks, fewer)
+            self.num_ranks = len(placements)
+            arrivals = self._make_arrivals(placements)
+            self._set.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _place(self, num_ranks: int, fewer: bool) -> list[RankPlacement]:
+        while True:
+            try:
+                return self._host.place(num_ranks)
+            except ConfigError:
+                if not fewer or num_ranks == 1:
+                    raise
+            num_ranks -= 1
+            logger.warning("there is no room for all ranks: trying %d", num_ranks)
+
+    def _make_arrivals(self, placements: Sequence[RankPlacement]) -> MakeArrivals:
+        if not placements[0].node_id:
+            path = self._stack.enter_context(shared_arrivals(len(placements)))
+            return functools.partial(SharedArrivals, path)
+        from rayvec.distributed.ray_arrivals import RayArrivals, start_counter  # imports Ray
+
+        return functools.partial(RayArrivals, start_counter())
+
+    @property
+    def placements(self) -> tuple[RankPlacement, ...]:
+        """Where the ranks are."""
+        return self._set.placements
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes of the ranks, each on its own node."""
+        return tuple(rank.pid for rank in self._set.ranks)
+
+    def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Asks every rank to call a method of its object, after the calls before; `gather` returns the results.
+
+        Args:
+            name: Of the method.
+            args: Positional arguments for each rank; none by default.
+        """
+        return self._set.begin(name, args)
+
+    def gather(self, posted: Sequence[Any]) -> list[Any]:
+        """Waits for the results of a posted call, one of each rank.
+
+        Raises:
+            RankLostError: A rank exited or hangs.
+            Exception: What was raised on a rank, its ``__cause__`` a `LearnerError` with the remote traceback.
+        """
+        return self._set.gather(posted)
+
+    def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Posts a call and gathers its results."""
+        return self.gather(self.post(name, args))
+
+    def close(self, *, terminate: bool = False) -> None:
+        """Ends the ranks. May be called again.
+
+        Args:
+            terminate: Whether they end at once, without closing their objects.
+        """
+        if self._set.ranks and not terminate:
+            with contextlib.suppress(Exception):  # they end in any case
+                self._set.gather(self.post("close"), _CLOSE_S)
+        self._stack.close()
+
+
+def _make_on_rank(make: Callable[[Ranks, Arrivals], Any], make_arrivals: MakeArrivals, ranks: Ranks) -> Any:
+    return make(ranks, make_arrivals(ranks.rank, ranks.size))

@@ -1,0 +1,86 @@
+"""Arrivals of ranks on several nodes, counted by an actor of the Ray cluster: two messages a rank and iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+
+from rayvec.errors import RankLostError
+
+__all__ = ["RayArrivals", "start_counter"]
+
+_LOOK_S = 0.005
+
+
+class ArrivalCounter:
+    """Counts arrivals; runs as an actor, whose calls wait side by side."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def arrive(self, iteration: int) -> None:
+        """Counts a rank."""
+        async with self._changed:
+            self._counts[iteration] = self._counts.get(iteration, 0) + 1
+            self._counts.pop(iteration - 2, None)  # every rank is beyond it
+            self._changed.notify_all()
+
+    async def beyond(self, iteration: int, known: int) -> int:
+        """Waits until more than `known` ranks have arrived; returns how many have."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._counts.get(iteration, 0) > known)
+            return self._counts[iteration]
+
+
+def start_counter() -> Any:
+    """Starts an actor that counts; it claims no core, and ends with its last handle."""
+    actor = ray.remote(ArrivalCounter).options(num_cpus=0, max_concurrency=10_000)
+    return actor.remote()
+
+
+class RayArrivals:
+    """Arrivals of ranks anywhere in a Ray cluster; see :class:`~rayvec.distributed.arrivals.Arrivals`.
+
+    Args:
+        counter: What `start_counter` returned.
+        rank: Number of this rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, counter: Any, rank: int, size: int) -> None:
+        self._counter, self._size = counter, size
+        self._iteration, self._known = 0, 0
+        self._next: Any = None
+        self._look_at_s = 0.0
+
+    def arrive(self, iteration: int) -> None:
+        """See :class:`~rayvec.distributed.arrivals.Arrivals`."""
+        self._counter.arrive.remote(iteration)
+
+    def num_arrived(self, iteration: int) -> int:
+        """See :class:`~rayvec.distributed.arrivals.Arrivals`."""
+        if iteration != self._iteration:
+            self._iteration, self._known = iteration, 0
+            self._next = self._counter.beyond.remote(iteration, 0)
+        if self._known < self._size and time.monotonic() >= self._look_at_s:
+            self._look_at_s = time.monotonic() + _LOOK_S
+            if ray.wait([self._next], timeout=0)[0]:
+                self._known = self._answer()
+                if self._known < self._size:
+                    self._next = self._counter.beyond.remote(iteration, self._known)
+        return self._known
+
+    def _answer(self) -> int:
+        try:
+            return int(ray.get(self._next))
+        except ray.exceptions.RayError as error:
+            raise RankLostError(
+                "An actor counts which ranks have arrived.",
+                expected="an answer from it",
+                got=f"{type(error).__name__}: its process or its node has ended",
+                remedy="Look into the log of the driver's node; the run restarts its ranks",
+            ) from error

@@ -1,0 +1,205 @@
+"""Training on decentralized ranks: each has a share of the environments, and learns from its own steps (DD-PPO).
+
+Wijmans et al., "DD-PPO: learning near-perfect PointGoal navigators from 2.5 billion frames", ICLR 2020,
+arXiv:1911.00357. All ranks together compute the updates of one learner with all environments. The driver gets the
+statistics of each iteration, and the state from time to time; ranks do not wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayvec.config import TrainConfig
+from rayvec.data.batch import join_stats
+from rayvec.data.partition import even_bounds
+from rayvec.distributed.arrivals import Arrivals, Stragglers
+from rayvec.distributed.decentralized import DecentralizedGroup
+from rayvec.distributed.rank_actor import pack, unpack
+from rayvec.distributed.rank_host import RankHost
+from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
+from rayvec.learners.ranks import Ranks
+from rayvec.training.evaluation import Evaluation
+from rayvec.training.progress import Progress, restore
+from rayvec.training.runs import make_env, make_learner
+from rayvec.training.trainer import Iteration, Trainer
+
+__all__ = ["DecentralizedTrainer", "open_decentralized"]
+
+
+class RankTrainer:
+    """What a rank holds: its share of the environments, and a learner that sums with the other ranks.
+
+    Args:
+        config: Settings of the run, with the number of workers of this rank.
+        ranks: The ranks.
+        arrivals: Which ranks have taken their steps.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, arrivals: Arrivals) -> None:
+        first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
+        self._config, self._ranks, self._first_id = config, ranks, first
+        self._stragglers = Stragglers(
+            arrivals,
+            ranks.size,
+            sync_fraction=config.sync_fraction,
+            min_share=config.min_share,
+            variable_lengths=config.variable_lengths,
+        )
+        self._env = make_env(config, stop - first, first)
+        try:
+            self._learner = make_learner(config, self._env)
+            give_ranks(self._learner, ranks)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the rank-local parts of the learner's state."""
+        return tuple(rank_local_state(self._learner))
+
+    def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:
+        """Continues from a state; the learner's is packed."""
+        restore(self._learner, unpack(learner_state))
+        self._trainer = Trainer(
+            self._config,
+            self._env,
+            self._learner,
+            progress,
+            collector_state,
+            stragglers=self._stragglers,
+            first_id=self._first_id,
+        )
+
+    def iterate(self) -> Iteration:
+        """Makes an iteration together with the other ranks."""
+        return self._trainer.iterate()
+
+    def shared(self) -> Any:
+        """Returns what all ranks share of the learner's state, packed, on rank 0."""
+        return pack(shared_state(self._learner)) if self._ranks.rank == 0 else None
+
+    def parts(self) -> Any:
+        """Returns the state of the run, packed: what all ranks share, on rank 0; and what belongs to this rank."""
+        is_first = self._ranks.rank == 0
+        shared = (
+            torch.from_numpy(self._learner.weights()),
+            shared_state(self._learner),
+            self._trainer.collector.state_dict(),
+        )
+        return pack((shared if is_first else None, rank_local_state(self._learner)))
+
+    def evaluate(self, num_episodes: int) -> Evaluation:
+        """Plays episodes in the environments of this rank."""
+        return self._trainer.evaluate(num_episodes)
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._env.close()
+
+
+class DecentralizedTrainer:
+    """Drives decentralized ranks; see :class:`~rayvec.training.trainer.RunTrainer`.
+
+    Args:
+        config: Settings of the run.
+        group: The ranks, each with a :class:`RankTrainer`.
+        progress: How far the run has come.
+        state: State of the run to continue from.
+    """
+
+    def __init__(
+        self, config: TrainConfig, group: DecentralizedGroup, progress: Progress, state: Mapping[str, Any] | None
+    ) -> None:
+        self._config, self._group = config, group
+        self._pending: deque[list[Any]] = deque()
+        learner_state = state["learner"] if state else unpack(group.run("shared")[0])
+        shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
+        collector_state = state["collector"] if state else None
+        group.run("begin", [(progress, pack({**shared, **local}), collector_state) for local in rank_local])
+
+    @property
+    def has_pending(self) -> bool:
+        """See :class:`~rayvec.training.trainer.RunTrainer`."""
+        return bool(self._pending)
+
+    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
+        """See :class:`~rayvec.training.trainer.RunTrainer`."""
+        if not self._pending:
+            self._pending.append(self._group.post("iterate"))
+        parts = self._group.post("parts") if keep else None
+        if ahead:
+            self._pending.append(self._group.post("iterate"))
+        of_ranks: list[Iteration] = self._group.gather(self._pending.popleft())
+        iteration = _joined(of_ranks)
+        if parts is not None:
+            iteration.state = _joined_state(self._group.gather(parts))
+        return iteration
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`~rayvec.training.trainer.RunTrainer`."""
+        return _joined_state(self._group.run("parts"))
+
+    def evaluate(self) -> Evaluation:
+        """See :class:`~rayvec.training.trainer.RunTrainer`. Each environment plays what it would with one process."""
+        config, count = self._config, self._config.eval_episodes
+        of_envs = count // config.num_envs + (np.arange(config.num_envs) < count % config.num_envs)
+        bounds = even_bounds(config.num_envs, self._group.num_ranks)
+        shares = [int(of_envs[low:high].sum()) for low, high in pairwise(bounds)]
+        parts: list[Evaluation] = self._group.run("evaluate", [(share,) for share in shares])
+        returns, lens = zip(*((each.returns, each.lens) for each in parts), strict=True)
+        return Evaluation(np.concatenate(returns), np.concatenate(lens))
+
+
+def _joined(of_ranks: list[Iteration]) -> Iteration:
+    """Returns one iteration from what each rank says of it; metrics are those of the whole on every rank."""
+    names = list(dict.fromkeys(name for each in of_ranks for name in each.times_s))
+    times_s = {name: float(np.mean([each.times_s.get(name, 0.0) for each in of_ranks])) for name in names}
+    stats = join_stats([each.stats for each in of_ranks])
+    return replace(of_ranks[0], stats=stats, times_s=times_s, num_cut=sum(each.num_cut for each in of_ranks))
+
+
+def _joined_state(packed: list[Any]) -> dict[str, Any]:
+    parts = [unpack(each) for each in packed]
+    weights, shared, collector_state = parts[0][0]
+    learner = join_state(shared, [local for _, local in parts])
+    return {"weights": weights, "learner": learner, "collector": collector_state}
+
+
+@contextlib.contextmanager
+def open_decentralized(
+    config: TrainConfig,
+    progress: Progress,
+    state: Mapping[str, Any] | None,
+    host: RankHost,
+    *,
+    fewer: bool,
+    timeout_s: float,
+) -> Iterator[tuple[DecentralizedTrainer, DecentralizedGroup]]:
+    """Yields a training on decentralized ranks and the ranks; arguments are those of the two.
+
+    A KeyboardInterrupt that passes ends the ranks at once.
+    """
+    group = DecentralizedGroup(
+        functools.partial(RankTrainer, config),
+        config.num_learners,
+        host,
+        fewer=fewer,
+        device=config.learner_device,
+        threads=config.learner_threads,
+        timeout_s=timeout_s,
+    )
+    try:
+        yield DecentralizedTrainer(config, group, progress, state), group
+    except BaseException:
+        group.close(terminate=True)
+        raise
+    group.close()

@@ -1,0 +1,74 @@
+"""What a run trains with: one process, learners on ranks beside the environments, or decentralized ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rayvec.config import TrainConfig
+from rayvec.distributed.process_host import ProcessHost
+from rayvec.distributed.rank_host import RankHost
+from rayvec.training.decentralized import open_decentralized
+from rayvec.training.progress import Progress, restore
+from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
+from rayvec.training.trainer import RunTrainer, Trainer
+
+__all__ = ["open_trainer"]
+
+
+@contextlib.contextmanager
+def open_trainer(
+    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, *, fewer: bool = False
+) -> Iterator[RunTrainer]:
+    """Yields what makes the iterations of a run, and prints on standard error where its environments are.
+
+    Args:
+        config: Settings of the run.
+        progress: How far the run has come.
+        state: State of the run to continue from; none begins it.
+        fewer: Whether decentralized ranks may be fewer, where there is no room for all of them.
+    """
+    config = choose_engine(config)
+    if config.learner_mode == "decentralized":
+        host, workers = _host(config, fewer)
+        of_rank = replace(config, num_nodes=0, workers_per_node=workers, address=None)
+        limit_s = wait_limit_s(config)
+        with open_decentralized(of_rank, progress, state, host, fewer=fewer, timeout_s=limit_s) as (trainer, group):
+            nodes = len({placement.node for placement in group.placements})
+            where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
+            stepped = f"{workers} worker(s)" if workers else "the rank's own process"
+            ranks = f"{group.num_ranks} rank(s), each with its share in {stepped}"
+            print(f"rayvec: {config.num_envs} environments {where}: {ranks}", file=sys.stderr)
+            yield trainer
+        return
+    with open_env(config) as env, open_learner(config, env) as learner:
+        if state:
+            restore(learner, state["learner"])
+        yield Trainer(config, env, learner, progress, state["collector"] if state else None)
+
+
+def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
+    """Returns where decentralized ranks run, and how many workers each of them has.
+
+    The workers of a rank wait while it learns, so a rank claims the cores of its workers and none besides.
+    """
+    count = config.num_learners
+    if config.num_nodes == 0:
+        cores = len(os.sched_getaffinity(0)) if config.workers_per_node is None else config.workers_per_node
+        return ProcessHost(), 0 if config.workers_per_node == 0 else max(1, cores // count)
+    from rayvec.distributed.rank_placement import ResourceRequest, rank_share  # these import Ray
+    from rayvec.distributed.ray_host import RayHost
+
+    host = RayHost(ResourceRequest(1, 0), config.address)
+    try:
+        per_node, workers = rank_share(count, config.num_nodes, config.workers_per_node)
+    except BaseException:
+        host.close()
+        raise
+    num_cpus = max(workers, config.learner_threads)
+    host.request = ResourceRequest(num_cpus, int(config.learner_device == "cuda"), None if fewer else per_node)
+    return host, workers

@@ -1,0 +1,156 @@
+"""One iteration of a training: collect steps, update the learner, publish its weights.
+
+The same loop body runs in the driver and on every decentralized rank. A rank differs in what it has besides: its share
+of the environments, the ranks that its learner sums with, and the rule for stragglers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rayvec.config import TrainConfig
+from rayvec.data import CollectStats
+from rayvec.distributed.arrivals import Stragglers
+from rayvec.learners.base import Learner
+from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy
+from rayvec.training.progress import Progress, begin_collecting
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+__all__ = ["Iteration", "RunTrainer", "Trainer"]
+
+
+@dataclass(slots=True)
+class Iteration:
+    """What one iteration did.
+
+    Attributes:
+        stats: Statistics of the collected steps.
+        metrics: Metrics of the update; none if the learner only stored the steps.
+        times_s: Wall time by activity, in seconds.
+        num_cut: How many ranks stopped early because the others had their steps.
+        state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
+    """
+
+    stats: CollectStats
+    metrics: Mapping[str, float]
+    times_s: dict[str, float]
+    num_cut: int = 0
+    state: dict[str, Any] | None = None
+
+
+class RunTrainer(Protocol):
+    """What the training loop drives: one process, or several decentralized ranks."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an iteration has begun of which the loop does not know the result."""
+        ...
+
+    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
+        """Makes an iteration.
+
+        Args:
+            ahead: Whether the next one may begin.
+            keep: Whether the result has the state after this iteration.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Returns ``weights``, ``learner`` and ``collector``: tensors and plain values, for a checkpoint."""
+        ...
+
+    def evaluate(self) -> Evaluation:
+        """Plays the greedy episodes at the end of the run; no iteration may follow."""
+        ...
+
+
+class Trainer:
+    """Makes iterations with environments and a learner; see :class:`RunTrainer`.
+
+    Args:
+        config: Settings of the run.
+        env: The environments of this process.
+        learner: The learner, with the weights to begin with.
+        progress: How far the run has come.
+        collector_state: State of the collector to continue from.
+        stragglers: When to stop collecting, on a decentralized rank.
+        first_id: Global index of the first environment.
+    """
+
+    has_pending = False
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        env: RayVecEnv,
+        learner: Learner,
+        progress: Progress,
+        collector_state: Mapping[str, Any] | None = None,
+        *,
+        stragglers: Stragglers | None = None,
+        first_id: int = 0,
+    ) -> None:
+        self._config, self._env, self._learner = config, env, learner
+        self._stragglers, self._first_id = stragglers, first_id
+        self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
+        self.collector = begin_collecting(config, env, learner, progress, collector_state, first_id)
+
+    def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
+        """See :class:`RunTrainer`."""
+        laps, stragglers = Laps(), self._stragglers
+        num_steps, cut = (self._num_steps, None) if stragglers is None else stragglers.begin(self._num_steps)
+        batch = self.collector.collect(n_step=num_steps, ahead=ahead, cut=cut)
+        laps.end("collect")
+        if stragglers is not None:
+            stragglers.wait()
+            laps.end("wait")
+        metrics = self._learner.update(batch)
+        laps.end("learn")
+        if metrics:
+            self.collector.set_weights(self._learner.weights())
+            laps.end("publish")
+        num_cut = int(stragglers is not None and stragglers.has_cut)
+        return Iteration(batch.stats, metrics, laps.times_s, num_cut, self.state() if keep else None)
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`RunTrainer`."""
+        return {
+            "weights": torch.from_numpy(self._learner.weights()),
+            "learner": self._learner.state_dict(),
+            "collector": self.collector.state_dict(),
+        }
+
+    def evaluate(self, num_episodes: int | None = None) -> Evaluation:
+        """See :class:`RunTrainer`.
+
+        Args:
+            num_episodes: How many episodes; by default as the settings say.
+        """
+        config = self._config
+        self.collector.close()
+        return evaluate(
+            self._env,
+            greedy_policy(self._learner.module, self._learner.weights()),
+            config.eval_episodes if num_episodes is None else num_episodes,
+            seed=config.eval_seed() + self._first_id,
+            inference=config.inference,
+        )
+
+
+@dataclass
+class Laps:
+    """Wall time by activity, in seconds."""
+
+    times_s: dict[str, float] = field(default_factory=dict)
+    _began_s: float = field(default_factory=time.monotonic)
+
+    def end(self, activity: str) -> None:
+        """Gives the time since the last call, or since the start, to `activity`."""
+        now_s = time.monotonic()
+        self.times_s[activity] = now_s - self._began_s
+        self._began_s = now_s
