@@ -192,6 +192,6 @@ def _first_match(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in hints:
         try:
             return _coerced(value, hint)
-        except TypeError:
+        except (TypeError, ValueError):
             continue
     raise TypeError(value)

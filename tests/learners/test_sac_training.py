@@ -72,9 +72,9 @@ def test_a_resumed_run_acts_at_random_until_weights_were_published(tmp_path: Pat
     with make_env(config) as env:
         learner = make_learner(config, env)
         with contextlib.closing(begin_collecting(config, env, learner, Progress(), None)) as collector:
-            state = {"learner": learner.state_dict(), "collector": collector.state_dict()}
+            state = collector.state_dict()
         for version in (0, 1):
-            state["collector"]["version"] = version
+            state["version"] = version
             progress = Progress(steps=config.learning_starts + 8)
             with contextlib.closing(begin_collecting(config, env, learner, progress, state)) as collector:
                 batch = collector.collect(n_step=256, ahead=False)

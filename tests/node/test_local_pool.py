@@ -305,7 +305,7 @@ def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
-    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, learners_apart=True)
+    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, learners="dedicated")
     with pytest.raises(ConfigError, match="num_nodes=0, which is this machine") as caught:
         rayvec.train(config)
     assert_explained(caught.value)

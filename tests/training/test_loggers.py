@@ -17,6 +17,7 @@ from rayvec.data import CollectStats
 from rayvec.training import loggers
 from rayvec.training.learning_curve import _smoothed, plot_learning_curve
 from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, read_metrics
+from rayvec.training.trainer import Iteration
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
 TIMES_S = {"collect": 0.3, "learn": 0.1}
@@ -39,7 +40,7 @@ def stats(*returns: float) -> CollectStats:
 def log(run_dir: Path, steps: list[int], resumed_at: int = 0) -> None:
     with RunLogger(run_dir, CONFIG, steps=resumed_at) as logger:
         for step in steps:
-            logger.log(step, stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S)
+            logger.log(step, Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S))
 
 
 def test_a_line_for_each_iteration(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG) as logger:
-        logger.log(16, stats(1.0), {}, TIMES_S)
+        logger.log(16, Iteration(stats(1.0), {}, TIMES_S))
         raise RuntimeError
     picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
     assert picture.shape[1] >= 1000 and picture.std() > 0.01

@@ -18,7 +18,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.loggers import read_metrics
-from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.progress import Progress, begin_collecting, restore
 from rayvec.training.run_dir import begin_run_dir, load_run, locked, save_checkpoint
 from rayvec.training.runs import make_env, make_learner
 
@@ -113,7 +113,8 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
     assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps / 64
     with make_env(config.adjusted(num_nodes=0)) as env:
         learner = make_learner(config, env)
-        collector = begin_collecting(config, env, learner, Progress(**state["progress"]), state)
+        restore(learner, state["learner"])
+        collector = begin_collecting(config, env, learner, Progress(**state["progress"]), state["collector"])
         assert_same(learner.state_dict(), state["learner"])
         assert_same(collector.state_dict(), state["collector"])
         assert np.array_equal(learner.weights(), state["learner"]["parameters"].numpy())

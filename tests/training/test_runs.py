@@ -16,7 +16,7 @@ def chosen(**settings):
 assert chosen() == 0
 assert chosen(num_nodes=2) == 2
 assert chosen(address="host:6379") is None
-assert chosen(num_learners=2) is None and chosen(learners_apart=True) is None
+assert chosen(num_learners=2) is None and chosen(learners="dedicated") is None
 os.environ["RAY_ADDRESS"] = "host:6379"
 assert chosen() is None and chosen(num_nodes=0) == 0
 del os.environ["RAY_ADDRESS"]

@@ -122,7 +122,7 @@ def test_a_run_takes_no_chunk_that_nothing_learns_from(
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     "where",
-    [pytest.param({"num_learners": 3}, marks=pytest.mark.slow), {"learners_apart": True, "num_learners": 2}],
+    [pytest.param({"num_learners": 3}, marks=pytest.mark.slow), {"learners": "dedicated", "num_learners": 2}],
     ids=str,
 )
 def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
     torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
     assert evaluate_run(ranks.run_dir, num_episodes=4).return_mean == ranks.eval_return_mean
     lengthen(ranks.run_dir, 256, 320)
-    assert rayvec.resume(ranks.run_dir, num_learners=1, learners_apart=False).total_steps == 320
+    assert rayvec.resume(ranks.run_dir, num_learners=1, learners=None).total_steps == 320
 
 
 @pytest.mark.slow

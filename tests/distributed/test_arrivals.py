@@ -1,0 +1,117 @@
+"""Straggler mitigation: who has arrived, when a rank stops, and that every rank takes part in every sum."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers.examples import examples
+from helpers.thread_ranks import ThreadRanks, on_ranks
+from helpers.training_kit import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.distributed.arrivals import SharedArrivals, Stragglers, shared_arrivals
+from rayvec.distributed.rank_actor import pack
+from rayvec.distributed.rank_state import shared_state
+from rayvec.training.decentralized import RankTrainer
+from rayvec.training.progress import Progress
+
+COMMON: dict[str, Any] = {"num_envs": 6, "num_nodes": 0, "workers_per_node": 0, "learners": "decentralized"}
+CONFIGS: list[TrainConfig] = [
+    PPOConfig(**COMMON, num_steps=8, minibatch_size=16, num_epochs=2, target_kl=0.02, normalize_obs=True),
+    IMPALAConfig(**COMMON, num_steps=8, num_minibatches=2),
+    SACConfig(**COMMON, num_steps=8, batch_size=16, learning_starts=40, hidden_sizes=(16, 16), env_id="Pendulum-v1"),
+]
+
+
+@examples(100)
+@given(st.integers(1, 8), st.floats(0.05, 1), st.data())
+def test_a_rank_stops_once_enough_have_arrived_and_it_has_its_share(size: int, fraction: float, data: Any) -> None:
+    there, taken = data.draw(st.integers(0, size)), data.draw(st.integers(0, 100))
+    share = data.draw(st.floats(0, 1))
+
+    class Known:
+        def arrive(self, iteration: int) -> None: ...
+
+        def num_arrived(self, iteration: int) -> int:
+            return there
+
+    rule = Stragglers(Known(), size, sync_fraction=fraction, min_share=share)
+    most, cut = rule.begin(100)
+    assert most == 100
+    enough = next(count for count in range(1, size + 1) if count / size >= fraction - 1e-9)
+    stops = there >= enough and enough < size and taken >= share * 100
+    assert (cut is not None and cut(taken)) == stops == rule.has_cut
+
+
+def test_with_variable_lengths_the_steps_of_all_environments_count() -> None:
+    with shared_arrivals(1) as path:
+        most, cut = Stragglers(
+            SharedArrivals(path, 0, 1), 1, sync_fraction=1, min_share=0, variable_lengths=True
+        ).begin(100)
+    assert most == 200 and cut is not None and not cut(99) and cut(100)
+
+
+def test_arrivals_are_counted_by_iteration() -> None:
+    with shared_arrivals(3) as path:
+        ranks = [SharedArrivals(path, rank, 3) for rank in range(3)]
+        ranks[0].arrive(1)
+        ranks[2].arrive(1)
+        ranks[2].arrive(2)
+        assert [ranks[1].num_arrived(iteration) for iteration in (1, 2, 3)] == [2, 1, 0]
+
+
+class Counted(ThreadRanks):
+    """A rank that counts its sums."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_sums = 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
+        return super().sum_(tensor)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.algorithm)
+def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
+    """Every rank takes part in equally many sums, also one that arrives exactly at the threshold."""
+    num_ranks, num_updates, together = 3, 25, threading.Barrier(3)
+
+    class Jittery(SharedArrivals):
+        """Some ranks are late by chance, and some arrive at the same time."""
+
+        is_there = 0
+
+        def arrive(self, iteration: int) -> None:
+            if iteration % 3 == 0:
+                together.wait(60)
+            super().arrive(iteration)
+            self.is_there = iteration
+
+        def num_arrived(self, iteration: int) -> int:
+            time.sleep(random.choice([0, 0, 0.0005]))
+            count = super().num_arrived(iteration)
+            return count if self.is_there == iteration else random.choice([count, num_ranks])
+
+    def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
+        trainer = RankTrainer(config, ranks, Jittery(path, ranks.rank, ranks.size))
+        try:
+            trainer.begin(Progress(), trainer.shared() or pack(shared_state(trainer._learner)), None)
+            steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]
+            return shared_state(trainer._learner), ranks.num_sums, steps
+        finally:
+            trainer.close()
+
+    with shared_arrivals(num_ranks) as path:
+        states, sums, steps = zip(*on_ranks(num_ranks, work, Counted), strict=True)
+    assert len(set(sums)) == 1
+    assert {count for of_rank in steps for count in of_rank} > {16}, "some iterations were cut, and some were not"
+    for state in states[1:]:
+        assert_same(state, states[0])

@@ -1,0 +1,160 @@
+"""Decentralized ranks learn what one process learns, and a run survives what happens to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers.processes import Command, assert_nothing_left, running
+from helpers.training_kit import HERE, SMALL, lengthen, options
+
+import rayvec
+from rayvec.config import TrainConfig
+from rayvec.errors import ConfigError
+from rayvec.training.evaluation import evaluate_run
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+
+pytestmark = pytest.mark.timeout(600)
+
+UNCUT: dict[str, Any] = {"learners": "decentralized", "sync_fraction": 1.0}
+COMMON: dict[str, Any] = {"num_envs": 8, "eval_episodes": 5, "seed": 5, **HERE}
+CONFIGS: list[tuple[type[TrainConfig], dict[str, Any]]] = [
+    (rayvec.PPOConfig, {**COMMON, "num_steps": 16, "total_steps": 640, "minibatch_size": 32, "normalize_obs": True}),
+    (rayvec.IMPALAConfig, {**COMMON, "num_steps": 16, "total_steps": 640, "num_minibatches": 2, "prefetch": False}),
+    (
+        rayvec.SACConfig,
+        {**COMMON, "num_steps": 8, "total_steps": 320, "learning_starts": 200, "batch_size": 32, "inference": "driver"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=lambda value: getattr(value, "algorithm", ""))
+def test_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
+    """Three ranks have 2, 3 and 3 of the environments."""
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
+    settings = {name: value for name, value in settings.items() if name != "prefetch"}
+    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, **UNCUT, num_learners=3))
+    (_, one), (_, three) = (load_run(result.run_dir) for result in (alone, ranks))
+    torch.testing.assert_close(three["weights"], one["weights"], atol=1e-6, rtol=0)
+    assert three["collector"] == one["collector"]
+    assert ranks.total_steps == alone.total_steps and three["progress"]["episodes"] == one["progress"]["episodes"]
+    assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
+    lines = list(read_metrics(ranks.run_dir / "metrics.jsonl"))
+    assert [line["ranks_cut"] for line in lines] == [0] * len(lines) and lines[0]["time_s/wait"] >= 0
+    assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
+
+
+def test_a_run_goes_from_one_process_to_ranks_and_back(tmp_path: Path) -> None:
+    kind, settings = CONFIGS[0]
+    final = {}
+    for name, changes in {"stays": [{}, {}], "goes": [{**UNCUT, "num_learners": 2}, {}]}.items():
+        run = rayvec.train(kind(run_dir=tmp_path / name, **{**settings, "anneal_lr": False}))
+        for number, change in enumerate(changes):
+            lengthen(run.run_dir, 640 + 256 * number, 896 + 256 * number)
+            back = {"num_learners": 1, "learners": None} if not change else change
+            rayvec.resume(run.run_dir, **back)
+        final[name] = load_run(run.run_dir)[1]
+    torch.testing.assert_close(final["goes"]["weights"], final["stays"]["weights"], atol=1e-5, rtol=0)
+    assert final["goes"]["progress"]["steps"] == 1152
+
+
+def test_the_replay_of_each_rank_outlives_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind, settings = CONFIGS[2]
+    run = rayvec.train(kind(run_dir=tmp_path / "a", **settings, **UNCUT, num_learners=2))
+    lengthen(run.run_dir, 320, 384)
+    rayvec.resume(run.run_dir)
+    sizes = [line["learner/replay_steps"] for line in read_metrics(run.run_dir / "metrics.jsonl") if "learner/replay_steps" in line]
+    assert sizes[-1] == 384
+    lengthen(run.run_dir, 384, 448)
+    with caplog.at_level(logging.WARNING):
+        rayvec.resume(run.run_dir, num_learners=1, learners=None)
+    assert load_run(run.run_dir)[1]["progress"]["steps"] == 448
+
+
+def ranks_of(command: Command) -> list[psutil.Process]:
+    """Returns the processes of the ranks that a command has started."""
+    children = psutil.Process(command.process.pid).children()
+    return [each for each in children if "process_host" in " ".join(each.cmdline())]
+
+
+def lines_of(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(list(read_metrics(path))) if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [(1, signal.SIGKILL), pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow)],
+)
+def test_ranks_restart_from_the_checkpoint_when_one_is_lost(tmp_path: Path, who: int, number: Any) -> None:
+    run_dir = tmp_path / "a"
+    settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 6400, "eval_episodes": 2, "run_dir": run_dir}
+    with running(["train", "ppo", *options({**settings, **HERE}), "--checkpoint-interval-s=0.5"], tmp_path) as command:
+        command.wait_until(lambda: lines_of(run_dir) >= 5)
+        os.kill(ranks_of(command)[who].pid, number)
+        assert command.process.wait(300) == 0, command.stderr.read_text()
+        assert_nothing_left(command)
+    assert "restarting all ranks at step" in command.stderr.read_text()
+    steps = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    assert steps == list(range(64, 6401, 64)), "no step twice, and none left out"
+    assert load_run(run_dir)[1]["learner"]["num_updates"] == 100
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_death_of_the_driver_leave_no_rank(tmp_path: Path, number: Any) -> None:
+    run_dir = tmp_path / "a"
+    settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 64_000, "run_dir": run_dir, "eval_episodes": 0}
+    workers = {"num_nodes": 0, "workers_per_node": 2}
+    with running(["train", "ppo", *options({**settings, **workers}), "--checkpoint-interval-s=0"], tmp_path) as command:
+        command.wait_until(lambda: lines_of(run_dir) >= 5)
+        if number == signal.SIGINT:
+            assert command.interrupt() == 130
+            assert "resume with: rayvec train ppo --resume" in command.stderr.read_text()
+        else:
+            assert command.kill(number) == -number
+        assert_nothing_left(command)
+    state = load_run(run_dir)[1]
+    assert state["learner"]["num_updates"] == state["progress"]["iterations"] >= 4
+    steps = state["progress"]["steps"]
+    lengthen(run_dir, 64_000, steps + 128)
+    assert rayvec.resume(run_dir).total_steps == steps + 128
+
+
+def test_an_error_of_an_environment_keeps_its_type(tmp_path: Path) -> None:
+    config = rayvec.PPOConfig(
+        **{**SMALL, **HERE, **UNCUT}, num_learners=2, run_dir=tmp_path / "a", env_kwargs={"no_such_argument": 1}
+    )
+    with pytest.raises(TypeError, match="no_such_argument"):
+        rayvec.train(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"learners": "driver", "num_learners": 2}, "num_learners=1 with learners='driver'"),
+        ({"learners": "decentralized", "num_learners": 5, "num_envs": 4}, "num_learners at most num_envs"),
+        ({"learners": "decentralized", "sync_fraction": 0.0}, "sync_fraction"),
+        ({"learners": "decentralized", "sync_fraction": 1.5}, "sync_fraction"),
+        ({"learners": "decentralized", "min_share": -0.5}, "min_share"),
+        ({"learners": "decentralised"}, "learners"),
+        ({"learners": "decentralized", "prefetch": True}, "no prefetch with learners='decentralized'"),
+    ],
+    ids=str,
+)
+def test_settings_that_can_not_work(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        rayvec.IMPALAConfig(**settings)
+
+
+def test_a_run_that_was_written_with_learners_apart_can_be_read() -> None:
+    values = rayvec.PPOConfig().to_plain()
+    del values["learners"]
+    assert TrainConfig.from_plain({**values, "learners_apart": True}).learners == "dedicated"
+    assert TrainConfig.from_plain({**values, "learners_apart": False}).learners is None
