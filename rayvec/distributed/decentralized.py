@@ -66,7 +66,7 @@ class DecentralizedGroup:
         try:
             placements = self._place(num_ranks, fewer)
             self.num_ranks = len(placements)
-            arrivals = self._make_arrivals(placements)
+            arrivals = self._arrivals = self._make_arrivals(placements)  # kept: an actor ends with its last handle
             self._set.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)))
         except BaseException:
             self._stack.close()

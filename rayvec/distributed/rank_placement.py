@@ -111,8 +111,8 @@ def rank_share(num_ranks: int, num_nodes: int | None, workers_per_node: int | No
         ConfigError: There are fewer nodes.
     """
     free = sorted((node.capacity for node in capacities(ResourceRequest(1, 0)) if node.capacity), reverse=True)
-    count = min(num_ranks, len(free) if num_nodes is None else num_nodes)
-    if not 0 < count <= len(free):
+    count = min(num_ranks, num_nodes or len(free))
+    if not free or (num_nodes or 0) > len(free):
         raise ConfigError(
             "Decentralized ranks are spread over nodes with free cores.",
             expected=f"{num_nodes or 1} such node(s)",

@@ -70,7 +70,11 @@ def test_the_replay_of_each_rank_outlives_a_resume(tmp_path: Path, caplog: pytes
     run = rayvec.train(kind(run_dir=tmp_path / "a", **settings, **UNCUT, num_learners=2))
     lengthen(run.run_dir, 320, 384)
     rayvec.resume(run.run_dir)
-    sizes = [line["learner/replay_steps"] for line in read_metrics(run.run_dir / "metrics.jsonl") if "learner/replay_steps" in line]
+    sizes = [
+        line["learner/replay_steps"]
+        for line in read_metrics(run.run_dir / "metrics.jsonl")
+        if "learner/replay_steps" in line
+    ]
     assert sizes[-1] == 384
     lengthen(run.run_dir, 384, 448)
     with caplog.at_level(logging.WARNING):
@@ -158,3 +162,27 @@ def test_a_run_that_was_written_with_learners_apart_can_be_read() -> None:
     del values["learners"]
     assert TrainConfig.from_plain({**values, "learners_apart": True}).learners == "dedicated"
     assert TrainConfig.from_plain({**values, "learners_apart": False}).learners is None
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("inference", ["worker", pytest.param("driver", marks=pytest.mark.slow)])
+def test_ranks_on_two_nodes_learn_what_one_process_learns(tmp_path: Path, inference: str) -> None:
+    kind, settings = CONFIGS[0]
+    settings = {**settings, "inference": inference}
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
+    on_nodes = {**settings, **UNCUT, "num_learners": 2, "num_nodes": 2, "workers_per_node": 1}
+    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **on_nodes))
+    weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
+    assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
+    settings = {**SMALL, **UNCUT, "num_learners": 2, "run_dir": tmp_path / "a"}
+    with pytest.raises(ConfigError, match="nodes with free cores"):
+        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=9))
+    with pytest.raises(ConfigError, match="Every rank claims free cores"):
+        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=2, workers_per_node=1000))
+    assert not (tmp_path / "a").exists()
