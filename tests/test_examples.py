@@ -15,6 +15,7 @@ from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
+    "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 INK, PAPER, LINE = "#1f2430", "#ffffff", "#5b6475"
-DRIVER, NODE, WORKER, PLAIN, PLANNED = "#dbe9ff", "#fdf0d5", "#dff3e3", "#f3f4f6", "#f6e3f1"
+DRIVER, NODE, WORKER, PLAIN, RANK = "#dbe9ff", "#fdf0d5", "#dff3e3", "#f3f4f6", "#f6e3f1"
 
 
 class Figure:
@@ -84,8 +84,8 @@ def overview() -> None:
 
 def modes() -> None:
     """The two ways to use a cluster."""
-    figure = Figure(640, 470, "The central mode, and the planned decentralized one")
-    figure.text(24, 34, "Central (exists)", bold=True, anchor="start")
+    figure = Figure(640, 470, "The central and the decentralized mode")
+    figure.text(24, 34, "Central", bold=True, anchor="start")
     figure.box(230, 52, 180, 56, "Driver\ncollects and learns", DRIVER)
     for i in range(3):
         figure.box(30 + 210 * i, 160, 160, 60, f"Node {i + 1}\nworkers sample", NODE)
@@ -95,9 +95,9 @@ def modes() -> None:
     figure.text(128, 130, "chunks up", small=True)
     figure.text(528, 130, "weights down", small=True)
     figure.parts.append(f'<path d="M20,246 H620" stroke="{LINE}" stroke-dasharray="6 5"/>')
-    figure.text(24, 278, "Decentralized (planned: does not exist yet)", bold=True, anchor="start")
+    figure.text(24, 278, "Decentralized", bold=True, anchor="start")
     for i in range(3):
-        figure.box(30 + 210 * i, 300, 160, 80, f"Node {i + 1}\nworkers sample\nrank learns", PLANNED)
+        figure.box(30 + 210 * i, 300, 160, 80, f"Node {i + 1}\nworkers sample\nrank learns", RANK)
     for x in (192, 402):
         figure.arrow((x + 44, 340), (x, 340))
         figure.arrow((x, 340), (x + 44, 340))

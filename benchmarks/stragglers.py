@@ -1,0 +1,235 @@
+"""Does straggler mitigation pay, and does it cost learning? Decentralized ranks with environments of uneven speed.
+
+python benchmarks/stragglers.py ranks          8 ranks, heavy-tailed steps, one rank 5 times slower
+python benchmarks/stragglers.py environments   one rank with 16 environments, one of them 20 times slower
+python benchmarks/stragglers.py learning       CartPole with and without mitigation, 5 seeds
+
+Environments sleep, so ranks share cores without disturbing each other. Iterations are timed by the runs themselves
+(``metrics.jsonl``); the first two of each run are left out. Repeats are interleaved.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import gymnasium
+import numpy as np
+import tyro
+from gymnasium import spaces
+
+import rayvec
+from rayvec.training.loggers import read_metrics
+
+_SLOW_PLACE, _SLOW_FACTOR, _MEDIAN_S = "RAYVEC_SLOW_PLACE", "RAYVEC_SLOW_FACTOR", "RAYVEC_MEDIAN_S"
+_SIGMA = 1.5
+
+
+class Sleeping(gymnasium.Env[Any, Any]):
+    """Episodes of 10 steps with normal rewards of mean 0.1; a step sleeps.
+
+    The process that is the first to claim the place named by an environment variable is slow.
+
+    Args:
+        sigma: Of the logarithm of the time of a step.
+    """
+
+    observation_space = spaces.Box(-1, 1, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, sigma: float = 0.0) -> None:
+        self._sigma = sigma
+        self._median_s = float(os.environ[_MEDIAN_S]) * (float(os.environ[_SLOW_FACTOR]) if _is_slow() else 1.0)
+        self._time = np.random.default_rng()
+        self._num_steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode."""
+        super().reset(seed=seed)
+        self._num_steps = 0
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Sleeps."""
+        time.sleep(self._median_s * float(np.exp(self._sigma * self._time.standard_normal())))
+        self._num_steps += 1
+        reward = 0.1 + float(self.np_random.standard_normal())
+        return np.zeros(4, np.float32), reward, self._num_steps == 10, False, {}
+
+
+def _is_slow() -> bool:
+    place = Path(os.environ[_SLOW_PLACE])
+    try:
+        place.mkdir()
+        (place / str(os.getpid())).touch()
+    except FileExistsError:
+        return (place / str(os.getpid())).exists()
+    return True
+
+
+gymnasium.register("Sleeping-v0", Sleeping)
+
+
+def run(*, factor: float, median_s: float, iterations: int, **settings: Any) -> list[dict[str, Any]]:
+    """Returns the metrics of each iteration of a run whose first process is `factor` times slower."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ |= {_SLOW_PLACE: f"{directory}/slow", _SLOW_FACTOR: str(factor), _MEDIAN_S: str(median_s)}
+        config = rayvec.PPOConfig(
+            env_id="stragglers:Sleeping-v0",
+            num_epochs=1,
+            eval_episodes=0,
+            num_nodes=0,
+            learners="decentralized",
+            run_dir=Path(directory, "run"),
+            **settings,
+        )
+        config = rayvec.PPOConfig(**{**vars(config), "total_steps": iterations * config.steps_per_iteration})
+        rayvec.train(config)
+        return list(read_metrics(config.run_dir / "metrics.jsonl"))[2:iterations]  # type: ignore[operator]
+
+
+def seconds(lines: list[dict[str, Any]]) -> float:
+    """Returns the median time of an iteration."""
+    return statistics.median(
+        sum(value for name, value in line.items() if name.count("/") == 1 and name.startswith("time_s/"))
+        for line in lines
+    )
+
+
+def ranks(repeats: int) -> None:
+    """Prints the time of an iteration, in proportion to that of 8 equally fast ranks."""
+    common = {"num_envs": 16, "num_steps": 32, "minibatch_size": 512, "num_learners": 8, "workers_per_node": 0}
+    common |= {"env_kwargs": {"sigma": _SIGMA}, "median_s": 0.001, "iterations": 12}
+    ways = {
+        "8 equal ranks, nobody is stopped": {"factor": 1, "sync_fraction": 1.0},
+        "one 5 x slower, nobody is stopped": {"factor": 5, "sync_fraction": 1.0},
+        "one 5 x slower, sync_fraction=0.6, min_share=0.25": {"factor": 5, "sync_fraction": 0.6},
+        "8 equal ranks, sync_fraction=0.6, min_share=0.25": {"factor": 1, "sync_fraction": 0.6},
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    cut: dict[str, list[float]] = {name: [] for name in ways}
+    shares: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            lines = run(**common, **way)  # type: ignore[arg-type]
+            times[name].append(seconds(lines))
+            cut[name].append(statistics.mean(line["ranks_cut"] for line in lines))
+            steps = np.diff([line["steps"] for line in lines]).mean()
+            shares[name].append(float(steps / 512))
+    base = statistics.median(times["8 equal ranks, nobody is stopped"])
+    for name, values in times.items():
+        middle = statistics.median(values)
+        print(
+            f"{name:52} {middle:6.3f} s an iteration ({min(values):.3f} to {max(values):.3f}), {middle / base:4.2f} x; "
+            f"ranks stopped {statistics.mean(cut[name]):.1f}, steps taken {statistics.mean(shares[name]):.0%}"
+        )
+
+
+def environments(repeats: int) -> None:
+    """Prints the steps per second of 16 environments of which one is slow, and of 15 fast ones."""
+    common = {"num_steps": 128, "num_learners": 1, "iterations": 8, "minibatch_size": 960, "median_s": 0.005}
+    ways = {
+        "15 fast ones alone": {"num_envs": 15, "workers_per_node": 15, "factor": 1, "variable_lengths": False},
+        "16, one 20 x slower": {"num_envs": 16, "workers_per_node": 16, "factor": 20, "variable_lengths": False},
+        "16, one 20 x slower, variable_lengths": {
+            "num_envs": 16,
+            "workers_per_node": 16,
+            "factor": 20,
+            "variable_lengths": True,
+        },
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    returns: list[tuple[float, int]] = []
+    for _ in range(repeats):
+        for name, way in ways.items():
+            lines = run(**common, **way)  # type: ignore[arg-type]
+            rates[name].append(statistics.median(line["steps_per_s"] for line in lines))
+            if way["variable_lengths"]:
+                returns += [(line["return_mean"], line["episodes"]) for line in lines if line["episodes"]]
+    base = statistics.median(rates["15 fast ones alone"])
+    for name, values in rates.items():
+        middle = statistics.median(values)
+        print(f"{name:40} {middle:8,.0f} steps/s ({min(values):,.0f} to {max(values):,.0f}), {middle / base:4.2f} x")
+    count = sum(episodes for _, episodes in returns)
+    mean = sum(value * episodes for value, episodes in returns) / count
+    error = np.sqrt(10 / count)
+    print(
+        f"mean return {mean:.3f} of {count} episodes; the truth is 1, {abs(mean - 1) / error:.1f} standard errors away"
+    )
+
+
+def learning(repeats: int) -> None:
+    """Prints the mean return of the last quarter of training and the greedy return, with and without mitigation."""
+    results: dict[float, list[float]] = {0.5: [], 1.0: []}
+    for seed in range(1, repeats + 1):
+        for fraction, values in results.items():
+            with tempfile.TemporaryDirectory() as directory:
+                config = rayvec.PPOConfig(
+                    env_id="CartPole-v1",
+                    wrappers=("stragglers:jitter",),
+                    total_steps=40_000,
+                    num_envs=16,
+                    num_nodes=0,
+                    workers_per_node=0,
+                    learners="decentralized",
+                    num_learners=4,
+                    sync_fraction=fraction,
+                    seed=seed,
+                    eval_episodes=20,
+                    run_dir=Path(directory, "run"),
+                )
+                result = rayvec.train(config)
+                lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
+                late = [line for line in lines if line["steps"] > 30_000 and line["episodes"]]
+                mean = sum(line["return_mean"] * line["episodes"] for line in late)
+                values.append(mean / sum(line["episodes"] for line in late))
+                cut = sum(line["ranks_cut"] for line in lines) / len(lines)
+                print(
+                    f"seed {seed}, sync_fraction {fraction}: return {values[-1]:.1f} in training, "
+                    f"{result.eval_return_mean:.1f} greedy; ranks stopped in an iteration: {cut:.2f}"
+                )
+    means = {fraction: statistics.mean(values) for fraction, values in results.items()}
+    errors = {fraction: statistics.stdev(values) / repeats**0.5 for fraction, values in results.items()}
+    for fraction, mean in means.items():
+        print(f"sync_fraction {fraction}: {mean:.1f} ± {errors[fraction]:.1f} (standard error of {repeats} seeds)")
+
+
+class _Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Now and then, a step sleeps."""
+
+    def step(self, action: Any) -> Any:
+        """Sleeps once in fifty steps."""
+        if np.random.random() < 0.02:
+            time.sleep(0.01 * float(np.exp(_SIGMA * np.random.standard_normal())))
+        return super().step(action)
+
+
+def jitter(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Returns an environment that sleeps now and then."""
+    return _Jitter(env)
+
+
+@dataclass
+class Settings:
+    """Measures straggler mitigation."""
+
+    what: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{ranks,environments,learning}")]]
+    """What to measure."""
+
+    repeats: int = 5
+    """How often, or with how many seeds."""
+
+
+def main() -> None:
+    """Measures what the command line asks for."""
+    settings = tyro.cli(Settings, description=__doc__)
+    {"ranks": ranks, "environments": environments, "learning": learning}[settings.what](settings.repeats)
+
+
+if __name__ == "__main__":
+    main()
