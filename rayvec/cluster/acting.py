@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from rayvec.cluster.nodes import Node, NodePart, Wait, Weights
 from rayvec.errors import NodeLostError
-from rayvec.node.chunk_memory import MOST_CHUNKS
 from rayvec.node.interrupts import Uninterrupted
+from rayvec.pools.base import Acting, deadline_in, seconds_until
 
 __all__ = ["ActingNodes"]
 
@@ -51,17 +51,17 @@ class _PendingChunk:
     parts: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def wait(self, number: int, deadline: float | None = None) -> NodePart:
+    def wait(self, number: int, deadline: float) -> NodePart:
         """Waits for the part of one node."""
         began_s = time.monotonic()
         try:
-            part: NodePart = self.asked[number][1](_left(deadline))
+            part: NodePart = self.asked[number][1](seconds_until(deadline))
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
 
 
-class ActingNodes:
+class ActingNodes(Acting):
     """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks.
 
     Args:
@@ -110,16 +110,6 @@ class ActingNodes:
             if weights is not None:
                 node.publish(key, _fetchable(node, weights))(None)
 
-    @property
-    def num_under_way(self) -> int:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending)
-
-    @property
-    def has_room(self) -> bool:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending) < MOST_CHUNKS
-
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
         """Requests a chunk: every worker steps its own slice with a policy. :meth:`finish` returns the chunk.
 
@@ -145,7 +135,7 @@ class ActingNodes:
             NodeLostError: A node was lost and not replaced.
         """
         chunk = self._pending[0]
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_in(timeout_s)
         for number in range(len(self._nodes)):
             if number not in chunk.parts:
                 try:
@@ -173,7 +163,7 @@ class ActingNodes:
                     except NodeLostError as error:
                         self._replace(number, error)  # the replacement receives the current weights
 
-    def _take_again(self, chunk: _PendingChunk, number: int, error: NodeLostError, deadline: float | None) -> NodePart:
+    def _take_again(self, chunk: _PendingChunk, number: int, error: NodeLostError, deadline: float) -> NodePart:
         while True:
             if self._nodes[number].node is chunk.asked[number][0]:  # else already replaced
                 self._replace(number, error)
@@ -236,7 +226,3 @@ def _fetchable(node: Node, weights: Weights) -> Weights:
     if weights.ref is not None or node.transport == "shm":
         return weights
     return weights._replace(ref=ray.put(weights.array))
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -49,7 +49,7 @@ class JoinedAnswers(LastAnswers):
         np.concatenate([batch.rew for batch in batches], out=rows.rew)
         np.concatenate([batch.terminated for batch in batches], out=rows.terminated)
         np.concatenate([batch.truncated for batch in batches], out=rows.truncated)
-        self._done[plan.select] = (rows.terminated | rows.truncated) & ~self._stays[plan.select]
+        self._done[plan.select] = (rows.terminated | rows.truncated) & ~self._resets[plan.select]
         if isinstance(rows.obs, np.ndarray):
             np.concatenate([batch.obs for batch in batches], out=rows.obs)
         else:
@@ -92,10 +92,6 @@ class JoinedAnswers(LastAnswers):
 
 
 def _join_infos(plan: Plan, batches: Sequence[StepBatch]) -> tuple[RawInfo, ...]:
-    """Returns the infos of all parts in the order of the plan, with the plan's ids."""
-    infos = {
-        info.env_id + part.start: info._replace(env_id=info.env_id + part.start)
-        for part, batch in zip(plan.parts, batches, strict=True)
-        for info in batch.info
-    }
+    """Returns the infos of all parts in the order of the plan."""
+    infos = {info.env_id: info for batch in batches for info in batch.info}
     return tuple(infos[env_id] for env_id in plan.ids.tolist() if env_id in infos)

@@ -73,12 +73,12 @@ class Node(Protocol):
         ...
 
     @property
-    def event_fd(self) -> int:
-        """File descriptor that becomes readable when an answer may be ready; then call :meth:`ready_ids`."""
+    def event_fds(self) -> Sequence[int]:
+        """File descriptors of which one is readable once an answer may have come; then call :meth:`completed_ids`."""
         ...
 
-    def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` returns without waiting; may be called repeatedly."""
+    def completed_ids(self) -> NDArray[np.int64]:
+        """Returns the ids whose answers have arrived; may be called repeatedly."""
         ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
@@ -91,16 +91,24 @@ class Node(Protocol):
         """Starts a reset of some environments."""
         ...
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """Requests current observations; with `begin`, finished episodes are reset first."""
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
+        """Starts a reset of those environments that are between two episodes."""
+        ...
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """Requests current observations."""
         ...
 
     def flush(self) -> None:
         """Sends any started request that has not been sent yet."""
         ...
 
-    def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """Waits for the answers of requests that have been sent."""
+    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
+        """Waits until the answers of requests that have been sent have arrived; they stay for :meth:`take`."""
+        ...
+
+    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """Returns answers that have arrived."""
         ...
 
     def call(

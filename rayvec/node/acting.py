@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk
-from rayvec.node.chunk_memory import MOST_CHUNKS, PackedChunk
+from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import WeightsRef
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
+from rayvec.pools.base import MOST_CHUNKS, Acting, deadline_in
 
 __all__ = ["WorkerActing"]
 
@@ -53,7 +53,7 @@ class _PendingChunk:
     numbers: list[int]
 
 
-class WorkerActing:
+class WorkerActing(Acting):
     """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS`.
 
     Args:
@@ -68,7 +68,7 @@ class WorkerActing:
         workers: Workers,
         links: Sequence[WorkerLink],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],
-        wait_all: Callable[[Sequence[int], float | None], None],
+        wait_all: Callable[[Sequence[int], float], None],
     ) -> None:
         self._workers = workers
         self._links = links
@@ -77,16 +77,6 @@ class WorkerActing:
         self._policies: dict[int, _Policy] = {}
         self._pending: list[_PendingChunk] = []
         self._num_begun = 0
-
-    @property
-    def num_under_way(self) -> int:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending)
-
-    @property
-    def has_room(self) -> bool:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending) < MOST_CHUNKS
 
     @property
     def by_reference(self) -> bool:
@@ -144,7 +134,7 @@ class WorkerActing:
             Exception: What the policy raised.
         """
         chunk = self._pending[0]
-        self._wait_all(chunk.numbers, None if timeout_s is None else time.monotonic() + timeout_s)
+        self._wait_all(chunk.numbers, deadline_in(timeout_s))
         replies = [link.reply(number) for link, number in zip(self._links, chunk.numbers, strict=True)]
         for _, failure in (each for reply in replies for each in reply.failures):
             self.release()
