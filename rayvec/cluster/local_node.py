@@ -20,8 +20,6 @@ from rayvec.pools.restarts import NodeState
 
 __all__ = ["LocalNode"]
 
-_CLOSE_S = 10.0
-
 
 class LocalNode:
     """The driver's own node: this process owns the pool, and a placement group reserves the cores.
@@ -63,7 +61,6 @@ class LocalNode:
         """See :class:`Node`."""
 
         def make(timeout_s: float | None) -> PoolSpaces:
-            self.wait_until_placed(_CLOSE_S if timeout_s is None else timeout_s)
             bounds = self.slice.worker_bounds
             self._pool = ProcessPool(
                 factory.in_parts(bounds), bounds, self.slice.name, self._preload, self._restart_policy, self._lost
@@ -101,13 +98,12 @@ class LocalNode:
         """See :class:`Node`."""
         return lambda timeout_s: self._running.acting.drop(key)
 
-    def publish(self, key: int, weights: Weights) -> Wait:
+    def begin_rollout(
+        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
+    ) -> Wait:
         """See :class:`Node`."""
-        self._running.acting.publish(key, weights.version, weights.array)
-        return done
-
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """See :class:`Node`."""
+        if weights is not None:
+            self._running.acting.publish(key, weights.version, weights.array)
         self._running.begin_rollout(key, num_steps, first_step, noise_seed)
 
         def finish(timeout_s: float | None) -> NodePart:

@@ -83,12 +83,15 @@ class NodeActor:
         """Removes a policy from every worker."""
         return self._guard(lambda: self._running.acting.drop(key))  # type: ignore[no-any-return]
 
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> RemoteFailure | None:
-        """Publishes weights to the workers; Ray fetches them once for this node."""
-        return self._guard(lambda: self._running.acting.publish(key, version, weights))  # type: ignore[no-any-return]
-
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool
+        self,
+        key: int,
+        version: int | None,
+        weights: NDArray[np.float32] | None,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        with_summary: bool,
     ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
         """Collects a chunk: the workers step their environments with a policy.
 
@@ -100,6 +103,8 @@ class NodeActor:
 
         def take() -> tuple[Any, Any]:
             pool = self._running
+            if version is not None and weights is not None:
+                pool.acting.publish(key, version, weights)
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             chunks, times = pool.finish_chunks()
             pool.acting.release()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import Node
+from rayvec.cluster.nodes import Member, Node, Request
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
@@ -43,32 +42,7 @@ _FIRST_PLACE_S = 60.0
 """How long cores that were free a moment ago may take to be granted, and an actor to start."""
 _T = TypeVar("_T")
 
-Request = Callable[[Node, Part], None]
-"""Requests something from a node, for a part of its environments."""
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Member:
-    """A node and its pending requests.
-
-    Attributes:
-        node: The node; another one takes its place if it is lost.
-        pending: Each request, with the part of the environments that it is for. A replacement node repeats it.
-    """
-
-    node: LocalNode | RemoteNode
-    pending: list[tuple[Part, Request]] = field(default_factory=list)
-
-    def forget(self, part: Part) -> None:
-        """Removes some environments, which have answered, from the pending requests."""
-        for position, (asked, _) in enumerate(self.pending):
-            if asked is part:
-                del self.pending[position]
-                return
-        left = [(asked.without(part), request) for asked, request in self.pending]
-        self.pending = [(asked, request) for asked, request in left if len(asked.rows)]
 
 
 class RayPool(PartedPool):
@@ -113,7 +87,7 @@ class RayPool(PartedPool):
         self._restart_policy = restart_policy
         self._rehost = rehost
         self._loose = loose
-        self._nodes: list[_Member] = []
+        self._nodes: list[Member] = []
         self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: dict[int, int] = {}
         self._losses = np.zeros(self.num_envs, np.int64)
@@ -121,7 +95,7 @@ class RayPool(PartedPool):
         self._budget = RestartBudget()
         try:
             for node_slice in topology.nodes:
-                self._nodes.append(_Member(self._open(node_slice)))
+                self._nodes.append(Member(self._open(node_slice)))
             for member in self._nodes:
                 member.node.wait_until_placed(_FIRST_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
@@ -275,7 +249,6 @@ class RayPool(PartedPool):
             summary = join_summaries(every)
             refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
         self._note_rollout(summary)
-        self.acting.settle()
         return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, summary: ChunkSummary) -> None:

@@ -147,14 +147,13 @@ class RemoteNode:
         """See :class:`Node`."""
         return self._start("drop", key)
 
-    def publish(self, key: int, weights: Weights) -> Wait:
+    def begin_rollout(
+        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
+    ) -> Wait:
         """See :class:`Node`; Ray fetches the weights once for the node."""
-        return self._start("publish", key, weights.version, weights.ref)
-
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """See :class:`Node`."""
         rollout = self._actor.rollout.options(num_returns=2)
-        refs = rollout.remote(key, num_steps, first_step, noise_seed, by_reference)
+        version, ref = (None, None) if weights is None else (weights.version, weights.ref)
+        refs = rollout.remote(key, version, ref, num_steps, first_step, noise_seed, by_reference)
 
         def finish(timeout_s: float | None) -> NodePart:
             deadline = deadline_in(timeout_s)

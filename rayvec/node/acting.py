@@ -98,8 +98,10 @@ class WorkerActing(Acting):
             raise
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory and does not block."""
+        """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory, unless they are there."""
         policy = self._policies[key]
+        if version == policy.weights.version:
+            return
         in_use = {chunk.weights.slot for chunk in self._pending if chunk.key == key}
         policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
 

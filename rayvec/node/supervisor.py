@@ -199,10 +199,10 @@ class Supervisor:
             ) from error
         for chunk in self.acting.done_chunks(link):
             self.note_chunk(link, chunk)
-        self._keep_last(self._finished(link))
-        rows = slice(link.start, link.stop)
-        lost = np.flatnonzero(~self._mask(self._finished(link)))
-        self.last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
+        rows, ids = slice(link.start, link.stop), np.arange(link.start, link.stop)
+        finished = self._pending[rows] & (self._command_of[rows] < link.num_done)
+        self._keep_last(ids[finished])
+        self.last.restore(ids[~finished], self._obs)
         episode = self._arrays["episode"][rows]
         cut = (episode == EpisodeState.CUT) | (self.last.mid_episode(rows) & (episode != EpisodeState.NEW))
         episode[cut] = EpisodeState.CUT
@@ -212,16 +212,6 @@ class Supervisor:
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
         logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
         link.reconnect(self._workers.restart(link.index, self.acting.policies))
-
-    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
-        """Returns a worker's ids whose results are complete but not received, ``int64 [k]``."""
-        ids = np.arange(link.start, link.stop)
-        return ids[self._pending[ids] & (self._command_of[ids] < link.num_done)]
-
-    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        mask = np.zeros(len(self._command_of), bool)
-        mask[ids] = True
-        return mask
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
         """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""

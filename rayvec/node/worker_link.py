@@ -142,23 +142,17 @@ class WorkerLink:
         command[AUTORESET] = autoreset
         command[COUNT] = count
         command[at : at + count] = rows
-        return self._post(b"" if payload is None else dumps(payload))
+        return self._post(_STEP if payload is None else _Posted(payload=dumps(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
         """Posts a step whose actions are in the block. Returns the command's number."""
-        number = int(self._head[0])
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:
             head = [Op.STEP, autoreset, len(part.rows), *dtypes]
             command = part.commands[key] = np.array([*head, *part.rows.tolist()], np.int64)
-        self._ring[number % self._depth][: len(command)] = command
-        self._head[0] = number + 1
-        self._posted[number] = _STEP
-        if number == self._tail[0]:
-            self._begun_s = time.monotonic()
-        self._go.post()
-        return number
+        self._ring[self.num_posted % self._depth][: len(command)] = command
+        return self._post(_STEP)
 
     def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
         """Posts a call of one of the worker's methods. Returns the command's number.
@@ -171,7 +165,7 @@ class WorkerLink:
             repeat: Whether a replacement worker repeats the call.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(dumps((name, args)), num_steps, repeat, fds)
+        return self._post(_Posted(num_steps, dumps((name, args)), repeat), fds)
 
     def post_close(self) -> None:
         """Requests that the worker completes its pending commands, closes its environments and exits.
@@ -183,15 +177,15 @@ class WorkerLink:
         else:
             self.post_call("close")
 
-    def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True, fds: Sequence[int] = ()) -> int:
+    def _post(self, command: _Posted, fds: Sequence[int] = ()) -> int:
         number = self.num_posted
         self._head[0] = number + 1
-        self._posted[number] = _Posted(num_steps, payload, repeat)
+        self._posted[number] = command
         if number == self._tail[0]:
             self._begun_s = time.monotonic()
         self._go.post()
-        if payload:
-            self._process.pipe.send(payload, fds)
+        if command.payload:
+            self._process.pipe.send(command.payload, fds)
         return number
 
     def wait(self, number: int, deadline: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree, as_slice, tree_map
+from rayvec.data import Tree, as_slice, tree_map
 
 __all__ = ["Part", "Plan", "Plans"]
 
@@ -65,7 +65,6 @@ class Plan:
         select: The same as `ids`, as a slice if they are consecutive, so that indexing returns views.
         parts: One part for each owner that holds some of the ids, in ascending order.
         turn: Used by the pool: the turn in which this exact set was last requested.
-        rows: Used when results are joined: the arrays of these environments, if they are consecutive.
     """
 
     key: bytes
@@ -73,7 +72,6 @@ class Plan:
     select: Any
     parts: list[Part]
     turn: int = -1
-    rows: StepBatch | None = None
 
     def in_order(self, of_parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns values, given part by part, in the order of the ids."""
