@@ -1,8 +1,8 @@
-"""Policies on the nodes of a cluster: loading them, publishing weights, and collecting chunks in the workers.
+"""Policies on the nodes of a cluster: loading them, and collecting chunks in the workers.
 
-A node handles requests in order. If the driver publishes weights while a chunk is pending, the node applies them after
-that chunk, and the next chunk starts with them. If the driver requests a chunk while one is pending, each node starts
-it as soon as it has returned its part of the pending one.
+A request for a chunk carries the weights that the chunk acts with, so publishing contacts no node. A node handles
+requests in order. If the driver requests a chunk while one is pending, each node starts it as soon as it has returned
+its part of the pending one.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from rayvec.cluster.nodes import Node, NodePart, Wait, Weights
+from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
 from rayvec.errors import NodeLostError
-from rayvec.node.chunk_memory import MOST_CHUNKS
 from rayvec.node.interrupts import Uninterrupted
+from rayvec.pools.base import Acting, deadline_in, seconds_until
 
 __all__ = ["ActingNodes"]
-
-
-class _HasNode(Protocol):
-    @property
-    def node(self) -> Node: ...
 
 
 @dataclass(slots=True)
@@ -35,10 +30,9 @@ class _PendingChunk:
 
     Attributes:
         key: Key of the policy that acts.
-        args: Arguments of the request to the nodes.
+        args: Further arguments of the request to the nodes.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
-        asked: Each node, and the wait for its part.
-        publishing: Nodes, and the waits for weights that were published after the chunk was requested.
+        requested: Each node, and the wait for its part.
         parts: Parts received so far, by node index.
         waited_s: How long the driver has waited for the parts, in seconds.
     """
@@ -46,22 +40,28 @@ class _PendingChunk:
     key: int
     args: tuple[Any, ...]
     weights: Weights | None
-    asked: list[tuple[Node, Wait]]
-    publishing: list[tuple[Node, Wait]] = field(default_factory=list)
+    requested: list[tuple[Node, Wait]] = field(default_factory=list)
     parts: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def wait(self, number: int, deadline: float | None = None) -> NodePart:
+    def request(self, node: Node) -> Wait:
+        """Requests the part of a node."""
+        weights = self.weights
+        if weights is not None and weights.ref is None and node.transport != "shm":
+            weights = self.weights = weights._replace(ref=ray.put(weights.array))
+        return node.begin_rollout(self.key, weights, *self.args)
+
+    def wait(self, number: int, deadline: float) -> NodePart:
         """Waits for the part of one node."""
         began_s = time.monotonic()
         try:
-            part: NodePart = self.asked[number][1](_left(deadline))
+            part: NodePart = self.requested[number][1](seconds_until(deadline))
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
 
 
-class ActingNodes:
+class ActingNodes(Acting):
     """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks.
 
     Args:
@@ -69,13 +69,12 @@ class ActingNodes:
         replace: Starts the environments of a lost node elsewhere and calls :meth:`install`, or raises.
     """
 
-    def __init__(self, nodes: Sequence[_HasNode], replace: Callable[[int, NodeLostError], None]) -> None:
+    def __init__(self, nodes: Sequence[Member], replace: Callable[[int, NodeLostError], None]) -> None:
         self._nodes = nodes
         self._replace = replace
         self._policies: dict[int, tuple[bytes, int]] = {}
         self._weights: dict[int, Weights] = {}
         self._pending: list[_PendingChunk] = []
-        self._publishing: list[tuple[Node, Wait]] = []
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
         """Loads a pickled policy in every worker of every node, under `key`; `version` is that of its weights."""
@@ -89,36 +88,14 @@ class ActingNodes:
         self._weights.pop(key, None)
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """Publishes new weights to every node. Each node fetches them once; a replacement node can fetch them too.
-
-        Chunks that are requested after this call use these weights. The call doesn't wait for a pending chunk. If no
-        chunk is pending, it waits until the nodes have received the previously published weights.
-        """
+        """See :class:`~rayvec.pools.base.Acting`. Each node fetches the weights once, with the next chunk."""
         ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
-        newest = self._weights[key] = Weights(version, weights.copy(), ref)
-        if self._pending:
-            self._pending[-1].publishing += self._start_all(lambda node: node.publish(key, newest))
-            return
-        self.settle()
-        self._publishing = self._start_all(lambda node: node.publish(key, newest))
+        self._weights[key] = Weights(version, weights.copy(), ref)
 
     def install(self, node: Node) -> None:
-        """Loads every policy on a replacement node, with the weights that its next chunk uses."""
+        """Loads every policy on a replacement node."""
         for key, policy in self._policies.items():
             node.load(key, *policy)(None)
-            weights = self._due(key)
-            if weights is not None:
-                node.publish(key, _fetchable(node, weights))(None)
-
-    @property
-    def num_under_way(self) -> int:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending)
-
-    @property
-    def has_room(self) -> bool:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending) < MOST_CHUNKS
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
         """Requests a chunk: every worker steps its own slice with a policy. :meth:`finish` returns the chunk.
@@ -127,9 +104,9 @@ class ActingNodes:
         without waiting for the driver.
         """
         assert self.has_room, "a chunk more than there is memory for"
-        args = (key, num_steps, first_step, noise_seed, by_reference)
-        asked = self._start_all(lambda node: node.begin_rollout(*args))
-        self._pending.append(_PendingChunk(key, args, self._weights.get(key), asked))
+        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key))
+        chunk.requested = self._start_all(chunk.request)
+        self._pending.append(chunk)
 
     def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
         """Waits for the oldest pending chunk.
@@ -145,63 +122,30 @@ class ActingNodes:
             NodeLostError: A node was lost and not replaced.
         """
         chunk = self._pending[0]
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_in(timeout_s)
         for number in range(len(self._nodes)):
-            if number not in chunk.parts:
+            while number not in chunk.parts:
                 try:
                     chunk.parts[number] = chunk.wait(number, deadline)
                 except NodeLostError as error:
-                    chunk.parts[number] = self._take_again(chunk, number, error, deadline)
+                    self._request_again(number, error)
         with Uninterrupted():
             for each in self._nodes:
                 each.node.release_chunk()
             del self._pending[0]
-            self._publishing += chunk.publishing
-        return [chunk.parts[number] for number in range(len(chunk.asked))], chunk.waited_s
+        return [chunk.parts[number] for number in range(len(self._nodes))], chunk.waited_s
 
-    def settle(self) -> None:
-        """Waits for the weights that were published before or during the chunk that :meth:`finish` returned.
-
-        Call it after the last observations of the chunk have been recorded: a replacement node resumes from them.
-        """
-        publishing, self._publishing = self._publishing, []
-        for asked, wait in publishing:
-            for number, each in enumerate(self._nodes):
-                if each.node is asked:
-                    try:
-                        wait(None)
-                    except NodeLostError as error:
-                        self._replace(number, error)  # the replacement receives the current weights
-
-    def _take_again(self, chunk: _PendingChunk, number: int, error: NodeLostError, deadline: float | None) -> NodePart:
-        while True:
-            if self._nodes[number].node is chunk.asked[number][0]:  # else already replaced
-                self._replace(number, error)
-            self._ask_again(number)
-            try:
-                return chunk.wait(number, deadline)
-            except NodeLostError as again:
-                error = again
-
-    def _ask_again(self, number: int) -> None:
-        """Repeats all pending requests on a replacement node, in the same order and with the same weights."""
+    def _request_again(self, number: int, error: NodeLostError) -> None:
+        """Repeats the requests for all pending chunks on the node that replaces a lost one, in the same order."""
+        if self._nodes[number].node is self._pending[0].requested[number][0]:  # else already replaced
+            self._replace(number, error)
         node = self._nodes[number].node
-        behind = self._pending[0]
         for chunk in self._pending:
-            if chunk.weights is not None:
-                behind.publishing.append((node, node.publish(chunk.key, _fetchable(node, chunk.weights))))
-            chunk.asked[number] = node, node.begin_rollout(*chunk.args)
-            behind = chunk
-        for key, newest in self._weights.items():
-            behind.publishing.append((node, node.publish(key, _fetchable(node, newest))))
-
-    def _due(self, key: int) -> Weights | None:
-        """Returns the weights of a policy's next chunk: those of its oldest pending chunk, else the newest."""
-        return next((chunk.weights for chunk in self._pending if chunk.key == key), self._weights.get(key))
+            chunk.requested[number] = node, chunk.request(node)
 
     def _start_all(self, start: Callable[[Node], Wait]) -> list[tuple[Node, Wait]]:
         """Starts a request on every node; the wait for a lost node raises ``NodeLostError``."""
-        return [(each.node, _starting(start, each.node)) for each in self._nodes]
+        return [(each.node, start(each.node)) for each in self._nodes]
 
     def _call_all(self, start: Callable[[Node], Wait], *, installed: bool = False) -> None:
         """Starts a request on every node and waits for all.
@@ -217,26 +161,3 @@ class ActingNodes:
                     self._replace(number, error)
                 if not installed:
                     start(self._nodes[number].node)(None)
-
-
-def _starting(start: Callable[[Node], Wait], node: Node) -> Wait:
-    try:
-        return start(node)
-    except NodeLostError as error:
-        lost = error
-
-        def fail(timeout_s: float | None) -> Any:
-            raise lost
-
-        return fail
-
-
-def _fetchable(node: Node, weights: Weights) -> Weights:
-    """Returns the weights with a reference that the node can fetch; puts them in the object store if needed."""
-    if weights.ref is not None or node.transport == "shm":
-        return weights
-    return weights._replace(ref=ray.put(weights.array))
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -26,7 +26,7 @@ from rayvec.node.wire import travels
 from rayvec.pools.base import Autoreset
 from rayvec.pools.memory import ArrayLayout, Field
 
-__all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
+__all__ = ["FrameFormat", "Frames", "Kind", "Request"]
 
 _REQUEST = struct.Struct("<QBBBBIQ")
 """Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; payload bytes."""
@@ -43,8 +43,8 @@ class Kind(IntEnum):
 
     STEP = 0
     RESET = 1
-    READY = 2
-    LOOK = 3
+    BEGIN = 2
+    OBSERVE = 3
     STEP_KEPT = 4
     """A step whose actions Ray transfers."""
 
@@ -76,19 +76,6 @@ class Request:
     actions: Tree | None = None
     seeds: Sequence[int | None] | None = None
     options: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer as the driver reads it.
-
-    Attributes:
-        env_ids: The node's ids of the environments, ``int64 [k]``.
-        batch: The answers; None if the driver must fetch them, or an environment's exception, through Ray.
-    """
-
-    env_ids: NDArray[np.int64]
-    batch: StepBatch | None
 
 
 class Frames:
@@ -151,7 +138,7 @@ class FrameFormat:
         leaves = () if layout is None else layout.leaves
         self._fields: list[Field] = [(np.float64, ()), *leaves, (np.bool_, ()), (np.bool_, ())]
         self._answer = Frames(self._fields, _ANSWER.size)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, StepBatch] = {}
         self._answers_buffer: Any = None
         self._steps: dict[bytes, Frames] = {}
         self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}
@@ -212,9 +199,9 @@ class FrameFormat:
             payload = b""
         return self._request(Kind.RESET, env_ids, loose, payload), not payload
 
-    def pack_ready(self, env_ids: NDArray[np.int64], begin: bool, loose: bool) -> bytes:
-        """Returns the frame that requests current observations; with `begin`, finished episodes are reset first."""
-        return self._request(Kind.READY if begin else Kind.LOOK, env_ids, loose, b"")
+    def pack_ids(self, kind: Kind, env_ids: NDArray[np.int64], loose: bool) -> bytes:
+        """Returns the frame of a request that holds nothing but environment ids."""
+        return self._request(kind, env_ids, loose, b"")
 
     @staticmethod
     def _request(kind: Kind, env_ids: NDArray[np.int64], loose: bool, payload: bytes) -> bytes:
@@ -265,26 +252,28 @@ class FrameFormat:
         """Returns the frame which marks that the driver must fetch the answer, or an exception, through Ray."""
         return _ANSWER.pack(_ANSWER.size + env_ids.nbytes, _Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
 
-    def unpack_answer(self, frame: bytes | bytearray | memoryview) -> Answer:
-        """Reads an answer; its arrays are views of `frame`, whose memory the next received frame overwrites."""
+    def unpack_answer(self, frame: bytes | bytearray | memoryview) -> StepBatch | None:
+        """Reads an answer; its arrays are views of `frame`, whose memory the next received frame overwrites.
+
+        Returns:
+            The answer; None if the driver must fetch it, or an environment's exception, through Ray.
+        """
         _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
         if form == _Form.KEPT:
-            return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
+            return None
         frame = memoryview(frame)
         if frame.obj is not self._answers_buffer:
             self._answers, self._answers_buffer = {}, frame.obj
-        answer = self._answers.get(count)
-        if answer is None:
+        batch = self._answers.get(count)
+        if batch is None:
             assert self._layout is not None
             ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
-            answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
-            self._answers[count] = answer
+            batch = self._answers[count] = StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated)
         if form == _Form.PLAIN:
-            return answer
-        assert answer.batch is not None
+            return batch
         at = self._answer.size(count)
         infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at : at + extra_bytes]))
-        return Answer(answer.env_ids, replace(answer.batch, info=infos))
+        return replace(batch, info=infos)
 
     def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
         """Returns the arrays of `actions`, or None if a frame can't hold them."""

@@ -15,12 +15,10 @@ from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import PoolSpaces, Supervision
+from rayvec.pools.base import PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["LocalNode"]
-
-_CLOSE_S = 10.0
 
 
 class LocalNode:
@@ -29,15 +27,15 @@ class LocalNode:
     Args:
         node_slice: The environments, workers and cores of this node.
         preload: Modules that the workers' fork server imports once.
-        supervision: Restart policy for environments that raise, hang, or whose worker exits.
+        restart_policy: Restart policy for environments that raise, hang, or whose worker exits.
     """
 
     transport = "shm"
 
-    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
+    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], restart_policy: RestartPolicy) -> None:
         self.slice = node_slice
         self._preload = preload
-        self._supervision = supervision
+        self._restart_policy = restart_policy
         self._pool: ProcessPool | None = None
         self._claim: PlacementGroup | None = None
         if node_slice.num_cpus:
@@ -63,10 +61,9 @@ class LocalNode:
         """See :class:`Node`."""
 
         def make(timeout_s: float | None) -> PoolSpaces:
-            self.wait_until_placed(_CLOSE_S if timeout_s is None else timeout_s)
             bounds = self.slice.worker_bounds
             self._pool = ProcessPool(
-                factory.in_parts(bounds), bounds, self.slice.name, self._preload, self._supervision, self._lost
+                factory.in_parts(bounds), bounds, self.slice.name, self._preload, self._restart_policy, self._lost
             )
             return self._pool.spaces
 
@@ -79,17 +76,19 @@ class LocalNode:
         """See :class:`Node`."""
         self._running.allocate(observation, action, state)
         pool = self._running
-        self.send, self.reset, self.ready, self.recv = pool.send, pool.reset, pool.ready, pool.recv
-        self.call, self.set_attr, self.ready_ids = pool.call, pool.set_attr, pool.ready_ids
+        self.send, self.reset = pool.send, pool.reset
+        self.begin_episodes, self.observe = pool.begin_episodes, pool.observe
+        self.wait, self.take, self.completed_ids = pool.wait, pool.take, pool.completed_ids
+        self.call, self.set_attr = pool.call, pool.set_attr
         return done
 
     def flush(self) -> None:
         """See :class:`Node`; does nothing, since requests reach the workers at once."""
 
     @property
-    def event_fd(self) -> int:
+    def event_fds(self) -> Sequence[int]:
         """See :class:`Node`."""
-        return self._running.event_fd
+        return self._running.event_fds
 
     def load(self, key: int, policy: bytes, version: int) -> Wait:
         """See :class:`Node`."""
@@ -99,13 +98,12 @@ class LocalNode:
         """See :class:`Node`."""
         return lambda timeout_s: self._running.acting.drop(key)
 
-    def publish(self, key: int, weights: Weights) -> Wait:
+    def begin_rollout(
+        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
+    ) -> Wait:
         """See :class:`Node`."""
-        self._running.acting.publish(key, weights.version, weights.array)
-        return done
-
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """See :class:`Node`."""
+        if weights is not None:
+            self._running.acting.publish(key, weights.version, weights.array)
         self._running.begin_rollout(key, num_steps, first_step, noise_seed)
 
         def finish(timeout_s: float | None) -> NodePart:

@@ -21,7 +21,7 @@ from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import PoolSpaces, Supervision
+from rayvec.pools.base import PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["NodeActor"]
@@ -37,10 +37,10 @@ class NodeActor:
     through the stream.
     """
 
-    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision) -> None:
+    def __init__(self, node_slice: NodeSlice, preload: Sequence[str], restart_policy: RestartPolicy) -> None:
         self._slice = node_slice
         self._preload = preload
-        self._supervision = supervision
+        self._restart_policy = restart_policy
         self._pool: ProcessPool | None = None
         self._listener: Listener | None = None
         self._turn = threading.Lock()  # serializes the stream's thread and Ray's calls
@@ -59,7 +59,7 @@ class NodeActor:
 
         def begin() -> PoolSpaces:
             bounds, name = self._slice.worker_bounds, self._slice.name
-            self._pool = ProcessPool(factories, bounds, name, self._preload, self._supervision)
+            self._pool = ProcessPool(factories, bounds, name, self._preload, self._restart_policy)
             return self._pool.spaces
 
         return self._guard(begin)  # type: ignore[no-any-return]
@@ -83,12 +83,15 @@ class NodeActor:
         """Removes a policy from every worker."""
         return self._guard(lambda: self._running.acting.drop(key))  # type: ignore[no-any-return]
 
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> RemoteFailure | None:
-        """Publishes weights to the workers; Ray fetches them once for this node."""
-        return self._guard(lambda: self._running.acting.publish(key, version, weights))  # type: ignore[no-any-return]
-
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, with_summary: bool
+        self,
+        key: int,
+        version: int | None,
+        weights: NDArray[np.float32] | None,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        with_summary: bool,
     ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
         """Collects a chunk: the workers step their environments with a policy.
 
@@ -100,6 +103,8 @@ class NodeActor:
 
         def take() -> tuple[Any, Any]:
             pool = self._running
+            if version is not None and weights is not None:
+                pool.acting.publish(key, version, weights)
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             chunks, times = pool.finish_chunks()
             pool.acting.release()
@@ -173,12 +178,12 @@ class NodeActor:
                     num_waiting += len(request.env_ids)
                     if not request.loose:
                         together.append(request.env_ids.copy())  # the next frame overwrites the original
-                frame, count = self._answer(pool, frames, together.popleft if together else pool.ready_ids)
+                frame, count = self._answer(pool, frames, together.popleft if together else pool.completed_ids)
                 num_waiting -= count
                 if frame:
                     connection.send(frame)
                 else:
-                    readable([connection.fileno(), pool.event_fd], LOOK_S)
+                    readable([connection.fileno(), *pool.event_fds], LOOK_S)
 
     @staticmethod
     def _unpack(frames: FrameFormat, connection: FrameSocket) -> Request:
@@ -198,8 +203,10 @@ class NodeActor:
         self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
 
     def _begin(self, pool: ProcessPool, request: Request) -> None:
-        if request.kind in (Kind.READY, Kind.LOOK):
-            pool.ready(request.env_ids, begin=request.kind == Kind.READY)
+        if request.kind == Kind.BEGIN:
+            pool.begin_episodes(request.env_ids)
+        elif request.kind == Kind.OBSERVE:
+            pool.observe(request.env_ids)
         elif request.kind == Kind.RESET:
             seeds, options = request.seeds, request.options
             if seeds is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,9 +14,10 @@ from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.pools.base import Autoreset
+from rayvec.pools.plan import Part
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["Node", "NodePart", "Wait", "Weights", "done", "node_lost"]
+__all__ = ["Member", "Node", "NodePart", "Request", "Wait", "Weights", "done", "node_lost"]
 
 Wait = Callable[[float | None], Any]
 """Waits for a started operation and returns its result. The argument is a timeout in seconds, or None.
@@ -64,6 +66,14 @@ class Node(Protocol):
     slice: NodeSlice
     transport: str
 
+    def wait_until_placed(self, timeout_s: float) -> None:
+        """Waits until the node's cores are reserved.
+
+        Raises:
+            NodeLostError: They were not reserved in time.
+        """
+        ...
+
     def start(self, factory: EnvFactory) -> Wait:
         """Starts the workers, which create their environments; the result is their spaces."""
         ...
@@ -73,12 +83,12 @@ class Node(Protocol):
         ...
 
     @property
-    def event_fd(self) -> int:
-        """File descriptor that becomes readable when an answer may be ready; then call :meth:`ready_ids`."""
+    def event_fds(self) -> Sequence[int]:
+        """File descriptors of which one is readable once an answer may have come; then call :meth:`completed_ids`."""
         ...
 
-    def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers :meth:`recv` returns without waiting; may be called repeatedly."""
+    def completed_ids(self) -> NDArray[np.int64]:
+        """Returns the ids whose answers have arrived; may be called repeatedly."""
         ...
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
@@ -91,16 +101,24 @@ class Node(Protocol):
         """Starts a reset of some environments."""
         ...
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """Requests current observations; with `begin`, finished episodes are reset first."""
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
+        """Starts a reset of those environments that are between two episodes."""
+        ...
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """Requests current observations."""
         ...
 
     def flush(self) -> None:
         """Sends any started request that has not been sent yet."""
         ...
 
-    def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """Waits for the answers of requests that have been sent."""
+    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
+        """Waits until the answers of requests that have been sent have arrived; they stay for :meth:`take`."""
+        ...
+
+    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """Returns answers that have arrived."""
         ...
 
     def call(
@@ -121,12 +139,19 @@ class Node(Protocol):
         """Removes a policy and its weights from every worker."""
         ...
 
-    def publish(self, key: int, weights: Weights) -> Wait:
-        """Publishes new weights of a policy; every chunk that is requested after this call uses them."""
-        ...
+    def begin_rollout(
+        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
+    ) -> Wait:
+        """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`.
 
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`."""
+        Args:
+            key: The key of the policy.
+            weights: The weights to act with; None for those that the policy was loaded with.
+            num_steps: The number of steps T.
+            first_step: The number of steps that the environments took in earlier chunks.
+            noise_seed: The seed of the policy's noise.
+            by_reference: Whether the part stays in the object store.
+        """
         ...
 
     def release_chunk(self) -> None:
@@ -140,6 +165,32 @@ class Node(Protocol):
     def close(self, timeout_s: float | None = None) -> Wait:
         """Closes the environments and stops the workers; kills processes that do not exit in time."""
         ...
+
+
+Request = Callable[[Node, Part], None]
+"""Requests something from a node, for a part of its environments."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A node and its pending requests.
+
+    Attributes:
+        node: The node; another one takes its place if it is lost.
+        pending: Each request, with the part of the environments that it is for. A replacement node repeats it.
+    """
+
+    node: Node
+    pending: list[tuple[Part, Request]] = field(default_factory=list)
+
+    def forget(self, part: Part) -> None:
+        """Removes some environments, which have answered, from the pending requests."""
+        for position, (asked, _) in enumerate(self.pending):
+            if asked is part:
+                del self.pending[position]
+                return
+        left = [(asked.without(part), request) for asked, request in self.pending]
+        self.pending = [(asked, request) for asked, request in left if len(asked.rows)]
 
 
 def done(timeout_s: float | None) -> None:

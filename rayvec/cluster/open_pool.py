@@ -11,7 +11,7 @@ from rayvec.cluster.session import RaySession
 from rayvec.data import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
-from rayvec.pools.base import RAISE, Supervision
+from rayvec.pools.base import NO_RESTARTS, RestartPolicy
 
 __all__ = ["open_ray_pool"]
 
@@ -28,7 +28,7 @@ def open_ray_pool(
     worker_per_env: bool = False,
     claim_cpus: bool = True,
     preload: Sequence[str] = (),
-    supervision: Supervision = RAISE,
+    restart_policy: RestartPolicy = NO_RESTARTS,
     rehost: bool = False,
     address: str | None = None,
 ) -> RayPool:
@@ -41,7 +41,7 @@ def open_ray_pool(
         worker_per_env: A worker for each environment, answered as soon as it is done.
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
         preload: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
-        supervision: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
+        restart_policy: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
         rehost: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
         address: Of a running Ray cluster.
 
@@ -61,7 +61,7 @@ def open_ray_pool(
             topology = wait_for_topology(plan)
             try:
                 return RayPool(
-                    factory, topology, preload, supervision, rehost=rehost, loose=worker_per_env, session=session
+                    factory, topology, preload, restart_policy, rehost=rehost, loose=worker_per_env, session=session
                 )
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,18 +20,18 @@ from numpy.typing import NDArray
 from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import Node
+from rayvec.cluster.nodes import Member, Node, Request
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
-from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, RawInfo, Rollout, StepBatch, Topology, Tree, tree_map
+from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
-from rayvec.node.pipe import LOOK_S, readable
-from rayvec.pools.base import RAISE, Autoreset, Cut, NotReady, PoolSpaces, Supervision
+from rayvec.node.parted_pool import PartedPool
+from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.plan import Part, Plan, Plans
+from rayvec.pools.plan import Part, Plan
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 
 __all__ = ["RayPool"]
@@ -43,26 +42,10 @@ _FIRST_PLACE_S = 60.0
 """How long cores that were free a moment ago may take to be granted, and an actor to start."""
 _T = TypeVar("_T")
 
-Ask = Callable[[Node, NDArray[np.int64]], None]
-"""Asks a node for something, for those of its ids that are named."""
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Member:
-    """A node and what it was asked for.
-
-    Attributes:
-        node: The node; another one takes its place if it is lost.
-        asked: What is pending: the node's ids, and how to ask once more.
-    """
-
-    node: LocalNode | RemoteNode
-    asked: list[tuple[NDArray[np.int64], Ask]] = field(default_factory=list)
-
-
-class RayPool:
+class RayPool(PartedPool):
     """Steps environments on the nodes of a Ray cluster.
 
     Started in two steps, because the shapes of the arrays are known only when the environments have been
@@ -72,7 +55,7 @@ class RayPool:
         factory: Makes all environments.
         topology: Which node holds which of them.
         preload: Modules that the workers' forkserver imports once on each node.
-        supervision: What becomes of environments that raise, hang, or whose process ends.
+        restart_policy: What becomes of environments that raise, hang, or whose process ends.
         rehost: Whether the environments of a lost node restart on another node; else ``NodeLostError`` is raised.
         loose: Whether environments are answered each as soon as it is done.
         session: Share in the connection to Ray, released when the pool is closed.
@@ -85,45 +68,36 @@ class RayPool:
         NodeLostError: A node ended meanwhile.
     """
 
-    steps_here = False
-    first_id = first_info_id = 0
+    first_id = 0
 
     def __init__(
         self,
         factory: EnvFactory,
         topology: Topology,
         preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
+        restart_policy: RestartPolicy = NO_RESTARTS,
         *,
         rehost: bool = False,
         loose: bool = False,
         session: RaySession | None = None,
     ) -> None:
-        self._session = session
+        super().__init__([node_slice.env_range.start for node_slice in topology.nodes], topology.num_envs)
+        self._session: RaySession | None = None  # a pool that does not start leaves the session to its opener
         self.topology = topology
-        self.num_envs = topology.num_envs
-        self.layout: ArrayLayout | None = None
-        self.action_layout: ArrayLayout | None = None
         self._factory = factory
         self._preload = tuple(preload)
-        self._supervision = supervision
+        self._restart_policy = restart_policy
         self._rehost = rehost
         self._loose = loose
-        self._nodes: list[_Member] = []
-        self._starts = np.array([node_slice.env_range.start for node_slice in topology.nodes])
-        self._plans = Plans(self._starts)
-        self._under_way = np.zeros(self.num_envs, bool)
-        self._sets: dict[bytes, NDArray[np.int64]] = {}
-        self._held: dict[bytes, dict[int, StepBatch]] = {}
+        self._nodes: list[Member] = []
         self.acting = ActingNodes(self._nodes, self._replace)
-        self._seeds: list[int | None] = [None] * self.num_envs
+        self._seeds: dict[int, int] = {}
         self._losses = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
-        self._session, session = None, self._session  # a pool that does not come to be leaves it to its opener
         try:
             for node_slice in topology.nodes:
-                self._nodes.append(_Member(self._open(node_slice)))
+                self._nodes.append(Member(self._open(node_slice)))
             for member in self._nodes:
                 member.node.wait_until_placed(_FIRST_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
@@ -138,8 +112,8 @@ class RayPool:
     def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
         """Claims the cores of a node; its workers are started by ``start``."""
         if node_slice.node_id == ray.get_runtime_context().get_node_id():
-            return LocalNode(node_slice, self._preload, self._supervision)
-        return RemoteNode(node_slice, self._preload, self._supervision, self._loose)
+            return LocalNode(node_slice, self._preload, self._restart_policy)
+        return RemoteNode(node_slice, self._preload, self._restart_policy, self._loose)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
@@ -161,177 +135,97 @@ class RayPool:
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plans.of(env_ids)
-        whole = len(plan.parts) == 1
-        for part in plan.parts:
-            share = actions if whole else part.take(actions)
-
-            def ask(node: Node, ids: NDArray[np.int64], share: Tree = share) -> None:
-                node.send(ids, share, autoreset)
-
-            self._ask(part, ask)
-        self._flush(plan, autoreset == Autoreset.SAME_STEP)
-
-    def _flush(self, plan: Plan, stays: bool | None) -> None:
-        """Tells nodes what they were asked for.
-
-        Args:
-            plan: Of the environments concerned.
-            stays: Whether they are within an episode afterwards in any case; None if they are what they were.
-        """
-        assert self._answers is not None
-        for part in plan.parts:
-            try:
-                self._nodes[part.owner].node.flush()
-            except NodeLostError as error:
-                self._replace(part.owner, error)  # which asks for what is under way
-        self._under_way[plan.select] = True
-        if not self._loose:
-            self._sets[plan.key] = plan.ids
-        if stays is not None:
-            self._answers.started(plan.select, stays)
+        resets = autoreset == Autoreset.SAME_STEP
+        self._start(env_ids, lambda node, part: node.send(part.rows, part.take(actions), autoreset), resets)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        for env_id, seed in zip(env_ids.tolist(), seeds, strict=True):
-            self._seeds[env_id] = self._seeds[env_id] if seed is None else seed
+        seeds = list(seeds)
+        self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
+        self._start(env_ids, lambda node, part: node.reset(part.rows, part.take(seeds), options), True)
+
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(env_ids, lambda node, part: node.begin_episodes(part.rows), True)
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(env_ids, lambda node, part: node.observe(part.rows), None)
+
+    def _start(self, env_ids: NDArray[np.int64], request: Request, resets: bool | None) -> None:
+        """Starts a request on each node that holds some of the environments.
+
+        Args:
+            env_ids: The environments.
+            request: Requests it for a part of them.
+            resets: See :meth:`~rayvec.pools.restarts.LastAnswers.requested`. None if the request only reads.
+        """
+        assert self._answers is not None
         plan = self._plans.of(env_ids)
         for part in plan.parts:
-            by_id = dict(zip(part.rows.tolist(), (seeds[i] for i in part.places.tolist()), strict=True))
-
-            def ask(node: Node, ids: NDArray[np.int64], by_id: dict[int, int | None] = by_id) -> None:
-                node.reset(ids, [by_id[i] for i in ids.tolist()], options)
-
-            self._ask(part, ask)
-        self._flush(plan, True)
-
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plans.of(env_ids)
+            self._nodes[part.owner].pending.append((part, request))
+            self._request(part.owner, request, part)
         for part in plan.parts:
-            self._ask(part, lambda node, ids: node.ready(ids, begin=begin))
-        self._flush(plan, True if begin else None)
+            self._request(part.owner, methodcaller("flush"))
+        self._pending[plan.select] = True
+        if resets is not None:
+            self._answers.requested(plan.select, resets=resets)
 
-    def _ask(self, part: Part, ask: Ask) -> None:
-        member = self._nodes[part.owner]
-        member.asked.append((part.rows, ask))
+    def _request(self, number: int, request: Callable[..., None], *args: Part) -> None:
+        """Requests something from a node. If the node is lost, its replacement repeats all pending requests."""
         try:
-            ask(member.node, part.rows)
+            request(self._nodes[number].node, *args)
         except NodeLostError as error:
-            self._replace(part.owner, error)  # which asks for what is under way
+            self._replace(number, error)
 
-    def recv(
-        self,
-        env_ids: NDArray[np.int64] | None = None,
-        min_ready: int | None = None,
-        timeout_s: float | None = None,
-    ) -> StepBatch:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if env_ids is None:
-            env_ids = np.flatnonzero(self._under_way)
-            if min_ready is not None:
-                env_ids = self._wait_for(min(min_ready, len(env_ids)), deadline)
-            if not self._loose and env_ids.tobytes() not in self._sets:
-                return self._recv_each(deadline)
-        return self._recv_plan(self._plans.of(env_ids), deadline)
+    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
+        for part in self._plans.of(env_ids).parts:
+            self._on_node(part.owner, methodcaller("wait", part.rows, deadline))
 
-    def _recv_plan(self, plan: Plan, deadline: float | None) -> StepBatch:
+    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
         assert self._answers is not None
-        held = self._held.pop(plan.key, {})
-        try:
-            for part in plan.parts:
-                if part.owner not in held:
-                    held[part.owner] = self._recv_part(part, deadline)
-        except NotReady:
-            for part in plan.parts:
-                if part.owner in held:  # for the next attempt, and in case that the node is lost before it
-                    batch = held[part.owner] = held[part.owner].copy()
-                    self._answers.keep(part.start + part.rows, batch.obs, batch.terminated, batch.truncated)
-            self._held[plan.key] = held
-            raise
-        self._under_way[plan.select] = False
-        self._sets.pop(plan.key, None)
-        batch = self._answers.join(plan, [held[part.owner] for part in plan.parts])
-        return batch
+        plan = self._plans.of(env_ids)
+        batches = []
+        for part in plan.parts:
+            member = self._nodes[part.owner]
+            batches.append(member.node.take(part.rows))
+            member.forget(part)
+        self._pending[plan.select] = False
+        return self._answers.join(plan, batches)
 
-    def _recv_part(self, part: Part, deadline: float | None) -> StepBatch:
-        member, ids = self._nodes[part.owner], part.rows
-        try:
-            batch = member.node.recv(ids, timeout_s=_left(deadline))
-        except NodeLostError as error:
-            self._replace(part.owner, error)
-            batch = self._on_node(part.owner, lambda node: node.recv(ids, timeout_s=_left(deadline)))
-        self._answered(member, ids)
-        return batch
+    @property
+    def event_fds(self) -> Sequence[int]:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
+        return [fd for member in self._nodes for fd in member.node.event_fds]
 
-    def _recv_each(self, deadline: float | None) -> StepBatch:
-        """Receives everything under way, set by set as it was asked for."""
-        assert self._answers is not None
-        env_ids = np.flatnonzero(self._under_way)
-        infos: list[RawInfo] = []
-        for ids in list(self._sets.values()):
-            infos += self._recv_plan(self._plans.of(ids), deadline).info
-        infos.sort(key=lambda info: info.env_id)
-        return self._answers.batch(env_ids, env_ids, tuple(infos))
+    def completed_ids(self) -> NDArray[np.int64]:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
+        found = [self._on_node(number, lambda node: node.completed_ids()) for number in range(len(self._nodes))]
+        starts = [node_slice.env_range.start for node_slice in self.topology.nodes]
+        return np.concatenate([start + ids for start, ids in zip(starts, found, strict=True)])
 
-    def _wait_for(self, min_ready: int, deadline: float | None) -> NDArray[np.int64]:
-        """Returns the ids that are ready, once there are enough of them."""
-        while True:
-            found = [self._on_node(k, lambda node: node.ready_ids()) + self._starts[k] for k in range(len(self._nodes))]
-            ids = np.concatenate(found)
-            if len(ids) >= min_ready:
-                return ids
-            left = _left(deadline)
-            if left == 0.0:
-                raise NotReady(f"{len(ids)} of {min_ready} environments have answered in time")
-            events = [member.node.event_fd for member in self._nodes]
-            readable(events, LOOK_S if left is None else min(LOOK_S, left))
-
-    @staticmethod
-    def _answered(member: _Member, ids: NDArray[np.int64]) -> None:
-        """Forgets how to ask for what has been answered."""
-        for position, (asked, _) in enumerate(member.asked):
-            if asked is ids or np.array_equal(asked, ids):
-                del member.asked[position]
-                return
-        done = set(ids.tolist())
-        member.asked = [
-            (left, ask)
-            for asked, ask in member.asked
-            if len(left := np.array([i for i in asked.tolist() if i not in done], np.int64))
-        ]
-
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return batch.env_ids[batch.terminated | batch.truncated]
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    def _call_owners(
+        self, plan: Plan, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[float | None], list[Any]]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        parts = self._plans.of(env_ids).parts
-        pending = {part.owner: self._nodes[part.owner].node.call(name, args, kwargs, part.rows) for part in parts}
-        in_order: list[Any] = [None] * len(env_ids)
+        waits = [self._nodes[part.owner].node.call(name, args, kwargs, part.rows) for part in plan.parts]
+        values: list[Any] = []
 
-        def results(timeout_s: float | None) -> list[Any]:
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            for part in parts:
-                if part.owner in pending:  # else it came before a timeout
-                    values = pending[part.owner](_left(deadline))
-                    del pending[part.owner]
-                    for place, value in zip(part.places.tolist(), values, strict=True):
-                        in_order[place] = value
-            return in_order
+        def collect(timeout_s: float | None) -> list[Any]:
+            deadline = deadline_in(timeout_s)
+            for wait in waits[len(values) :]:  # the values of earlier ones came before a timeout
+                values.append(wait(seconds_until(deadline)))
+            return values
 
-        return results
+        return collect
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         for part in self._plans.of(env_ids).parts:
-            self._nodes[part.owner].node.set_attr(name, [values[i] for i in part.places.tolist()], part.rows)
+            self._nodes[part.owner].node.set_attr(name, part.take(list(values)), part.rows)
 
     def begin_rollout(
         self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
@@ -368,13 +262,12 @@ class RayPool:
             summary = join_summaries(every)
             refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
         self._note_rollout(summary)
-        self.acting.settle()
         return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
     def _note_rollout(self, summary: ChunkSummary) -> None:
         """Takes note of a chunk: a node that is lost from now on resumes from its end."""
         assert self._answers is not None
-        self._answers.started(slice(None), True)
+        self._answers.requested(slice(None), resets=True)
         self._answers.keep(slice(None), summary.last_obs, summary.terminated[-1], summary.truncated[-1])
 
     def _on_node(self, number: int, function: Callable[[Node], _T]) -> _T:
@@ -403,8 +296,8 @@ class RayPool:
             excluded.add(member.node.slice.node_id)
             try:
                 self._start_elsewhere(number, place_again(member.node.slice, excluded, error), error)
-                for ids, ask in member.asked:
-                    ask(member.node, ids)
+                for part, request in member.pending:
+                    request(member.node, part)
                 member.node.flush()
                 return
             except NodeLostError as again:
@@ -417,18 +310,17 @@ class RayPool:
         assert self._answers is not None
         member, old = self._nodes[number], self._nodes[number].node.slice
         rows = slice(old.env_range.start, old.env_range.stop)
+        seeds = [self._seeds.get(env_id) for env_id in old.env_range]
         self._losses[rows] += 1
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
-            *(old.name, rows.start, rows.stop - 1, self._seeds[rows], node_slice.name, error),
+            *(old.name, rows.start, rows.stop - 1, seeds, node_slice.name, error),
         )
         node = member.node = self._open(node_slice)
         node.wait_until_placed(_PLACE_S)
         node.start(self._factory)(None)
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
-        state = NodeState(
-            obs, self._seeds[rows], RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows)
-        )
+        state = NodeState(obs, seeds, RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows))
         node.allocate(*self._spaces, state)(None)
         self.topology = Topology((*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :]))
         self.acting.install(node)
@@ -450,7 +342,7 @@ class RayPool:
         Args:
             timeout_s: After this long, 10 s by default, they are ended by force.
         """
-        deadline = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
+        deadline = deadline_in(_CLOSE_S if timeout_s is None else timeout_s)
         closing = []
         for member in self._nodes:
             with contextlib.suppress(OSError):
@@ -461,8 +353,4 @@ class RayPool:
                 stack.callback(self._session.release)
                 self._session = None
             for end in reversed(closing):
-                stack.callback(end, _left(deadline))
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+                stack.callback(end, seconds_until(deadline))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,14 @@ from gymnasium import Space
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.frames import Answer, FrameFormat
+from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.data import NodeSlice, RawInfo, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
-from rayvec.pools.base import Autoreset, NotReady, Supervision
+from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.restarts import RESTARTED, NodeState
 
@@ -45,7 +46,7 @@ class RemoteNode:
     Args:
         node_slice: The environments, workers and cores of this node.
         preload: Modules that the workers' fork server imports once.
-        supervision: Restart policy for environments that raise, hang, or whose worker exits.
+        restart_policy: Restart policy for environments that raise, hang, or whose worker exits.
         loose: Whether the node answers for each environment as soon as it has finished; else for all environments of
             a request together.
     """
@@ -53,7 +54,7 @@ class RemoteNode:
     transport = "tcp"
 
     def __init__(
-        self, node_slice: NodeSlice, preload: Sequence[str], supervision: Supervision, loose: bool = False
+        self, node_slice: NodeSlice, preload: Sequence[str], restart_policy: RestartPolicy, loose: bool = False
     ) -> None:
         self.slice = node_slice
         self._loose = loose
@@ -66,7 +67,7 @@ class RemoteNode:
                 max_task_retries=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_slice.node_id, soft=False),
             )
-            .remote(node_slice, preload, supervision)
+            .remote(node_slice, preload, restart_policy)
         )
 
     # Requests through Ray.
@@ -84,7 +85,7 @@ class RemoteNode:
             Exception: An environment raised this exception.
         """
         try:
-            value = ray.get(ref, timeout=timeout_s)
+            value = ray.get(ref, timeout=None if timeout_s == math.inf else timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise NotReady(f"node {self.slice.name} has not answered in time") from error
         except _LOST as error:
@@ -134,8 +135,8 @@ class RemoteNode:
         self._frames = FrameFormat(ArrayLayout.of(observation), ArrayLayout.of(action))
         self._frame: bytes | memoryview = b""
         self._seeds: dict[int, int] = {}
+        self._newest: StepBatch | None = None
         self._answers: dict[int, tuple[StepBatch, int]] = {}
-        self._whole: dict[bytes, StepBatch] = {}
         return connect_stream
 
     def load(self, key: int, policy: bytes, version: int) -> Wait:
@@ -146,21 +147,19 @@ class RemoteNode:
         """See :class:`Node`."""
         return self._start("drop", key)
 
-    def publish(self, key: int, weights: Weights) -> Wait:
+    def begin_rollout(
+        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
+    ) -> Wait:
         """See :class:`Node`; Ray fetches the weights once for the node."""
-        return self._start("publish", key, weights.version, weights.ref)
-
-    def begin_rollout(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> Wait:
-        """See :class:`Node`."""
         rollout = self._actor.rollout.options(num_returns=2)
-        refs = rollout.remote(key, num_steps, first_step, noise_seed, by_reference)
+        version, ref = (None, None) if weights is None else (weights.version, weights.ref)
+        refs = rollout.remote(key, version, ref, num_steps, first_step, noise_seed, by_reference)
 
         def finish(timeout_s: float | None) -> NodePart:
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            deadline = deadline_in(timeout_s)
             times, summary, notes = self._get(refs[0], timeout_s)
-            if summary is not None:
-                return NodePart(times, notes, summary, refs[1])
-            return NodePart(times, notes, None, self._get(refs[1], _left(deadline)))
+            chunk = refs[1] if summary is not None else self._get(refs[1], seconds_until(deadline))
+            return NodePart(times, notes, summary, chunk)
 
         return finish
 
@@ -201,7 +200,7 @@ class RemoteNode:
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`Node`."""
         frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
-        self._ask(frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
+        self._request(frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
@@ -209,13 +208,17 @@ class RemoteNode:
         """See :class:`Node`."""
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
-        self._ask(frame, (list(seeds), options), keep)
+        self._request(frame, (list(seeds), options), keep)
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
-        self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
+        self._request(self._frames.pack_ids(Kind.BEGIN, env_ids, self._loose))
 
-    def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`Node`."""
+        self._request(self._frames.pack_ids(Kind.OBSERVE, env_ids, self._loose))
+
+    def _request(self, frame: bytes | memoryview, kept: Any = None, keep: bool = False) -> None:
         self.flush()
         if keep:
             self._start("keep", kept)(None)
@@ -234,84 +237,87 @@ class RemoteNode:
             except OSError as error:
                 raise self._lost(error) from error
 
-    def recv(self, env_ids: NDArray[np.int64], *, timeout_s: float | None = None) -> StepBatch:
-        """See :class:`Node`; the next frame from this node overwrites the returned arrays."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        key = env_ids.tobytes()
-        while (batch := self._whole.pop(key, None)) is None:
-            if self._loose and all(env_id in self._answers for env_id in env_ids.tolist()):
-                return self._gather(env_ids)
-            self._read_answer(deadline)
-        return batch
+    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
+        """See :class:`Node`."""
+        while not self._is_newest(env_ids):
+            self._store_newest()
+            if self._answers and self._answers.keys() >= set(env_ids.tolist()):
+                return
+            if deadline < math.inf and not self._poll(seconds_until(deadline)):
+                raise NotReady(f"node {self.slice.name} has not answered in time")
+            self._newest = self._read_answer()
+
+    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """See :class:`Node`; the next frame from this node may overwrite the returned arrays."""
+        if self._is_newest(env_ids):
+            batch, self._newest = self._newest, None
+            assert batch is not None
+            return batch
+        self._store_newest()
+        return self._gather(env_ids, [self._answers.pop(env_id) for env_id in env_ids.tolist()])
+
+    def _gather(self, env_ids: NDArray[np.int64], rows: Sequence[tuple[StepBatch, int]]) -> StepBatch:
+        """Joins the rows of several answers."""
+        if np.array_equal(rows[0][0].env_ids, env_ids):
+            return rows[0][0]
+
+        def joined(name: str) -> Tree:
+            parts = [tree_map(itemgetter(slice(row, row + 1)), getattr(batch, name)) for batch, row in rows]
+            return tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+
+        infos: list[RawInfo] = []
+        for env_id, (batch, _) in zip((self.slice.env_range.start + env_ids).tolist(), rows, strict=True):
+            infos += [info for info in batch.info if info.env_id == env_id]
+        obs, rew, terminated, truncated = map(joined, ("obs", "rew", "terminated", "truncated"))
+        return StepBatch(env_ids, obs, rew, terminated, truncated, tuple(infos))
 
     @property
-    def event_fd(self) -> int:
+    def event_fds(self) -> Sequence[int]:
         """See :class:`Node`."""
-        return self._stream.fileno()
+        return [self._stream.fileno()]
 
-    def ready_ids(self) -> NDArray[np.int64]:
+    def completed_ids(self) -> NDArray[np.int64]:
         """See :class:`Node`."""
-        while self._stream.poll():
-            self._read_answer(None)
+        self._store_newest()
+        while self._poll():
+            self._newest = self._read_answer()
+            self._store_newest()
         return np.array(sorted(self._answers), np.int64)
 
-    def _read_answer(self, deadline: float | None) -> None:
-        """Reads and stores the next answer frame."""
-        for key, batch in self._whole.items():  # not received yet; the next frame overwrites it
-            self._whole[key] = batch.copy()
+    def _is_newest(self, env_ids: NDArray[np.int64]) -> bool:
+        """Whether the newest answer is the one to a request for just these environments."""
+        return self._newest is not None and np.array_equal(self._newest.env_ids, env_ids)
+
+    def _store_newest(self) -> None:
+        """Copies the newest answer, which the next frame overwrites."""
+        if self._newest is not None:
+            batch, self._newest = self._newest.copy(), None
+            self._answers.update((env_id, (batch, row)) for row, env_id in enumerate(batch.env_ids.tolist()))
+
+    def _poll(self, timeout_s: float = 0.0) -> bool:
+        """Waits for an answer. Returns whether one has begun to arrive."""
         try:
-            if deadline is not None and not self._stream.poll(max(0.0, deadline - time.monotonic())):
-                raise NotReady(f"node {self.slice.name} has not answered in time")
-            answer = self._frames.unpack_answer(self._stream.recv())
-        except NotReady:
-            raise
+            return self._stream.poll(timeout_s)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _read_answer(self) -> StepBatch:
+        """Reads the next answer frame, or fetches through Ray what the frame can't hold."""
+        try:
+            batch = self._frames.unpack_answer(self._stream.recv())
         except Exception as error:  # the stream was closed, or the frame is no answer
             raise self._lost(error) from error
-        batch = self._fetch(answer)
+        if batch is None:
+            batch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
         for info in batch.info:
             self._log_restart(info)
-        if self._loose:
-            batch = batch.copy()
-            self._answers.update({env_id: (batch, row) for row, env_id in enumerate(answer.env_ids.tolist())})
-        else:
-            self._whole[answer.env_ids.tobytes()] = batch
-
-    def _fetch(self, answer: Answer) -> StepBatch:
-        if answer.batch is not None:
-            return answer.batch
-        batch: StepBatch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
         return batch
-
-    def _gather(self, env_ids: NDArray[np.int64]) -> StepBatch:
-        """Joins answers that arrived one environment at a time."""
-        found = [self._answers.pop(env_id) for env_id in env_ids.tolist()]
-        infos = []
-        for env_id, (batch, _) in zip(env_ids.tolist(), found, strict=True):
-            infos += [info for info in batch.info if info.env_id == env_id]
-
-        def rows(get: Callable[[StepBatch], Tree]) -> Tree:
-            return tree_map(
-                lambda *leaves: np.concatenate(
-                    [leaf[row : row + 1] for leaf, (_, row) in zip(leaves, found, strict=True)]
-                ),
-                *(get(batch) for batch, _ in found),
-            )
-
-        return StepBatch(
-            env_ids,
-            rows(lambda batch: batch.obs),
-            rows(lambda batch: batch.rew),
-            rows(lambda batch: batch.terminated),
-            rows(lambda batch: batch.truncated),
-            tuple(infos),
-        )
 
     def _log_restart(self, info: RawInfo) -> None:
         if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
-            env_id = self.slice.env_range.start + info.env_id
-            worker = int(np.searchsorted(self.slice.worker_bounds, env_id, side="right")) - 1
-            name, seed = self.slice.name, self._seeds.get(info.env_id)
-            logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, env_id, seed)
+            worker = int(np.searchsorted(self.slice.worker_bounds, info.env_id, side="right")) - 1
+            name, seed = self.slice.name, self._seeds.get(info.env_id - self.slice.env_range.start)
+            logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, info.env_id, seed)
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -323,7 +329,3 @@ class RemoteNode:
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
         self._start("set_attr", name, list(values), env_ids)(None)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["NodeSlice", "Topology"]
@@ -45,6 +46,11 @@ class Topology:
     """Which node holds which slice of the environments, and how many workers step it."""
 
     nodes: tuple[NodeSlice, ...]
+
+    @classmethod
+    def of_driver(cls, worker_bounds: Sequence[int]) -> Topology:
+        """Returns the topology of a driver that steps all environments on its own machine, without Ray."""
+        return cls((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
 
     @property
     def num_envs(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rayvec.data import Chunk
 from rayvec.errors import CheckpointError, LearnerError
@@ -89,14 +91,27 @@ class ActorCriticLearner:
                 remedy="Collect with rayvec.Policy(learner.module)",
             )
 
-    def _not_finite(self, metrics: Mapping[str, float]) -> LearnerError:
-        """Returns the error for a loss or gradient that is not finite."""
-        return LearnerError(
-            f"A loss and its gradient are finite numbers (update {self._num_updates}).",
-            expected="finite numbers",
-            got=metrics,
-            remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
-        )
+    def _step(self, stats: Tensor) -> Tensor:
+        """Clips the gradient and lets the optimizer step; returns `stats` and then the norm before clipping.
+
+        Args:
+            stats: What `_metrics` reads of this minibatch besides that norm.
+        """
+        norm = self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)
+        stats = torch.cat([stats, norm.to(stats)])
+        if not math.isfinite(norm):  # the same on all ranks, unlike their shares of the metrics
+            raise LearnerError(
+                f"A loss and its gradient are finite numbers (update {self._num_updates}).",
+                expected="finite numbers",
+                got=self._metrics([stats]),
+                remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
+            )
+        self._optimizer.step()
+        return stats
+
+    def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
+        """Returns means over minibatches of all ranks, by name."""
+        raise NotImplementedError
 
     def _reward(
         self, first: Chunk, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]

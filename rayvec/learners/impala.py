@@ -7,7 +7,6 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
-from rayvec.learners.ranks import global_range, stratified_shuffle
+from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import vtrace
 from rayvec.policies.networks import ActorCritic
 
@@ -170,7 +169,7 @@ class IMPALALearner(ActorCriticLearner):
         """
         own, total = global_range(self.ranks, trajectories.valid.shape[1])
         shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
-        shares = [numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start for numbers in shuffled]
+        shares = [own_part(numbers, own) for numbers in shuffled]
         valid = trajectories.valid.sum(0)
         counts = self.ranks.sum_(torch.tensor([int(valid[environments].sum()) for environments in shares]))
         for environments, count in zip(shares, counts.tolist(), strict=True):
@@ -249,15 +248,6 @@ class IMPALALearner(ActorCriticLearner):
         )
         rows = (torch.from_numpy(each[part.valid]).to(self._device) for each in (target, advantage))
         return next(rows), next(rows)
-
-    def _step(self, sums: Tensor) -> Tensor:
-        """Clips the gradient and lets the optimizer step; returns `sums` and the norm before clipping, ``[12]``."""
-        norm = self._flat.clip_grad_norm(self.config.max_grad_norm)
-        sums = torch.cat([sums, norm.double().reshape(1)])
-        if not math.isfinite(norm):
-            raise self._not_finite(self._metrics([sums]))
-        self._optimizer.step()
-        return sums
 
     def _metrics(self, sums: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches, each a mean over the steps of all ranks; 0 where there were none."""

@@ -7,7 +7,6 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
-from rayvec.learners.ranks import check_minibatch, global_moments, global_range, stratified_shuffle
+from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.policies.networks import ActorCritic
 
@@ -208,10 +207,7 @@ class PPOLearner(ActorCriticLearner):
         """
         shuffled = stratified_shuffle(total, max(1, round(total / self.config.minibatch_size)), generator)
         counts = [len(numbers) for numbers in shuffled]
-        places = [
-            torch.from_numpy(numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start).to(self._device)
-            for numbers in shuffled
-        ]
+        places = [torch.from_numpy(own_part(numbers, own)).to(self._device) for numbers in shuffled]
         advantages = [samples.advantage[index] for index in places]
         if self.config.normalize_advantage:
             mean, variance = global_moments(self.ranks, advantages, counts)
@@ -268,14 +264,8 @@ class PPOLearner(ActorCriticLearner):
         metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped])
         return loss, metrics.detach()
 
-    def _step(self, stats: Tensor) -> Tensor:
-        """Clips the gradient and lets the optimizer step; returns `stats` and the norm before clipping, ``[6]``."""
-        norm = self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)
-        stats = torch.cat([stats, norm])
-        if not math.isfinite(norm):  # the same on all ranks, unlike their shares of the metrics
-            raise self._not_finite(_mean(self._whole([stats])))
-        self._optimizer.step()
-        return stats
+    def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
+        return _mean(self._whole(stats))
 
     def _whole(self, stats: list[Tensor]) -> list[Tensor]:
         """Returns the metrics of whole minibatches from this rank's shares; the norm was that of the whole already."""

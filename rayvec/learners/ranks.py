@@ -25,6 +25,7 @@ __all__ = [
     "gather_counts",
     "global_moments",
     "global_range",
+    "own_part",
     "stratified_shuffle",
 ]
 
@@ -111,6 +112,15 @@ def stratified_shuffle(count: int, num_minibatches: int, generator: np.random.Ge
     minibatch = generator.permuted(strata, axis=1).ravel()[:count]
     ends = np.bincount(minibatch, minlength=num_minibatches).cumsum()
     return np.split(minibatch.argsort(kind="stable"), ends[:-1])
+
+
+def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
+    """Returns those of the ascending `numbers` that are in `own`, counted from its start.
+
+    >>> own_part(np.array([1, 4, 6]), range(4, 8))
+    array([0, 2])
+    """
+    return numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start
 
 
 def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk
-from rayvec.node.chunk_memory import MOST_CHUNKS, PackedChunk
+from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
-from rayvec.pools.base import Cut, NotReady
+from rayvec.pools.base import Acting, Cut, NotReady, deadline_in
 
 __all__ = ["WorkerActing"]
 
@@ -61,7 +61,7 @@ class _PendingChunk:
     commands: list[int]
 
 
-class WorkerActing:
+class WorkerActing(Acting):
     """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS`.
 
     Args:
@@ -78,7 +78,7 @@ class WorkerActing:
         links: Sequence[WorkerLink],
         arrays: Mapping[str, NDArray[Any]],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],
-        wait_all: Callable[[Sequence[int], float | None], None],
+        wait_all: Callable[[Sequence[int], float], None],
     ) -> None:
         self._workers = workers
         self._links = links
@@ -88,16 +88,6 @@ class WorkerActing:
         self._pending: list[_PendingChunk] = []
         self._num_begun = 0
         self._arrays = arrays
-
-    @property
-    def num_under_way(self) -> int:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending)
-
-    @property
-    def has_room(self) -> bool:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._pending) < MOST_CHUNKS
 
     @property
     def by_reference(self) -> bool:
@@ -119,8 +109,10 @@ class WorkerActing:
             raise
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory and does not block."""
+        """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory, unless they are there."""
         policy = self._policies[key]
+        if version == policy.weights.version:
+            return
         in_use = {chunk.weights.slot for chunk in self._pending if chunk.key == key}
         policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
 
@@ -160,7 +152,7 @@ class WorkerActing:
             Exception: What the policy raised.
         """
         chunk = self._pending[0]
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_in(timeout_s)
         if cut is not None:
             self._wait_or_cut(chunk, deadline, cut)
         self._wait_all(chunk.commands, deadline)
@@ -170,15 +162,14 @@ class WorkerActing:
             raise failure.rebuild()
         return [reply.value for reply in replies]
 
-    def _wait_or_cut(self, chunk: _PendingChunk, deadline: float | None, cut: Cut) -> None:
+    def _wait_or_cut(self, chunk: _PendingChunk, deadline: float, cut: Cut) -> None:
         """Waits until all workers have taken a chunk, or `cut` returns True: then they end it after their next step."""
         while True:
-            look_at = time.monotonic() + _CUT_LOOK_S
             try:
-                self._wait_all(chunk.commands, look_at if deadline is None else min(look_at, deadline))
+                self._wait_all(chunk.commands, min(deadline_in(_CUT_LOOK_S), deadline))
                 return
             except NotReady:
-                if deadline is not None and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     raise
             if cut(self._steps_taken(chunk)):
                 self._arrays["cut_chunk"][0] = chunk.number

@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
+from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.memory import aligned
 
-__all__ = ["MOST_CHUNKS", "ChunkMemory", "Packed", "PackedChunk", "dumps"]
-
-MOST_CHUNKS = 2
-"""The most chunks of a worker that may be pending or in its memory: the worker fills one, the pool copies the other."""
+__all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps"]
 
 _IN_BAND_BYTES = 1 << 15
 

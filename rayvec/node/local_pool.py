@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import ChunkRef, NodeSlice, Rollout, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import summarize
+from rayvec.data import Rollout, StepBatch, Topology, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
-from rayvec.node.chunk_memory import MOST_CHUNKS
-from rayvec.node.object_store import check_object_store, put_object
-from rayvec.pools.base import RAISE, Autoreset, Cut, PoolSpaces, Supervision
+from rayvec.node.object_store import as_rollout, check_object_store
+from rayvec.pools.base import NO_RESTARTS, Acting, Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
@@ -45,7 +42,7 @@ class LocalPool:
 
     Args:
         factory: Makes all environments.
-        supervision: The restart policy for environments that raise.
+        restart_policy: The restart policy for environments that raise.
         first_id: Global index of the first environment.
 
     Attributes:
@@ -59,13 +56,13 @@ class LocalPool:
     steps_here = True
     first_info_id = 0
 
-    def __init__(self, factory: EnvFactory, supervision: Supervision = RAISE, first_id: int = 0) -> None:
+    def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.num_envs = factory.num_envs
         self.first_id = first_id
-        self.topology = Topology((NodeSlice("driver", "localhost", (0, self.num_envs), 0),))
+        self.topology = Topology.of_driver((0, self.num_envs))
         self.acting = LocalActing()
         try:
-            self._pool = SerialPool(factory, first_id, _WHERE, supervision)
+            self._pool = SerialPool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
 
@@ -99,14 +96,18 @@ class LocalPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._pool.reset(env_ids, seeds, deepcopy(options))
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._pool.ready(env_ids, begin=begin)
+        self._pool.begin_episodes(env_ids)
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._pool.observe(env_ids)
 
     def recv(
         self,
         env_ids: NDArray[np.int64] | None = None,
-        min_ready: int | None = None,
+        min_completed: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
@@ -192,7 +193,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _PendingChunk:
     """A requested chunk that has not been executed.
 
     Attributes:
@@ -214,23 +215,13 @@ class _Flight:
     by_reference: bool
 
 
-class LocalActing:
+class LocalActing(Acting):
     """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in."""
 
     def __init__(self) -> None:
         self._policies: dict[int, _Held] = {}
-        self._flights: deque[_Flight] = deque()
+        self._pending: list[_PendingChunk] = []
         self._acted: int | None = None
-
-    @property
-    def num_under_way(self) -> int:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._flights)
-
-    @property
-    def has_room(self) -> bool:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        return len(self._flights) < MOST_CHUNKS
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
@@ -246,25 +237,25 @@ class LocalActing:
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
         """Records a requested chunk and the weights that it uses."""
-        assert self.has_room, "a chunk more than may be asked for"
+        assert self.has_room, "more chunks were requested than may be pending"
         held = self._policies[key]
-        self._flights.append(_Flight(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
+        self._pending.append(_PendingChunk(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
     def finish(self, pool: SerialPool, cut: Cut | None = None) -> Rollout:
         """Executes the oldest pending chunk and returns it."""
-        flight, stopwatch = self._flights.popleft(), Stopwatch()
-        held = flight.held
-        if flight.weights is not None and flight.weights[0] != held.version:
-            held.policy.load_weights(flight.weights[1])
-            held.version = flight.weights[0]
-        begun = None if flight.key == self._acted else np.arange(pool.num_envs)
-        self._acted = flight.key
+        request, stopwatch = self._pending.pop(0), Stopwatch()
+        held = request.held
+        if request.weights is not None and request.weights[0] != held.version:
+            held.policy.load_weights(request.weights[1])
+            held.version = request.weights[0]
+        begun = None if request.key == self._acted else np.arange(pool.num_envs)
+        self._acted = request.key
         chunk = rollout(
             pool,
             held.policy,
-            flight.num_steps,
-            noise_seed=flight.noise_seed,
-            first_step=flight.first_step,
+            request.num_steps,
+            noise_seed=request.noise_seed,
+            first_step=request.first_step,
             first_id=pool.first_info_id,
             weights_version=held.version,
             begun=begun,
@@ -273,8 +264,5 @@ class LocalActing:
         )
         if pool.layout is None:  # objects that the pool's next steps may change
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        times, summary = stopwatch.read(), summarize(chunk)
-        if not flight.by_reference:
-            return Rollout(summary, chunk, (), (times,), times.whole_s)
-        ref = ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk))
-        return Rollout(summary, None, (ref,), (times,), times.whole_s)
+        times = stopwatch.read()
+        return as_rollout(chunk, request.by_reference, (times,), times.whole_s)

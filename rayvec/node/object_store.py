@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from rayvec.data import Chunk, ChunkRef, Rollout, RolloutTimes
+from rayvec.data.chunk_ops import summarize
 from rayvec.errors import ConfigError
 
-__all__ = ["check_object_store", "put_object"]
+__all__ = ["as_rollout", "check_object_store"]
 
 
 def check_object_store() -> None:
@@ -26,8 +26,14 @@ def check_object_store() -> None:
         )
 
 
-def put_object(value: Any) -> Any:
-    """Puts a value into the object store and returns its reference."""
+def as_rollout(
+    chunk: Chunk, by_reference: bool, times: tuple[RolloutTimes, ...], waited_s: float, num_padded: int = 0
+) -> Rollout:
+    """Returns a chunk as the result of a rollout. By reference, it puts the chunk into the object store."""
+    summary = summarize(chunk)
+    if not by_reference:
+        return Rollout(summary, chunk, (), times, waited_s, num_padded)
     import ray
 
-    return ray.put(value)
+    ref = ChunkRef(summary.env_ids, summary.num_steps, ray.put(chunk))
+    return Rollout(summary, None, (ref,), times, waited_s, num_padded)

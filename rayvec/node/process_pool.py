@@ -13,21 +13,21 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRef, NodeSlice, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import join_chunks, summarize
+from rayvec.data import Chunk, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import join_chunks
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.acting import WorkerActing
-from rayvec.node.object_store import check_object_store, put_object
-from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.object_store import as_rollout, check_object_store
+from rayvec.node.parted_pool import PartedPool
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.wire import NodeBlock, Op, travels
-from rayvec.node.worker_link import WorkerLink
+from rayvec.node.worker_link import Reports, WorkerLink
 from rayvec.node.workers import Workers
-from rayvec.pools.base import RAISE, Autoreset, Cut, NotReady, PoolSpaces, Supervision
-from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
-from rayvec.pools.plan import Part, Plan, Plans
+from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
+from rayvec.pools.memory import index_tree, split_actions
+from rayvec.pools.plan import Part, Plan
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["ProcessPool"]
@@ -37,19 +37,19 @@ _CLOSE_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-class ProcessPool:
+class ProcessPool(PartedPool):
     """Steps environments in worker processes on this machine, through shared memory.
 
     The pool starts in two steps, because the array shapes are known only after the environments are made. The
-    constructor starts the workers and sets :attr:`spaces`. :meth:`allocate` then creates the arrays. All environment
-    ids, also those of infos, are local to this machine and start at 0.
+    constructor starts the workers and sets :attr:`spaces`. :meth:`allocate` then creates the arrays. Environment ids
+    are local to this machine and start at 0. Infos hold global ids.
 
     Args:
         factories: One cloudpickled factory of environments for each worker.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the machine, for errors.
         preload: Modules that the fork server imports once for all workers.
-        supervision: The restart policy for environments that raise, and for workers that exit or hang.
+        restart_policy: The restart policy for environments that raise, and for workers that exit or hang.
         server_lost: Makes the error to raise if the fork server exits, which ends every worker. None applies the
             restart policy to each worker instead.
 
@@ -61,9 +61,7 @@ class ProcessPool:
         Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
-    steps_here = False
     transports: tuple[str, ...] = ("shm",)
-    first_info_id = 0
 
     def __init__(
         self,
@@ -71,53 +69,43 @@ class ProcessPool:
         worker_bounds: Sequence[int],
         node: str = "local",
         preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
+        restart_policy: RestartPolicy = NO_RESTARTS,
         server_lost: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        self._workers = Workers(factories, worker_bounds, node, preload, supervision)
+        self._workers = Workers(factories, worker_bounds, node, preload, restart_policy)
+        super().__init__(self._workers.bounds[:-1], self._workers.bounds[-1])
         self.spaces: PoolSpaces = self._workers.spaces
         self.first_id = self._workers.first_id
-        self.num_envs = self._workers.bounds[-1]
-        self.topology = Topology((NodeSlice("driver", "localhost", self._workers.bounds, 0),))
-        self.layout: ArrayLayout | None = None
-        self.action_layout: ArrayLayout | None = None
+        self.topology = Topology.of_driver(self._workers.bounds)
         self._server_lost = server_lost
         self._block: NodeBlock | None = None
         self._links: list[WorkerLink] = []
-        self._plans = Plans(np.array(self._workers.bounds[:-1]))
+        self._reports = Reports(self.first_id)
         self._turn = 0
-        self._under_way = np.zeros(self.num_envs, bool)
         self._command_of = np.zeros(self.num_envs, np.int64)
-
-    @classmethod
-    def start(
-        cls,
-        factory: EnvFactory,
-        num_workers: int,
-        *,
-        node: str = "local",
-        preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
-    ) -> ProcessPool:
-        """Starts workers for all environments of a factory and allocates the arrays."""
-        pool = cls.of(factory, num_workers, node=node, preload=preload, supervision=supervision)
-        pool.allocate(pool.spaces.observation, pool.spaces.action)
-        return pool
 
     @classmethod
     def of(
         cls,
         factory: EnvFactory,
         num_workers: int,
-        *,
-        node: str = "local",
         preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
+        restart_policy: RestartPolicy = NO_RESTARTS,
         first_id: int = 0,
     ) -> ProcessPool:
         """Starts workers for all environments of a factory. The caller must call :meth:`allocate` next."""
         bounds = even_bounds(factory.num_envs, num_workers)
-        return cls(factory.in_parts(bounds), [first_id + each for each in bounds], node, preload, supervision)
+        global_bounds = [first_id + bound for bound in bounds]
+        return cls(factory.in_parts(bounds), global_bounds, "local", preload, restart_policy)
+
+    @classmethod
+    def start(
+        cls, factory: EnvFactory, num_workers: int, *, restart_policy: RestartPolicy = NO_RESTARTS
+    ) -> ProcessPool:
+        """Starts workers for all environments of a factory and allocates the arrays."""
+        pool = cls.of(factory, num_workers, restart_policy=restart_policy)
+        pool.allocate(pool.spaces.observation, pool.spaces.action)
+        return pool
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> None:
         """Allocates the shared memory for these spaces and sends it to the workers.
@@ -138,11 +126,11 @@ class ProcessPool:
         self._action_rows = block.actions(slice(None))
         self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
         self._links = [
-            WorkerLink(block, k, process, workers.where(k), self.first_id)
+            WorkerLink(block, k, process, workers.where(k), self._reports)
             for k, process in enumerate(workers.processes)
         ]
         supervisor = self._supervisor = Supervisor(
-            workers, self._links, block, self._under_way, self._command_of, self._server_lost
+            workers, self._links, self._reports, block, self._pending, self._command_of, self._server_lost
         )
         self._last = supervisor.last
         self.acting = supervisor.acting = WorkerActing(
@@ -155,14 +143,14 @@ class ProcessPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plans.of(env_ids)
         codes = self._write_actions(plan, actions)
-        stays = autoreset == Autoreset.SAME_STEP
+        resets = autoreset == Autoreset.SAME_STEP
         if codes is not None:
-            self._start(plan, stays, lambda link, part: link.post_step(part, autoreset, codes))
+            self._start(plan, resets, lambda link, part: link.post_step(part, autoreset, codes))
             return
         objects = split_actions(actions, len(env_ids))
         self._start(
             plan,
-            stays,
+            resets,
             lambda link, part: link.post(
                 Op.STEP_OBJECTS, part.rows, autoreset=autoreset, payload=[objects[i] for i in part.places]
             ),
@@ -180,34 +168,33 @@ class ProcessPool:
             ),
         )
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plans.of(env_ids)
-        if begin:
-            self._start(plan, True, lambda link, part: link.post(Op.READY, part.rows))
-        else:
-            self._start(plan, None, lambda link, part: link.post(Op.LOOK, part.rows))
+        self._start(self._plans.of(env_ids), True, lambda link, part: link.post(Op.BEGIN, part.rows))
 
-    def _start(self, plan: Plan, stays: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(self._plans.of(env_ids), None, lambda link, part: link.post(Op.OBSERVE, part.rows))
+
+    def _start(self, plan: Plan, resets: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
+        """Posts a command to each worker of the plan.
+
+        Args:
+            plan: The plan of the environments.
+            resets: See :meth:`~rayvec.pools.restarts.LastAnswers.requested`. None if the command only reads.
+            post: Posts the command for a part and returns its number.
+        """
         for part in plan.parts:
             part.number = post(self._links[part.owner], part)
-        if self._last is not None and stays is not None:
-            self._last.started(plan.select, stays)
+        if self._last is not None and resets is not None:
+            self._last.requested(plan.select, resets=resets)
         plan.turn = self._turn
-        self._under_way[plan.select] = True
+        self._pending[plan.select] = True
         for part in plan.parts:  # after posting, so that the workers start sooner
             self._command_of[part.of_all] = part.number
 
-    def recv(
-        self,
-        env_ids: NDArray[np.int64] | None = None,
-        min_ready: int | None = None,
-        timeout_s: float | None = None,
-    ) -> StepBatch:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if env_ids is None:
-            env_ids = self._wait_for(min_ready, deadline)
+    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
         plan = self._plans.of(env_ids)
         if plan.turn != self._turn:  # requested as another subset: look up each worker's last command
             self._turn += 1
@@ -215,8 +202,12 @@ class ProcessPool:
                 part.number = int(self._command_of[part.of_all].max())
         for part in reversed(plan.parts):  # the last worker to start usually ends last: one wake-up
             self._supervisor.wait(self._links[part.owner], part.number, deadline)
+
+    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
+        plan = self._plans.of(env_ids)
         plan.turn = -1
-        self._under_way[plan.select] = False
+        self._pending[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
         if self._last is not None:
@@ -224,56 +215,28 @@ class ProcessPool:
         return batch
 
     @property
-    def event_fd(self) -> int:
-        """A file descriptor that is readable once a command completes. Call :meth:`ready_ids` then."""
-        return self._supervisor.event_fd()
+    def event_fds(self) -> Sequence[int]:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`."""
+        return [self._supervisor.event_fd()]
 
-    def ready_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose results :meth:`recv` would return without waiting, ``int64 [k]``.
+    def completed_ids(self) -> NDArray[np.int64]:
+        """See :class:`~rayvec.node.parted_pool.PartedPool`.
 
         Every 0.1 s, a call also checks for workers that have exited or hang.
         """
-        event = self.event_fd  # every command that completes from here on signals it
+        (event,) = self.event_fds  # every command that completes from here on signals it
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(event)
         self._supervisor.look_after_all()
         for link in self._links:
             self._supervisor.poll(link)
         done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
-        return np.flatnonzero(self._under_way & (self._command_of < done))
+        return np.flatnonzero(self._pending & (self._command_of < done))
 
-    def _wait_for(self, min_ready: int | None, deadline: float | None) -> NDArray[np.int64]:
-        """Returns all pending ids, or, given `min_ready`, the completed ids once there are at least that many."""
-        ids = np.flatnonzero(self._under_way)
-        if min_ready is None or min_ready >= len(ids):
-            return ids
-        while True:
-            done = self.ready_ids()
-            if len(done) >= min_ready:
-                return done
-            if deadline is not None and time.monotonic() >= deadline:
-                raise NotReady(f"{len(done)} of {min_ready} environments have answered in time")
-            readable([self.event_fd], LOOK_S)
-
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return batch.env_ids[batch.terminated | batch.truncated]
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
+    def _call_owners(
+        self, plan: Plan, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[float | None], list[Any]]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        plan = self._plans.of(env_ids)
-        collect = self._ask(plan, lambda part: ("call", name, args, kwargs, part.rows.tolist()))
-
-        def results(timeout_s: float | None) -> list[Any]:
-            in_order: list[Any] = [None] * len(env_ids)
-            for part, values in zip(plan.parts, collect(timeout_s), strict=True):
-                for place, value in zip(part.places.tolist(), values, strict=True):
-                    in_order[place] = value
-            return in_order
-
-        return results
+        return self._ask(plan, lambda part: ("call", name, args, kwargs, part.rows.tolist()))
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -296,13 +259,8 @@ class ProcessPool:
         chunks, times = self.finish_chunks(timeout_s, cut)
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)
-        summary = summarize(chunk)
-        num_padded = chunk.valid.size - sum(each.valid.size for each in chunks)
-        if by_reference:
-            refs = (ChunkRef(summary.env_ids, summary.num_steps, put_object(chunk)),)
-            rollout = Rollout(summary, None, refs, times, waited_s, num_padded)
-        else:
-            rollout = Rollout(summary, chunk, (), times, waited_s, num_padded)
+        num_padded = chunk.valid.size - sum(part.valid.size for part in chunks)
+        rollout = as_rollout(chunk, by_reference, times, waited_s, num_padded)
         self.acting.release()
         return rollout
 
@@ -375,7 +333,7 @@ class ProcessPool:
         ]
 
         def collect(timeout_s: float | None) -> list[Any]:
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            deadline = deadline_in(timeout_s)
             for link, number in zip(links, numbers, strict=True):
                 self._supervisor.wait(link, number, deadline)
             replies = [link.take_reply(number) for link, number in zip(links, numbers, strict=True)]
@@ -405,7 +363,7 @@ class ProcessPool:
         arrays, select = self._arrays, plan.select
         return StepBatch(
             plan.ids,
-            self._take_objects(plan) if self.layout is None else index_tree(self._obs, select),
+            self._objects(plan) if self.layout is None else index_tree(self._obs, select),
             arrays["rew"][select],
             arrays["terminated"][select],
             arrays["truncated"][select],
@@ -413,25 +371,15 @@ class ProcessPool:
         )
 
     def _take_infos(self, plan: Plan) -> tuple[RawInfo, ...]:
-        links = self._links
-        if not any([links[part.owner].infos for part in plan.parts]):
+        infos = self._reports.infos
+        if not infos:
             return ()
-        first = self.first_id
-        taken: dict[int, RawInfo] = {}
-        for part in plan.parts:
-            infos = links[part.owner].infos
-            for env_id in (first + part.start + part.rows).tolist() if infos else ():
-                info = infos.pop(env_id, None)
-                if info is not None:
-                    taken[env_id - first] = info._replace(env_id=env_id - first)
-        return tuple(taken[env_id] for env_id in plan.ids.tolist() if env_id in taken)
+        return tuple(infos.pop(env_id) for env_id in (self.first_id + plan.ids).tolist() if env_id in infos)
 
-    def _take_objects(self, plan: Plan) -> NDArray[Any]:
+    def _objects(self, plan: Plan) -> NDArray[Any]:
         objects = np.full(len(plan.ids), None, dtype=object)
-        for part in plan.parts:
-            known = self._links[part.owner].objects
-            for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
-                objects[place] = known.get(part.start + row)
+        for place, env_id in enumerate(plan.ids.tolist()):
+            objects[place] = self._reports.objects.get(env_id)
         return objects
 
     def _raise_failures(self, plan: Plan) -> None:

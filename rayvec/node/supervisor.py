@@ -19,11 +19,11 @@ from rayvec.node.acting import WorkerActing
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.wire import NodeBlock
-from rayvec.node.worker_link import WorkerLink
+from rayvec.node.worker_link import Reports, WorkerLink
 from rayvec.node.workers import Workers
-from rayvec.pools.base import NotReady
+from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.memory import index_tree
-from rayvec.pools.restarts import LastAnswers, RestartBudget
+from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget
 
 __all__ = ["Supervisor"]
 
@@ -38,8 +38,9 @@ class Supervisor:
     Args:
         workers: The worker processes.
         links: The link to each worker.
+        reports: What the workers have sent beside the arrays.
         block: The pool's shared block.
-        unanswered: Whether each environment has a command whose result has not been received, ``bool [N]``. Shared
+        pending: Whether each environment has a command whose result has not been received, ``bool [N]``. Shared
             with the pool.
         command_of: Number of each environment's last command, ``int64 [N]``. Shared with the pool.
         server_lost: See :class:`~rayvec.node.process_pool.ProcessPool`.
@@ -56,22 +57,24 @@ class Supervisor:
         self,
         workers: Workers,
         links: Sequence[WorkerLink],
+        reports: Reports,
         block: NodeBlock,
-        unanswered: NDArray[np.bool_],
+        pending: NDArray[np.bool_],
         command_of: NDArray[np.int64],
         server_lost: Callable[[Exception], Exception] | None,
     ) -> None:
         self.closed = False
         self._workers = workers
-        self._supervision = workers.supervision
+        self._restart_policy = workers.restart_policy
         self._links = links
+        self._reports = reports
         self._block = block
         self._arrays = block.arrays
-        self._under_way = unanswered
+        self._pending = pending
         self._command_of = command_of
         self._server_lost = server_lost
         self._obs: Tree = None if block.layout is None else block.layout.select(block.arrays, "obs")
-        self.last = LastAnswers(self._obs, len(command_of)) if self._supervision.restart else None
+        self.last = LastAnswers(self._obs, len(command_of)) if self._restart_policy.restart else None
         self._budget = RestartBudget()
         self._look_at_s = 0.0
 
@@ -80,7 +83,7 @@ class Supervisor:
         self._arrays["wants_event"][0] = True
         return self._block.event_fd
 
-    def wait_all(self, numbers: Sequence[int], deadline: float | None) -> None:
+    def wait_all(self, numbers: Sequence[int], deadline: float) -> None:
         """Waits until each worker has completed the command with its number. Ctrl-C leaves the state unchanged.
 
         Raises:
@@ -98,10 +101,9 @@ class Supervisor:
                 if not missing:
                     self._arrays["wants_event"][0] = False
                     return
-            left = math.inf if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= deadline:
                 raise NotReady(f"{missing[0].where} has not answered in time")
-            readable([event], min(LOOK_S, left))
+            readable([event], min(LOOK_S, seconds_until(deadline)))
 
     def poll(self, link: WorkerLink) -> None:
         """Records a worker's completed commands. Restarts the worker if it exited in the middle of a reply."""
@@ -119,7 +121,7 @@ class Supervisor:
             if link.num_done < link.num_posted:
                 self._look_after(link)
 
-    def wait(self, link: WorkerLink, number: int, deadline: float | None) -> None:
+    def wait(self, link: WorkerLink, number: int, deadline: float) -> None:
         """Waits for a command. A worker that exits or hangs is restarted if the restart policy allows it.
 
         Raises:
@@ -131,21 +133,20 @@ class Supervisor:
                 link.wait(number, self._until(link, number, deadline))
                 return
             except NotReady:
-                if deadline is not None and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     raise
                 self._restart_if_overdue(link)
             except WorkerLostError as error:
                 self._restart_worker(link, error)
 
-    def _until(self, link: WorkerLink, number: int, deadline: float | None) -> float | None:
+    def _until(self, link: WorkerLink, number: int, deadline: float) -> float:
         """Returns the time until which to wait for a command before checking whether its worker hangs."""
-        limit_s = self._supervision.step_timeout_s
+        limit_s = self._restart_policy.step_timeout_s
         if link.num_done > number or (limit_s is None and not link.is_starting):
             return deadline
-        look_s = time.monotonic() + LOOK_S  # to notice progress within a chunk, and the end of a start
-        if limit_s is not None:
-            look_s = min(look_s, link.overdue_s(limit_s))
-        return min(look_s, math.inf if deadline is None else deadline)
+        link.note_progress()
+        overdue_at = math.inf if limit_s is None else link.overdue_at(limit_s)
+        return min(time.monotonic() + LOOK_S, overdue_at, deadline)
 
     def _look_after(self, link: WorkerLink) -> None:
         """Restarts a worker that has exited or exceeds the time limit of its oldest command."""
@@ -159,11 +160,12 @@ class Supervisor:
             self._restart_if_overdue(link)
 
     def _restart_if_overdue(self, link: WorkerLink) -> None:
-        limit_s, start_s = self._supervision.step_timeout_s, self._supervision.start_timeout_s
+        limit_s, start_s = self._restart_policy.step_timeout_s, self._restart_policy.start_timeout_s
+        link.note_progress()
         if link.is_starting:
             if link.startup_s > start_s:
                 self._restart_worker(link, link.hangs("start_timeout_s", start_s), link.startup_s)
-        elif limit_s is not None and time.monotonic() > link.overdue_s(limit_s):
+        elif limit_s is not None and time.monotonic() > link.overdue_at(limit_s):
             self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
 
     def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
@@ -197,26 +199,19 @@ class Supervisor:
             ) from error
         for chunk in self.acting.done_chunks(link):
             self.note_chunk(link, chunk)
-        self._keep_last(self._finished(link))
-        rows = slice(link.start, link.stop)
-        lost = np.flatnonzero(~self._mask(self._finished(link)))
-        self.last.restore(lost[(lost >= link.start) & (lost < link.stop)], self._obs)
-        self._arrays["cut"][rows] |= self.last.mid_episode(rows) & self._arrays["started"][rows]
+        rows, ids = slice(link.start, link.stop), np.arange(link.start, link.stop)
+        finished = self._pending[rows] & (self._command_of[rows] < link.num_done)
+        self._keep_last(ids[finished])
+        self.last.restore(ids[~finished], self._obs)
+        episode = self._arrays["episode"][rows]
+        cut = (episode == EpisodeState.CUT) | (self.last.mid_episode(rows) & (episode != EpisodeState.NEW))
+        episode[cut] = EpisodeState.CUT
+        episode[episode == EpisodeState.RUNNING] = EpisodeState.ENDED
         self._arrays["restarts"][rows] += 1
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
         logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
         link.reconnect(self._workers.restart(link.index, self.acting.policies))
-
-    def _finished(self, link: WorkerLink) -> NDArray[np.int64]:
-        """Returns a worker's ids whose results are complete but not received, ``int64 [k]``."""
-        ids = np.arange(link.start, link.stop)
-        return ids[self._under_way[ids] & (self._command_of[ids] < link.num_done)]
-
-    def _mask(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        mask = np.zeros(len(self._command_of), bool)
-        mask[ids] = True
-        return mask
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
         """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""
@@ -224,14 +219,12 @@ class Supervisor:
         if self._obs is None:
             self.know_objects(rows, chunk.last_obs)
         if self.last is not None:
-            self.last.started(rows, True)
+            self.last.requested(rows, resets=True)
             self.last.keep(rows, chunk.last_obs, chunk.terminated[-1], chunk.truncated[-1])
 
     def know_objects(self, rows: slice, obs: NDArray[Any]) -> None:
         """Stores observations that are objects, ``object [n]``, of the consecutive environments in `rows`."""
-        env_ids = range(len(self._command_of))[rows]
-        for link in self._links:
-            link.objects.update((i, obs[i - env_ids.start]) for i in env_ids if link.start <= i < link.stop)
+        self._reports.objects.update(zip(range(len(self._command_of))[rows], obs, strict=True))
 
     def _keep_last(self, select: Any) -> None:
         assert self.last is not None

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.node.chunk_memory import MOST_CHUNKS
+from rayvec.pools.base import MOST_CHUNKS
 
 __all__ = ["WeightMemory"]
 

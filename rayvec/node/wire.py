@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rayvec.data import RawInfo, Tree
 from rayvec.errors import RemoteFailure
 from rayvec.pools.memory import ArrayLayout, Field, Semaphore, SharedBlock
+from rayvec.pools.restarts import ENV_ARRAYS
 
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "travels"]
 
@@ -38,9 +39,9 @@ class Op(IntEnum):
     """Step these rows with the actions that follow in the pipe."""
     RESET = 2
     """Reset these rows with the seeds and options that follow in the pipe."""
-    READY = 3
+    BEGIN = 3
     """Reset the rows that are between two episodes."""
-    LOOK = 4
+    OBSERVE = 4
     """Do nothing. The pool reads the current observations of these rows."""
     CALL = 5
     """Call a method of the worker. Its name and arguments follow in the pipe."""
@@ -184,14 +185,7 @@ class NodeBlock:
             "tail": (np.int64, (workers,)),
             "ring": (np.int64, (workers, self.depth, self.first_id_at + largest)),
             "has_reply": (np.bool_, (workers, self.depth)),
-            "rew": (np.float64, (n,)),
-            "terminated": (np.bool_, (n,)),
-            "truncated": (np.bool_, (n,)),
-            "seed": (np.uint64, (n,)),
-            "has_seed": (np.bool_, (n,)),
-            "restarts": (np.int64, (n,)),
-            "cut": (np.bool_, (n,)),
-            "started": (np.bool_, (n,)),
+            **{name: (dtype, (n,)) for name, dtype in ENV_ARRAYS.items()},
             "pid": (np.int64, (workers,)),
             "progress": (np.int64, (workers,)),
             "chunk_step": (np.int64, (workers,)),
@@ -230,8 +224,7 @@ class NodeBlock:
 
     def results(self, rows: slice) -> Mapping[str, Any]:
         """Returns the arrays, restricted to `rows`, into which a worker writes its results."""
-        names = ("rew", "terminated", "truncated", "seed", "has_seed", "restarts", "cut", "started")
-        arrays = {name: self.arrays[name][rows] for name in names}
+        arrays = {name: self.arrays[name][rows] for name in ENV_ARRAYS}
         if self.layout is None:
             return arrays | {"obs": np.full(len(arrays["rew"]), None, dtype=object)}
         leaves: Sequence[Tree] = [self.arrays[f"obs.{i}"][rows] for i in range(len(self.layout.leaves))]

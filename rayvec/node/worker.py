@@ -21,11 +21,11 @@ import numpy as np
 
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure
-from rayvec.node.chunk_memory import MOST_CHUNKS, ChunkMemory, PackedChunk, dumps
+from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
-from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.base import MOST_CHUNKS, Autoreset, RestartPolicy
 from rayvec.pools.memory import split_actions
 from rayvec.pools.serial import EnvsFailed, SerialPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
@@ -47,7 +47,7 @@ class WorkerSpec:
         first_id: Global index of the worker's first environment.
         factory: The cloudpickled factory of the worker's environments.
         node: Name of the node, for errors.
-        supervision: The restart policy for environments that raise.
+        restart_policy: The restart policy for environments that raise.
         replacement: Whether the worker replaces one that exited. A replacement worker reports no spaces.
     """
 
@@ -55,7 +55,7 @@ class WorkerSpec:
     first_id: int
     factory: bytes
     node: str
-    supervision: Supervision
+    restart_policy: RestartPolicy
     replacement: bool = False
 
 
@@ -107,7 +107,7 @@ class Worker:
             if spec.replacement:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
-            self.pool = SerialPool(factory, spec.first_id, self._where, spec.supervision)
+            self.pool = SerialPool(factory, spec.first_id, self._where, spec.restart_policy)
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])
             raise EOFError from failed
@@ -187,15 +187,15 @@ class Worker:
         return Reply(tuple(infos), failures, objects, notes)
 
     def _act(self, command: list[int], rows: list[int]) -> list[RawInfo]:
-        """Executes a step, reset or look and returns raw infos."""
+        """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
         if op == Op.STEP:
             actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
-        if op == Op.LOOK:
+        if op == Op.OBSERVE:
             return []
-        if op == Op.READY:
-            return pool.ready_rows(rows)
+        if op == Op.BEGIN:
+            return pool.begin_rows(rows)
         payload = self._hear()
         if op == Op.RESET:
             return pool.reset_rows(rows, *payload)

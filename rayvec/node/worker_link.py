@@ -7,6 +7,7 @@ import logging
 import pickle
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.wire import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
 from rayvec.node.workers import WorkerProcess
-from rayvec.pools.base import NotReady
+from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.plan import Part
 
-__all__ = ["WorkerLink"]
+__all__ = ["Reports", "WorkerLink"]
 
 _REPLY_S = 60.0
 """How long a worker may take to send a whole reply."""
@@ -46,6 +47,32 @@ class _Posted(NamedTuple):
 _STEP = _Posted()
 
 
+@dataclass(slots=True)
+class Reports:
+    """What the workers of a node have sent beside the arrays.
+
+    Attributes:
+        first_id: Global index of the node's first environment.
+        infos: Raw infos that the pool has not received yet, by global environment id.
+        objects: Last observation of each environment, by index on the node, if observations are objects.
+    """
+
+    first_id: int
+    infos: dict[int, RawInfo] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)
+
+    def add(self, infos: Sequence[RawInfo], indices: Sequence[int], objects: Sequence[Any] | None) -> None:
+        """Stores the infos and the observations of some environments, given by index on the node."""
+        for info in infos:
+            if objects is not None and info.final_info is not None and info.final_obs is None:
+                # a replacement worker does not know the last observation of an episode that was cut
+                info = info._replace(final_obs=self.objects.get(info.env_id - self.first_id))
+            self.infos[info.env_id] = info
+        for index, obs in zip(indices, objects or (), strict=False):
+            if obs is not None:  # a replacement worker has no last observation
+                self.objects[index] = obs
+
+
 class WorkerLink:
     """The commands to one worker and their results.
 
@@ -54,30 +81,26 @@ class WorkerLink:
         index: Index of the worker.
         process: The worker process.
         where: Name of the worker, for errors.
-        first_id: Global index of the node's first environment.
+        reports: What all workers of the node have sent.
 
     Attributes:
         start: Index, on the node, of the worker's first environment.
         stop: One more than the index of the worker's last environment.
-        infos: Raw infos that the pool has not received yet, by global environment id.
-        objects: Last observation of each environment, by index on the node, if observations are objects.
         failures: Pairs of an environment's row within the worker and the failure. Row -1 stands for all rows.
     """
 
-    def __init__(self, block: NodeBlock, index: int, process: WorkerProcess, where: str, first_id: int) -> None:
+    def __init__(self, block: NodeBlock, index: int, process: WorkerProcess, where: str, reports: Reports) -> None:
         bounds = block.shape.worker_bounds
         self.index = index
-        self._first_id = first_id
+        self._reports = reports
         self.start, self.stop = bounds[index], bounds[index + 1]
         self.where = where
-        self.infos: dict[int, RawInfo] = {}
-        self.objects: dict[int, Any] = {}
         self.failures: list[tuple[int, RemoteFailure]] = []
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
         self._begun_s = 0.0  # earliest time at which the oldest command can have started
         self._progress = block.arrays["progress"][index : index + 1]
-        self._seen, self._seen_s = 0, 0.0  # progress within the oldest command, and when it was first seen
+        self._seen, self._seen_s = 0, 0.0  # the newest progress, and when it was first seen
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -119,23 +142,17 @@ class WorkerLink:
         command[AUTORESET] = autoreset
         command[COUNT] = count
         command[at : at + count] = rows
-        return self._post(b"" if payload is None else dumps(payload))
+        return self._post(_STEP if payload is None else _Posted(payload=dumps(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
         """Posts a step whose actions are in the block. Returns the command's number."""
-        number = int(self._head[0])
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:
             head = [Op.STEP, autoreset, len(part.rows), *dtypes]
             command = part.commands[key] = np.array([*head, *part.rows.tolist()], np.int64)
-        self._ring[number % self._depth][: len(command)] = command
-        self._head[0] = number + 1
-        self._posted[number] = _STEP
-        if number == self._tail[0]:
-            self._begun_s = time.monotonic()
-        self._go.post()
-        return number
+        self._ring[self.num_posted % self._depth][: len(command)] = command
+        return self._post(_STEP)
 
     def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
         """Posts a call of one of the worker's methods. Returns the command's number.
@@ -148,7 +165,7 @@ class WorkerLink:
             repeat: Whether a replacement worker repeats the call.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(dumps((name, args)), num_steps, repeat, fds)
+        return self._post(_Posted(num_steps, dumps((name, args)), repeat), fds)
 
     def post_close(self) -> None:
         """Requests that the worker completes its pending commands, closes its environments and exits.
@@ -160,22 +177,22 @@ class WorkerLink:
         else:
             self.post_call("close")
 
-    def _post(self, payload: bytes, num_steps: int = 1, repeat: bool = True, fds: Sequence[int] = ()) -> int:
+    def _post(self, command: _Posted, fds: Sequence[int] = ()) -> int:
         number = self.num_posted
         self._head[0] = number + 1
-        self._posted[number] = _Posted(num_steps, payload, repeat)
+        self._posted[number] = command
         if number == self._tail[0]:
             self._begun_s = time.monotonic()
         self._go.post()
-        if payload:
-            self._process.pipe.send(payload, fds)
+        if command.payload:
+            self._process.pipe.send(command.payload, fds)
         return number
 
-    def wait(self, number: int, deadline: float | None) -> None:
+    def wait(self, number: int, deadline: float) -> None:
         """Waits until the command with this number has completed.
 
-        Replies to steps and resets are stored by environment, in :attr:`infos`, :attr:`objects` and :attr:`failures`.
-        Replies to calls are stored by number, for :meth:`take_reply`.
+        Replies to steps and resets are stored by environment, in the reports and in :attr:`failures`. Replies to calls
+        are stored by number, for :meth:`take_reply`.
 
         Raises:
             NotReady: The `deadline`, a ``time.monotonic`` time, was reached.
@@ -190,24 +207,25 @@ class WorkerLink:
         """Seconds that the oldest pending command, or the current step within it, has taken so far."""
         return time.monotonic() - max(self._begun_s, self._seen_s)
 
-    def overdue_s(self, step_timeout_s: float) -> float:
-        """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue.
+    def note_progress(self) -> None:
+        """Notes the worker's progress. The age of a step counts from the call that first saw it.
 
-        Call this method regularly. It dates progress to the call that first sees it. The pending commands of a
-        replacement worker start when its environments have been made.
+        The pending commands of a replacement worker start when its environments have been made.
         """
         if self._was_starting:
             self._begun_s = time.monotonic()
             self._was_starting = self.is_starting
+        progress = int(self._progress[0])
+        if progress != self._seen:
+            self._seen, self._seen_s = progress, time.monotonic()
+
+    def overdue_at(self, step_timeout_s: float) -> float:
+        """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue."""
         num_steps = self._posted[self.num_done].num_steps
-        whole_s = self._begun_s + num_steps * step_timeout_s
-        if num_steps == 1:
-            return whole_s
-        if (seen := int(self._progress[0])) != self._seen:
-            self._seen, self._seen_s = seen, time.monotonic()
-        if seen % 2 == 0:  # the policy acts: its first call may include compilation
-            return whole_s
-        return min(whole_s, max(self._begun_s, self._seen_s) + step_timeout_s)
+        whole = self._begun_s + num_steps * step_timeout_s
+        if num_steps == 1 or self._seen % 2 == 0:  # the policy acts: its first call may include compilation
+            return whole
+        return min(whole, max(self._begun_s, self._seen_s) + step_timeout_s)
 
     def poll(self) -> None:
         """Records completed commands, without waiting.
@@ -234,18 +252,18 @@ class WorkerLink:
             posted = self._posted[number]
             if not posted.repeat:  # the replacement knows what the call would tell it
                 command = self._ring[number % self._depth]
-                command[OP], command[COUNT] = Op.LOOK, 0
+                command[OP], command[COUNT] = Op.OBSERVE, 0
                 self._replies[number] = Reply(None)
             self._go.post()
             if posted.repeat and posted.payload:
                 process.pipe.send(posted.payload)
         self._begun_s = time.monotonic()
 
-    def _acquire(self, deadline: float | None) -> None:
+    def _acquire(self, deadline: float) -> None:
         pipe = self._process.pipe
         while True:
             if pipe.flush():
-                if self._done.acquire(LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())):
+                if self._done.acquire(min(LOOK_S, seconds_until(deadline))):
                     return
             elif self._done.try_acquire():
                 return
@@ -255,7 +273,7 @@ class WorkerLink:
                 if self._done.try_acquire():  # it completed the command before it exited
                     return
                 raise self.lost()
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise NotReady(f"{self.where} has not answered in time")
 
     def _finish(self) -> None:
@@ -281,27 +299,13 @@ class WorkerLink:
             raise self.lost() from error
         for note in reply.notes:
             logger.warning(note)
-        if self._ring[slot][OP] == Op.CALL:
+        command = self._ring[slot]
+        if command[OP] == Op.CALL:
             self._replies[number] = reply
-        else:
-            self._keep(self._ring[slot], reply)
-
-    def _keep(self, command: NDArray[np.int64], reply: Reply) -> None:
+            return
         self.failures += reply.failures
-        infos = reply.infos
-        if reply.objects is not None:
-            rows = command[self._first_id_at : self._first_id_at + command[COUNT]].tolist()
-            infos = tuple(self._with_known_final(info) for info in infos)
-            for row, obs in zip(rows, reply.objects, strict=True):
-                if obs is not None:  # a replacement worker has no last observation
-                    self.objects[self.start + row] = obs
-        for info in infos:
-            self.infos[info.env_id] = info
-
-    def _with_known_final(self, info: RawInfo) -> RawInfo:
-        if info.final_info is None or info.final_obs is not None:
-            return info
-        return info._replace(final_obs=self.objects.get(info.env_id - self._first_id))
+        rows = command[self._first_id_at : self._first_id_at + command[COUNT]]
+        self._reports.add(reply.infos, (self.start + rows).tolist(), reply.objects)
 
     def ended(self) -> bool:
         """Whether the worker's process has exited."""

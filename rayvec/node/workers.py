@@ -19,7 +19,7 @@ from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.node.wire import BlockShape, NodeBlock, Setup
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec
-from rayvec.pools.base import RAISE, NotReady, PoolSpaces, Supervision
+from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["WorkerProcess", "Workers", "worker_name"]
@@ -77,7 +77,7 @@ class Workers:
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the node, for errors.
         preload: Modules that the fork server imports in addition to rayvec.
-        supervision: The restart policy for environments that raise.
+        restart_policy: The restart policy for environments that raise.
 
     Raises:
         WorkerLostError: A worker exited, or did not make its environments within ``start_timeout_s``.
@@ -90,12 +90,12 @@ class Workers:
         worker_bounds: Sequence[int],
         node: str = "local",
         preload: Sequence[str] = (),
-        supervision: Supervision = RAISE,
+        restart_policy: RestartPolicy = NO_RESTARTS,
     ) -> None:
         self.first_id = worker_bounds[0]
         self.node = node
         self.bounds = tuple(bound - self.first_id for bound in worker_bounds)
-        self.supervision = supervision
+        self.restart_policy = restart_policy
         self.processes: list[WorkerProcess] = []
         self.memories: list[ChunkMemory] = []
         self._block: NodeBlock | None = None
@@ -104,12 +104,12 @@ class Workers:
         self._closed = False
         self.server = self._open_server()
         self._specs = [
-            WorkerSpec(k, worker_bounds[k], factory, node, supervision) for k, factory in enumerate(factories)
+            WorkerSpec(k, worker_bounds[k], factory, node, restart_policy) for k, factory in enumerate(factories)
         ]
         try:
             for spec in self._specs:
                 self.processes.append(self._start(spec))
-            deadline = time.monotonic() + supervision.start_timeout_s
+            deadline = time.monotonic() + restart_policy.start_timeout_s
             sizes = [self.bounds[k + 1] - self.bounds[k] for k in range(len(self._specs))]
             reports = [(size, self._hear(k, PoolSpaces, deadline)) for k, size in enumerate(sizes)]
             self.spaces = PoolSpaces.join(reports)
@@ -119,7 +119,7 @@ class Workers:
 
     def _open_server(self) -> ForkServer:
         try:
-            return ForkServer.branch(self._preload, self.supervision.start_timeout_s)
+            return ForkServer.branch(self._preload, self.restart_policy.start_timeout_s)
         except (EOFError, NotReady) as error:
             raise self._lost(0, f"the fork server ended ({error})") from error
 
@@ -153,7 +153,7 @@ class Workers:
         except EOFError as error:
             raise self._lost(index, "its process ended (killed, out of memory, or a crash in native code)") from error
         except NotReady as error:
-            limit_s = self.supervision.start_timeout_s
+            limit_s = self.restart_policy.start_timeout_s
             raise self._lost(
                 index, f"no report within start_timeout_s={limit_s:g}; its stack:\n{process.stack()}"
             ) from error
@@ -178,12 +178,12 @@ class Workers:
         """Allocates the block for these spaces, restores `state` into it, and sends it to every worker."""
         block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
         if state is not None:
-            state.restore(block.results(slice(None))["obs"], block.arrays)
+            state.restore(block.results(slice(None)))
         self.memories = [ChunkMemory() for _ in self.processes]
         try:
             for k in range(len(self.processes)):
                 self._set_up(k, Setup(block.shape))
-            deadline = time.monotonic() + self.supervision.start_timeout_s
+            deadline = time.monotonic() + self.restart_policy.start_timeout_s
             for k in range(len(self.processes)):
                 self._hear(k, int, deadline)
         except BaseException:

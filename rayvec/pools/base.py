@@ -6,6 +6,8 @@ of another. Double buffering, Tianshou's subsets and its asynchronous mode need 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -23,8 +25,20 @@ if TYPE_CHECKING:
     from rayvec.data import Rollout, Topology
     from rayvec.pools.memory import ArrayLayout
 
-__all__ = ["RAISE", "Acting", "ActingPool", "Autoreset", "Cut", "EnvPool", "NotReady", "PoolSpaces", "Supervision"]
-
+__all__ = [
+    "MOST_CHUNKS",
+    "NO_RESTARTS",
+    "Acting",
+    "ActingPool",
+    "Autoreset",
+    "Cut",
+    "EnvPool",
+    "NotReady",
+    "PoolSpaces",
+    "RestartPolicy",
+    "deadline_in",
+    "seconds_until",
+]
 
 Cut = Callable[[int], bool]
 """Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
@@ -45,7 +59,7 @@ class Autoreset(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Supervision:
+class RestartPolicy:
     """The restart policy for environments that raise or hang, and for workers that exit.
 
     Attributes:
@@ -61,7 +75,7 @@ class Supervision:
     start_timeout_s: float = 300.0
 
     @classmethod
-    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> Supervision:
+    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> RestartPolicy:
         """Returns the restart policy for the arguments of a vector environment.
 
         Raises:
@@ -85,8 +99,11 @@ class Supervision:
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
 
 
-RAISE = Supervision()
+NO_RESTARTS = RestartPolicy()
 """Failed environments are not restarted, and a step may take any time."""
+
+MOST_CHUNKS = 2
+"""The most chunks that may be pending, or in a worker's memory: the worker fills one, the pool copies the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +160,21 @@ class NotReady(TimeoutError):
     """A pool's wait reached its timeout. A ``TimeoutError`` that an environment raises is never a `NotReady`."""
 
 
+def deadline_in(timeout_s: float | None) -> float:
+    """Returns the ``time.monotonic`` time at which a timeout expires. It is infinite without a timeout."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+
+def seconds_until(deadline: float) -> float:
+    """Returns the seconds that are left until a deadline, at least 0."""
+    return max(0.0, deadline - time.monotonic())
+
+
 class EnvPool(Protocol):
     """N environments, addressed by ids from 0 to N-1.
 
-    `send`, `reset` and `ready` start a command, and `recv` returns its results. Each environment has at most one
-    pending command. The ids passed to `recv` must be those of one earlier call.
+    `send`, `reset`, `begin_episodes` and `observe` start a command, and `recv` returns its results. Each environment
+    has at most one pending command.
 
     Arrays in a :class:`~rayvec.data.StepBatch` may be views of memory that the next step of these environments
     overwrites. Copy an array to keep it longer.
@@ -180,14 +207,14 @@ class EnvPool(Protocol):
     def recv(
         self,
         env_ids: NDArray[np.int64] | None = None,
-        min_ready: int | None = None,
+        min_completed: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
         """Waits for pending commands and returns their results.
 
         Args:
             env_ids: Environment ids, ``int64 [k]``. None selects all environments with a pending command.
-            min_ready: Without `env_ids`, return as soon as this many environments have completed.
+            min_completed: Without `env_ids`, return as soon as this many environments have completed.
             timeout_s: The longest wait. None waits without limit.
 
         Returns:
@@ -206,13 +233,15 @@ class EnvPool(Protocol):
         """Starts a reset of some environments, each with its seed. :meth:`recv` returns the first observations."""
         ...
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
-        """Requests current observations, which :meth:`recv` returns.
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
+        """Starts a reset, without a seed, of the environments that are between two episodes.
 
-        Args:
-            env_ids: Environment ids, ``int64 [k]``.
-            begin: Whether to first reset, without a seed, the environments that are between two episodes.
+        :meth:`recv` returns the current observations of all the given environments.
         """
+        ...
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """Requests current observations, which :meth:`recv` returns. No environment is reset."""
         ...
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
@@ -221,7 +250,7 @@ class EnvPool(Protocol):
         Args:
             batch: The newest results.
         """
-        ...
+        return batch.env_ids[batch.terminated | batch.truncated]
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -243,17 +272,19 @@ class EnvPool(Protocol):
 
 
 class Acting(Protocol):
-    """The policies that act inside a pool, by key."""
+    """The policies that act inside a pool, by key, and the pending chunks."""
+
+    _pending: list[Any]
 
     @property
-    def num_under_way(self) -> int:
+    def num_pending(self) -> int:
         """The number of pending chunks."""
-        ...
+        return len(self._pending)
 
     @property
     def has_room(self) -> bool:
         """Whether another chunk may be requested."""
-        ...
+        return len(self._pending) < MOST_CHUNKS
 
     def load(self, key: int, policy: bytes, version: int = 0) -> None:
         """Loads a pickled policy. The policy contains weights of this version."""

@@ -13,16 +13,17 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Tree
+from rayvec.data import Tree, tree_map
 from rayvec.errors import message
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 _ALIGN_BYTES = 64
-_CONTAINERS = (spaces.Dict, spaces.Tuple)
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 Field = tuple[DTypeLike, tuple[int, ...]]
@@ -188,42 +188,43 @@ class ArrayLayout:
         return self.tree([np.zeros((*leading, *shape), dtype) for dtype, shape in self.leaves])
 
 
+def _children(space: Space[Any]) -> list[tuple[Any, Space[Any]]] | None:
+    """Returns the parts of a Dict or Tuple space, with their keys or places. None for other spaces."""
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.items())
+    return list(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None
+
+
 def _leaves(space: Space[Any]) -> list[Field] | None:
-    if isinstance(space, _CONTAINERS):
-        found: list[Field] = []
-        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        for child in children:
-            leaves = _leaves(child)
-            if leaves is None:
-                return None
-            found += leaves
-        return found
+    children = _children(space)
+    if children is not None:
+        parts = [_leaves(child) for _, child in children]
+        return None if None in parts else [leaf for part in parts for leaf in part or ()]
     if isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None:
         return [(space.dtype, tuple(space.shape))]
     return None
 
 
 def _flatten(space: Space[Any], value: Any, leaves: list[Any]) -> None:
+    children = _children(space)
+    if children is None:
+        leaves.append(value)
+        return
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping) or set(value) != set(space.spaces):
             raise ValueError(f"not a dict with the keys {list(space.spaces)}: {value!r}"[:500])
-        for key, child in space.spaces.items():
-            _flatten(child, value[key], leaves)
-    elif isinstance(space, spaces.Tuple):
-        if not isinstance(value, (tuple, list)) or len(value) != len(space.spaces):
-            raise ValueError(f"not a tuple of {len(space.spaces)}: {value!r}"[:500])
-        for child, item in zip(space.spaces, value, strict=True):
-            _flatten(child, item, leaves)
-    else:
-        leaves.append(value)
+    elif not isinstance(value, (tuple, list)) or len(value) != len(children):
+        raise ValueError(f"not a tuple of {len(children)}: {value!r}"[:500])
+    for key, child in children:
+        _flatten(child, value[key], leaves)
 
 
-def _build(space: Space[Any], arrays: Any) -> Tree:
-    if isinstance(space, spaces.Dict):
-        return {key: _build(child, arrays) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_build(child, arrays) for child in space.spaces)
-    return next(arrays)
+def _build(space: Space[Any], arrays: Iterator[Any]) -> Tree:
+    children = _children(space)
+    if children is None:
+        return next(arrays)
+    tree = {key: _build(child, arrays) for key, child in children}
+    return tree if isinstance(space, spaces.Dict) else tuple(tree.values())
 
 
 def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
@@ -293,11 +294,7 @@ def index_tree(tree: Tree, row: int) -> Any:
     >>> index_tree({"x": [1, 2], "y": ([3, 4], [5, 6])}, 1)
     {'x': 2, 'y': (4, 6)}
     """
-    if isinstance(tree, dict):
-        return {key: index_tree(value, row) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(index_tree(value, row) for value in tree)
-    return tree[row]
+    return tree_map(itemgetter(row), tree)
 
 
 def split_actions(actions: Tree, count: int) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree, as_slice, tree_map
+from rayvec.data import Tree, as_slice, tree_map
 
 __all__ = ["Part", "Plan", "Plans"]
 
@@ -26,8 +27,8 @@ class Part:
         places: Positions of these environments in the set, ``int64 [k]``.
         select: The same as `places`, as a slice if they are consecutive.
         of_all: Ids of these environments in the whole pool, as a slice if they are consecutive.
-        number: Used by the owner's client: number of the last command posted for this part.
-        commands: Used by the owner's client: cache of encoded commands for this part.
+        number: Used by the pool: number of the last command posted for this part.
+        commands: Used by the link to the owner: cache of encoded commands for this part.
     """
 
     owner: int
@@ -38,6 +39,12 @@ class Part:
     of_all: Any
     number: int = -1
     commands: dict[Any, NDArray[np.int64]] = field(default_factory=dict)
+
+    def without(self, other: Part) -> Part:
+        """Returns the part without the environments of another part."""
+        left = ~np.isin(self.rows, other.rows)
+        places, rows = self.places[left], self.rows[left]
+        return Part(self.owner, self.start, rows, places, as_slice(places), as_slice(self.start + rows))
 
     def take(self, actions: Tree) -> Tree:
         """Returns this part's actions from a batch, or from a list of objects."""
@@ -57,8 +64,7 @@ class Plan:
         ids: The ids in the caller's order, ``int64 [k]``.
         select: The same as `ids`, as a slice if they are consecutive, so that indexing returns views.
         parts: One part for each owner that holds some of the ids, in ascending order.
-        turn: Used by the owners' client: the turn in which this exact set was last requested.
-        rows: Used when results are joined: the arrays of these environments, if they are consecutive.
+        turn: Used by the pool: the turn in which this exact set was last requested.
     """
 
     key: bytes
@@ -66,7 +72,14 @@ class Plan:
     select: Any
     parts: list[Part]
     turn: int = -1
-    rows: StepBatch | None = None
+
+    def in_order(self, of_parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns values, given part by part, in the order of the ids."""
+        values: list[Any] = [None] * len(self.ids)
+        for part, of_part in zip(self.parts, of_parts, strict=True):
+            for place, value in zip(part.places.tolist(), of_part, strict=True):
+                values[place] = value
+        return values
 
 
 class Plans:

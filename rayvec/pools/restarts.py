@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,17 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree, tree_leaves, tree_map
 
-__all__ = ["RESTARTED", "RESTARTS_OF_A_NODE", "LastAnswers", "NodeState", "RestartBudget", "restart_seed", "store_seed"]
+__all__ = [
+    "ENV_ARRAYS",
+    "RESTARTED",
+    "RESTARTS_OF_A_NODE",
+    "EpisodeState",
+    "LastAnswers",
+    "NodeState",
+    "RestartBudget",
+    "restart_seed",
+    "store_seed",
+]
 
 RESTARTED = "env_restarted"
 """Info key that marks a step as not executed because the environment was restarted."""
@@ -21,8 +32,32 @@ RESTARTED = "env_restarted"
 RESTARTS_OF_A_NODE = 1 << 20
 """First restart number on a replacement node. The exact count of the lost node is unknown."""
 
+ENV_ARRAYS = {
+    "rew": np.float64,
+    "terminated": np.bool_,
+    "truncated": np.bool_,
+    "seed": np.uint64,
+    "has_seed": np.bool_,
+    "restarts": np.int64,
+    "episode": np.int8,
+}
+"""The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
+
 _MOST_RESTARTS = 5
 _WINDOW_S = 60.0
+
+
+class EpisodeState(IntEnum):
+    """Where an environment is in its episode."""
+
+    NEW = 0
+    """The environment has never been reset."""
+    RUNNING = 1
+    """An episode has begun and has not ended."""
+    ENDED = 2
+    """The episode has ended. A reset begins the next one."""
+    CUT = 3
+    """A fault interrupted the episode. The next step reports that it is truncated."""
 
 
 def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
@@ -68,9 +103,9 @@ class RestartBudget:
         return f"at most {_MOST_RESTARTS} restarts within {_WINDOW_S:.0f} s"
 
 
-def store_seed(books: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
+def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
     """Stores an environment's seed in arrays that outlive the process that steps the environment."""
-    books["seed"][row], books["has_seed"][row] = seed % (1 << 64), True
+    arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +124,15 @@ class NodeState:
     restarts: NDArray[np.int64]
     cut: NDArray[np.bool_]
 
-    def restore(self, obs: Tree, books: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, arrays: Mapping[str, Any]) -> None:
         """Writes the state into the arrays of the replacement node."""
-        for array, kept in zip(tree_leaves(obs), tree_leaves(self.obs), strict=True):
+        for array, kept in zip(tree_leaves(arrays["obs"]), tree_leaves(self.obs), strict=True):
             array[:] = kept
         for row, seed in enumerate(self.seeds):
             if seed is not None:
-                store_seed(books, row, seed)
-        books["restarts"][:] = self.restarts
-        books["cut"][:] = self.cut
-        books["started"][:] = True
+                store_seed(arrays, row, seed)
+        arrays["restarts"][:] = self.restarts
+        arrays["episode"][:] = np.where(self.cut, EpisodeState.CUT, EpisodeState.ENDED)
 
 
 class LastAnswers:
@@ -110,33 +144,32 @@ class LastAnswers:
     Args:
         obs: Observations to copy, tree of ``[N, *obs_shape]``. None if observations are objects.
         num_envs: The number of environments N.
-        stays: Array for what :meth:`started` records, ``bool [N]``, if another process shares it.
 
     Attributes:
         obs: Last observation of each environment, in separate arrays.
     """
 
-    def __init__(self, obs: Tree, num_envs: int, stays: NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, obs: Tree, num_envs: int) -> None:
         self.obs: Tree = None if obs is None else tree_map(np.copy, obs)
         self._leaves = [] if obs is None else list(tree_leaves(self.obs))
         self._done = np.ones(num_envs, bool)
-        self._stays = np.zeros(num_envs, bool) if stays is None else stays
+        self._resets = np.zeros(num_envs, bool)
 
-    def started(self, select: Any, stays: bool) -> None:
-        """Records a new command. `stays` says whether it always leaves the environments inside an episode."""
-        self._stays[select] = stays
+    def requested(self, select: Any, *, resets: bool) -> None:
+        """Records a new command. `resets` says whether it resets environments, also those whose episode it ends."""
+        self._resets[select] = resets
 
     def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Stores new results. The arrays hold rows only for `select`."""
-        self._done[select] = (terminated | truncated) & ~self._stays[select]
+        self._done[select] = (terminated | truncated) & ~self._resets[select]
         if self._leaves:
             for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
                 kept[select] = array
 
     def mid_episode(self, select: Any) -> NDArray[np.bool_]:
         """Returns which environments were in the middle of an episode at their last result, ``bool [k]``."""
-        going_on: NDArray[np.bool_] = ~self._done[select]
-        return going_on
+        unfinished: NDArray[np.bool_] = ~self._done[select]
+        return unfinished
 
     def restore(self, select: Any, obs: Tree) -> None:
         """Writes the last observations of the environments in `select` back into `obs`, which holds all of them."""

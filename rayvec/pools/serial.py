@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from rayvec.data import RawInfo, StepBatch, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
-from rayvec.pools.base import RAISE, Autoreset, PoolSpaces, Supervision
+from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions, tree_writer
-from rayvec.pools.restarts import RESTARTED, RestartBudget, restart_seed, store_seed
+from rayvec.pools.restarts import ENV_ARRAYS, RESTARTED, EpisodeState, RestartBudget, restart_seed, store_seed
 
 __all__ = ["EnvsFailed", "SerialPool"]
+
+RUNNING, ENDED, CUT = int(EpisodeState.RUNNING), int(EpisodeState.ENDED), int(EpisodeState.CUT)
 
 
 class EnvsFailed(Exception):
@@ -41,7 +43,7 @@ class SerialPool:
         factory: Makes exactly the environments of this pool.
         first_id: Global index of the first environment, for infos and errors.
         where: Name of the process that runs this pool, for errors.
-        supervision: The restart policy for environments that raise.
+        restart_policy: The restart policy for environments that raise.
 
     Attributes:
         obs: Current observation of each environment, tree of ``[N, *obs_shape]``, or an object array.
@@ -56,7 +58,7 @@ class SerialPool:
         factory: EnvFactory,
         first_id: int = 0,
         where: str = "this process",
-        supervision: Supervision = RAISE,
+        restart_policy: RestartPolicy = NO_RESTARTS,
     ) -> None:
         factory.register()
         self.num_envs = factory.num_envs
@@ -64,11 +66,11 @@ class SerialPool:
         self._factory = factory
         self.first_info_id = first_id
         self._where = where
-        self._restart = supervision.restart
+        self._restart = restart_policy.restart
         self._budget = RestartBudget()
         self._envs: list[gymnasium.Env[Any, Any]] = []
         self._seeds: list[int | None] = [None] * self.num_envs
-        self._next_seeds: list[int | None] = [None] * self.num_envs
+        self._restart_seeds: dict[int, int | None] = {}
         for row in range(self.num_envs):
             try:
                 self._envs.append(factory.make(row))
@@ -79,13 +81,12 @@ class SerialPool:
             except BaseException:  # Ctrl-C
                 self.close()
                 raise
-        self._between_episodes = [False] * self.num_envs
         self._begun: set[int] = set()
         self._everyone: NDArray[np.int64] | None = None
         self._all_rows = list(range(self.num_envs))
         self._progress = np.zeros(1, np.int64).data
         self._num_turns = 0
-        self._under_way: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
+        self._pending: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
         self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
 
@@ -93,44 +94,28 @@ class SerialPool:
         """Allocates arrays in this process and writes results there."""
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
-        self.attach(
-            layout,
-            {
-                "obs": obs,
-                "rew": np.zeros(n),
-                "terminated": np.zeros(n, bool),
-                "truncated": np.zeros(n, bool),
-                "seed": np.zeros(n, np.uint64),
-                "has_seed": np.zeros(n, bool),
-                "restarts": np.zeros(n, np.int64),
-                "cut": np.zeros(n, bool),
-                "started": np.zeros(n, bool),
-            },
-        )
+        self.attach(layout, {"obs": obs, **{name: np.zeros(n, dtype) for name, dtype in ENV_ARRAYS.items()}})
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """Writes results and restart bookkeeping into these arrays of N rows.
+        """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.
 
-        The bookkeeping outlives this process. ``seed``, ``has_seed`` and ``restarts`` describe each environment.
-        ``started`` marks environments that have had a first reset. ``cut`` marks environments whose episode was
-        interrupted when the previous process exited.
+        The arrays outlive this process. A replacement process resumes from the seed, the number of restarts and the
+        :class:`~rayvec.pools.restarts.EpisodeState` of each environment.
         """
         self.layout = layout
         self._everyone = None
+        self._arrays = arrays
         self.obs: Tree = arrays["obs"]
         self.rew: NDArray[np.float64] = arrays["rew"]
         self.terminated: NDArray[np.bool_] = arrays["terminated"]
         self.truncated: NDArray[np.bool_] = arrays["truncated"]
-        self._books = {name: arrays[name] for name in ("seed", "has_seed", "restarts", "cut", "started")}
+        self._episode: memoryview[int] = arrays["episode"].data
         self._write_obs: Callable[[int, Any], None] = tree_writer(self.obs)
-        self._cut_rows = set(np.flatnonzero(arrays["cut"]).tolist())
         for row in range(self.num_envs):
             if arrays["has_seed"][row]:
                 self._seeds[row] = int(arrays["seed"][row])
             if arrays["restarts"][row] > 0:
-                self._next_seeds[row] = self._restart_seed(row)
-                self._between_episodes[row] = bool(arrays["started"][row] and not arrays["cut"][row])
-        self._fresh = {row for row in range(self.num_envs) if arrays["restarts"][row] > 0 or not arrays["started"][row]}
+                self._restart_seeds[row] = self._restart_seed(row)
 
     def show_progress(self, progress: NDArray[np.int64]) -> None:
         """Reports the progress of a rollout in `progress`, ``int64 [1]``, which the waiting process reads.
@@ -161,7 +146,7 @@ class SerialPool:
         infos: list[RawInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
         next_step, same_step = autoreset == Autoreset.NEXT_STEP, autoreset == Autoreset.SAME_STEP
-        envs, write_obs, between, cut_rows = self._envs, self._write_obs, self._between_episodes, self._cut_rows
+        envs, write_obs, episode = self._envs, self._write_obs, self._episode
         rew, terminated, truncated = self.rew, self.terminated, self.truncated
         end_cut_episode, reset_again = self._end_cut_episode, self._reset_again
         selected = slice(None) if len(rows) == self.num_envs else rows
@@ -169,10 +154,11 @@ class SerialPool:
         for row, action in zip(rows, actions, strict=True):
             recovery = end_cut_episode
             try:
-                if cut_rows and row in cut_rows:
+                state = episode[row]
+                if state == CUT:
                     end_cut_episode(row, same_step, infos)
                     continue
-                if next_step and between[row]:
+                if next_step and state == ENDED:
                     recovery = reset_again
                     reset_again(row, same_step, infos)
                     continue
@@ -185,9 +171,9 @@ class SerialPool:
                         recovery = self._reset_within_step
                         self._reset_within_step(row, same_step, infos)
                         continue
-                    between[row] = True
-                else:
-                    between[row] = False
+                    episode[row] = ENDED
+                elif state != RUNNING:
+                    episode[row] = RUNNING
                 write_obs(row, obs)
                 if info:
                     infos.append(RawInfo(self.first_info_id + row, _copied(info)))
@@ -208,12 +194,12 @@ class SerialPool:
         infos: list[RawInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
         for row, seed in zip(rows, seeds, strict=True):
-            self._cut_rows.discard(row)
-            self._books["cut"][row] = False
+            if self._episode[row] == CUT:
+                self._episode[row] = ENDED
             if seed is not None:
                 self._seeds[row] = seed
-                store_seed(self._books, row, seed)
-                self._next_seeds[row] = None
+                store_seed(self._arrays, row, seed)
+                self._restart_seeds.pop(row, None)
             try:
                 self._reset_row(row, seed, options, infos)
             except Exception as error:
@@ -222,52 +208,46 @@ class SerialPool:
             raise EnvsFailed(failures)
         return infos
 
-    def ready_rows(self, rows: Sequence[int]) -> list[RawInfo]:
+    def begin_rows(self, rows: Sequence[int]) -> list[RawInfo]:
         """Resets, without a seed, those of the given environments that are between two episodes."""
-        cut = self._cut_rows.intersection(rows)
-        waiting = [row for row in rows if self._between_episodes[row] or row in self._fresh]
+        waiting = [row for row in rows if self._episode[row] != RUNNING]
+        marked = {self.first_info_id + row: {RESTARTED: True} for row in sorted(waiting) if self._episode[row] == CUT}
         infos = self.reset_rows(waiting, [None] * len(waiting), None)
-        marked = {self.first_info_id + row: {RESTARTED: True} for row in sorted(cut)}
         merged = [info._replace(info={**info.info, **marked.pop(info.env_id, {})}) for info in infos]
         return merged + [RawInfo(env_id, info) for env_id, info in marked.items()]
 
     def _reset_row(self, row: int, seed: int | None, options: Mapping[str, Any] | None, infos: list[RawInfo]) -> None:
         """Resets on request of the caller."""
-        seed = self._take_next_seed(row) if seed is None else seed
+        seed = self._restart_seeds.pop(row, None) if seed is None else seed
         self._begin_episode(row, infos, seed=seed, options=None if options is None else dict(options))
 
     def _reset_again(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Resets instead of stepping, because the previous step ended an episode."""
-        seed = self._take_next_seed(row)
-        self._begin_episode(row, infos, **_only_if_given(seed))
+        self._begin_episode(row, infos, **self._reset_arguments(row))
 
     def _begin_episode(self, row: int, infos: list[RawInfo], **kwargs: Any) -> None:
         obs, info = self._envs[row].reset(**kwargs)
-        self._fresh.discard(row)
         self._begun.add(row)
-        self._books["started"][row] = True
         self._write_obs(row, obs)
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
-        self._between_episodes[row] = False
+        self._episode[row] = RUNNING
         if info:
             infos.append(RawInfo(self.first_info_id + row, _copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Resets within the step that ended an episode. The last entry of `infos` describes that end."""
-        self._between_episodes[row] = True
-        seed = self._take_next_seed(row)
-        obs, info = self._envs[row].reset(**_only_if_given(seed))
+        self._episode[row] = ENDED
+        obs, info = self._envs[row].reset(**self._reset_arguments(row))
         self._write_obs(row, obs)
         self._begun.add(row)
-        self._between_episodes[row] = False
+        self._episode[row] = RUNNING
         last = infos[-1]
         infos[-1] = RawInfo(last.env_id, _copied(info), last.final_obs, last.final_info)
 
     def _end_cut_episode(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Ends an interrupted episode without a step: the last true observation, reward 0, truncated."""
-        self._cut_rows.discard(row)
-        self._books["cut"][row] = False
+        self._episode[row] = ENDED
         self.rew[row] = 0.0
         self.terminated[row], self.truncated[row] = False, True
         if same_step:
@@ -277,7 +257,6 @@ class SerialPool:
             self._reset_within_step(row, same_step, infos)
             infos[-1] = infos[-1]._replace(info={**infos[-1].info, RESTARTED: True})
         else:
-            self._between_episodes[row] = True
             infos.append(RawInfo(self.first_info_id + row, {RESTARTED: True}))
 
     def _recover(
@@ -305,17 +284,18 @@ class SerialPool:
     def _make_anew(self, row: int, failure: RemoteFailure) -> None:
         with contextlib.suppress(Exception):
             self._envs[row].close()
-        self._books["restarts"][row] += 1
-        self._next_seeds[row] = self._restart_seed(row)
+        self._arrays["restarts"][row] += 1
+        self._restart_seeds[row] = self._restart_seed(row)
         self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
         self._envs[row] = self._factory.make(row)
 
     def _restart_seed(self, row: int) -> int | None:
-        return restart_seed(self._seeds[row], self.first_info_id + row, int(self._books["restarts"][row]))
+        return restart_seed(self._seeds[row], self.first_info_id + row, int(self._arrays["restarts"][row]))
 
-    def _take_next_seed(self, row: int) -> int | None:
-        seed, self._next_seeds[row] = self._next_seeds[row], None
-        return seed
+    def _reset_arguments(self, row: int) -> dict[str, Any]:
+        """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a new seed."""
+        seed = self._restart_seeds.pop(row, None)
+        return {} if seed is None else {"seed": seed}
 
     def _exhausted(self, failure: RemoteFailure) -> RemoteFailure:
         text = message(
@@ -375,20 +355,24 @@ class SerialPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(env_ids, self.reset_rows, seeds, options)
 
-    def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
+    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, self.ready_rows if begin else lambda rows: [])
+        self._start(env_ids, self.begin_rows)
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(env_ids, lambda rows: [])
 
     def recv(
         self,
         env_ids: NDArray[np.int64] | None = None,
-        min_ready: int | None = None,
+        min_completed: int | None = None,
         timeout_s: float | None = None,
     ) -> StepBatch:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         self._progress[0] = self._num_turns + 1
-        keys = list(self._under_way) if env_ids is None else [env_ids.tobytes()]
-        started = [self._under_way.pop(key) for key in keys]
+        keys = list(self._pending) if env_ids is None else [env_ids.tobytes()]
+        started = [self._pending.pop(key) for key in keys]
         infos: list[RawInfo] = []
         for ids, function, args in started:
             rows = self._all_rows if ids is self._everyone else ids.tolist()
@@ -401,7 +385,7 @@ class SerialPool:
         return self._batch(env_ids, infos)
 
     def _start(self, env_ids: NDArray[np.int64], function: Callable[..., list[RawInfo]], *args: Any) -> None:
-        self._under_way[env_ids.tobytes()] = (env_ids, function, args)
+        self._pending[env_ids.tobytes()] = (env_ids, function, args)
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
@@ -449,11 +433,6 @@ class SerialPool:
             self.truncated[rows],
             tuple(infos),
         )
-
-
-def _only_if_given(seed: int | None) -> dict[str, Any]:
-    """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a seed."""
-    return {} if seed is None else {"seed": seed}
 
 
 def _kept(obs: Any) -> Any:

@@ -51,7 +51,6 @@ class WeightStore:
 
         Raises:
             ConfigError: `weights` is not a flat float32 vector, or its size differs from the last one.
-            NodeLostError: A node was lost, and ``on_node_loss="raise"`` or its environments can't be rehosted.
         """
         weights = np.ascontiguousarray(weights)
         if weights.ndim != 1 or weights.dtype != np.float32 or self._size not in (None, weights.size):

@@ -160,7 +160,7 @@ def rollout(
     env_ids = first_id + np.arange(pool.num_envs)
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
     for ids in groups:
-        pool.ready(ids)
+        pool.begin_episodes(ids)
     batches = [pool.recv(ids) for ids in groups]
     recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty, pool.first_info_id)
     if begin_episodes is not None:

@@ -112,14 +112,14 @@ class ChunkCalls(GuardedCalls):
         """
         self._assert_pending("rollout")
         fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
-        num_pending = self._pool.acting.num_under_way
+        num_pending = self._pool.acting.num_pending
         try:
             result = self._guarded(lambda: self._pool.finish_rollout(timeout, cut), fatal)
         except KeyboardInterrupt:
-            if not self.closed and self._pool.acting.num_under_way < num_pending:  # the chunk is lost
+            if not self.closed and self._pool.acting.num_pending < num_pending:  # the chunk is lost
                 self.close()
             raise
-        if not self._pool.acting.num_under_way:
+        if not self._pool.acting.num_pending:
             self._pending = None
         self._driver.note_absence()
         return result

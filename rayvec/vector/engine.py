@@ -9,14 +9,14 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_count
 from rayvec.node.local_pool import LocalPool
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import ActingPool, Supervision
+from rayvec.pools.base import ActingPool, RestartPolicy
 
 __all__ = ["open_local"]
 
 
 def open_local(
     factory: EnvFactory,
-    supervision: Supervision,
+    restart_policy: RestartPolicy,
     workers: int | None,
     preload: Sequence[str],
     address: str | None,
@@ -35,15 +35,15 @@ def open_local(
             remedy="Leave address out, or pass num_nodes=1 or more.",
         )
     if workers == 0 and workers is not False:
-        if supervision.step_timeout_s is not None:
+        if restart_policy.step_timeout_s is not None:
             raise ConfigError(
                 "workers_per_node=0 steps environments in this process, where no step can be stopped.",
                 expected="no step_timeout_s beside workers_per_node=0",
-                got=f"step_timeout_s={supervision.step_timeout_s:g}",
+                got=f"step_timeout_s={restart_policy.step_timeout_s:g}",
                 remedy="Leave step_timeout_s out, or pass workers_per_node=1 or more.",
             )
-        return LocalPool(factory, supervision, first_id)
+        return LocalPool(factory, restart_policy, first_id)
     if workers is not None:
         check_count("workers_per_node", workers)
     num_workers = min(workers or len(os.sched_getaffinity(0)), factory.num_envs)
-    return ProcessPool.of(factory, num_workers, preload=preload, supervision=supervision, first_id=first_id)
+    return ProcessPool.of(factory, num_workers, preload=preload, restart_policy=restart_policy, first_id=first_id)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rayvec.data import StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
-from rayvec.pools.base import Autoreset, PoolSpaces, Supervision
+from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
 from rayvec.vector.batching import (
@@ -115,7 +115,7 @@ class RayVecEnv(ChunkCalls):
         self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        supervision = Supervision.of(on_env_error, step_timeout_s, start_timeout_s)
+        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
@@ -123,7 +123,7 @@ class RayVecEnv(ChunkCalls):
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self._autoreset = _MODES[self.autoreset_mode]
         if num_nodes == 0 and num_nodes is not False:
-            self._pool = open_local(factory, supervision, workers_per_node, preload, address, first_id)
+            self._pool = open_local(factory, restart_policy, workers_per_node, preload, address, first_id)
         else:
             if first_id:
                 raise ConfigError(
@@ -140,7 +140,7 @@ class RayVecEnv(ChunkCalls):
                 num_nodes=num_nodes,
                 workers_per_node=workers_per_node,
                 preload=preload,
-                supervision=supervision,
+                restart_policy=restart_policy,
                 rehost=on_node_loss == "rehost",
                 address=address,
             )
@@ -252,7 +252,7 @@ class RayVecEnv(ChunkCalls):
             batch = self._recv(self._reset_ids, timeout)
             self._note_done(batch)
             if len(self._reset_ids) < self.num_envs:  # then all are looked at, once, however often we time out
-                self._guarded(lambda: self._pool.ready(self._everyone, begin=False))
+                self._guarded(lambda: self._pool.observe(self._everyone))
             self._reset_batch = batch
         batch = self._reset_batch
         if len(self._reset_ids) < self.num_envs:

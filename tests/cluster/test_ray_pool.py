@@ -100,7 +100,7 @@ class TestSubsets:
                             elif kind == "reset":
                                 p.reset(ids, [None] * len(ids), {"n": number})
                             else:
-                                p.ready(ids)
+                                p.begin_episodes(ids)
                         under_way.append(ids)
                     else:
                         ids = under_way.pop(data.draw(st.integers(0, len(under_way) - 1), "which"))
@@ -137,12 +137,12 @@ def test_a_fast_node_is_not_held_up_by_a_slow_one(make_pool: MakePool) -> None:
     pool.reset(np.arange(2), [0, 1])
     pool.recv(np.arange(2))
     pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
-    assert within(DEADLINE_S, partial(pool.recv, min_ready=1)).env_ids.tolist() == [0]
+    assert within(DEADLINE_S, partial(pool.recv, min_completed=1)).env_ids.tolist() == [0]
     for _ in range(5):
         pool.send(np.arange(1), np.zeros(1, int), Autoreset.SAME_STEP)
-        assert within(DEADLINE_S, partial(pool.recv, min_ready=1)).env_ids.tolist() == [0]
+        assert within(DEADLINE_S, partial(pool.recv, min_completed=1)).env_ids.tolist() == [0]
     with pytest.raises(TimeoutError):
-        pool.recv(min_ready=1, timeout_s=0.01)
+        pool.recv(min_completed=1, timeout_s=0.01)
     assert within(DEADLINE_S, pool.recv).env_ids.tolist() == [1]
     pool.close()
 

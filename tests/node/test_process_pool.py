@@ -56,7 +56,7 @@ from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.pipe import ProcessWatch
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import Autoreset, Supervision
+from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.testing import CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
@@ -129,7 +129,7 @@ class TestEquivalence:
                         elif kind == "reset":
                             pool.reset(ids, [None] * len(ids), {"n": number})
                         else:
-                            pool.ready(ids)
+                            pool.begin_episodes(ids)
                     under_way.append(ids)
                 else:
                     ids = under_way.pop(data.draw(st.integers(0, len(under_way) - 1), "which"))
@@ -209,11 +209,11 @@ class TestWaiting:
                 pool.send(np.array([1, 2]), np.zeros(2, int), Autoreset.SAME_STEP)
                 seen: list[int] = []
                 while len(seen) < 2:
-                    batch = within(DEADLINE_S, partial(pool.recv, min_ready=1))
+                    batch = within(DEADLINE_S, partial(pool.recv, min_completed=1))
                     seen += batch.env_ids.tolist()
                 assert sorted(seen) == [1, 2]
             with pytest.raises(TimeoutError):
-                pool.recv(min_ready=1, timeout_s=0.02)
+                pool.recv(min_completed=1, timeout_s=0.02)
             for pid in pids_of(pool):
                 os.kill(pid, signal.SIGKILL)
 
@@ -381,7 +381,7 @@ class TestFailures:
 
     def test_what_an_environment_has_started_ends_with_a_worker_that_is_made_anew(self, tmp_path: Path) -> None:
         fns = [partial(HasChild, str(tmp_path / "pid"))]
-        pool = ProcessPool.start(factory(fns), 1, supervision=Supervision(True, None))
+        pool = ProcessPool.start(factory(fns), 1, restart_policy=RestartPolicy(True, None))
         first = int((tmp_path / "pid").read_text())
         pool.reset(np.arange(1), [0])
         pool.recv()
@@ -583,8 +583,8 @@ def test_registered_environments_are_known_to_workers() -> None:
 
 def heirs(*args: Any) -> ProcessPool:
     """Two workers with an environment each, of which the first is to be made anew."""
-    supervision = Supervision(restart=True, step_timeout_s=2.0)
-    pool = ProcessPool.start(factory([partial(Heir, *args)] * 2), 2, supervision=supervision)
+    restart_policy = RestartPolicy(restart=True, step_timeout_s=2.0)
+    pool = ProcessPool.start(factory([partial(Heir, *args)] * 2), 2, restart_policy=restart_policy)
     pool.reset(np.arange(2), [3, 4])
     pool.recv()
     pool.send(np.arange(2), np.array([1, 0]), Autoreset.SAME_STEP)
@@ -593,7 +593,7 @@ def heirs(*args: Any) -> ProcessPool:
 
 def wait_for_successor(pool: ProcessPool) -> None:
     def is_starting() -> bool:
-        within(DEADLINE_S, pool.ready_ids)
+        within(DEADLINE_S, pool.completed_ids)
         return pool._links[0].is_starting
 
     wait_until(is_starting, "the first worker has a successor")
@@ -606,7 +606,7 @@ def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_st
         while time.monotonic() < until:
             within(DEADLINE_S, partial(pool.recv, other))
             pool.send(other, np.zeros(1, int), Autoreset.SAME_STEP)
-            assert within(DEADLINE_S, pool.ready_ids).tolist() in ([], [1])
+            assert within(DEADLINE_S, pool.completed_ids).tolist() in ([], [1])
         (tmp_path / "go").touch()
         batch = within(DEADLINE_S, partial(pool.recv, np.array([0])))
         assert batch.truncated.all() and pool._block.arrays["restarts"].tolist() == [1, 0]
@@ -618,16 +618,16 @@ def test_a_successor_that_nobody_looks_at_while_it_starts_is_not_taken_to_hang(t
         time.sleep(2.5)
         (tmp_path / "go").touch()
         wait_until(lambda: not pool._links[0].is_starting, "its environment is made")
-        batch = within(DEADLINE_S, partial(pool.recv, min_ready=2))
+        batch = within(DEADLINE_S, partial(pool.recv, min_completed=2))
         assert batch.truncated.tolist() == [True, False] and pool._block.arrays["restarts"].tolist() == [1, 0]
 
 
 def test_a_step_that_was_done_long_ago_was_in_time() -> None:
-    supervision = Supervision(restart=True, step_timeout_s=1.5)
-    with closing(ProcessPool.start(factory([CountingEnv] * 2), 2, supervision=supervision)) as pool:
+    restart_policy = RestartPolicy(restart=True, step_timeout_s=1.5)
+    with closing(ProcessPool.start(factory([CountingEnv] * 2), 2, restart_policy=restart_policy)) as pool:
         pool.reset(np.arange(2), [3, 4])
         time.sleep(2.0)
-        within(DEADLINE_S, partial(pool.recv, min_ready=1))
+        within(DEADLINE_S, partial(pool.recv, min_completed=1))
         assert not pool._block.arrays["restarts"].any()
 
 
@@ -635,9 +635,9 @@ def test_successors_that_end_while_they_start_are_a_crash_loop_however_long_that
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayvec.pools.restarts._WINDOW_S", 1.0)
-    supervision = Supervision(restart=True, step_timeout_s=None)
+    restart_policy = RestartPolicy(restart=True, step_timeout_s=None)
     fns = [partial(DiesLate, str(tmp_path / "died"), 0.3)]
-    with closing(ProcessPool.start(factory(fns), 1, supervision=supervision)) as pool:
+    with closing(ProcessPool.start(factory(fns), 1, restart_policy=restart_policy)) as pool:
         pool.reset(np.arange(1), [3])
         pool.recv()
         pool.send(np.arange(1), np.ones(1, int), Autoreset.SAME_STEP)
@@ -664,8 +664,8 @@ def test_an_environment_that_can_not_be_made_anew_says_why(tmp_path: Path) -> No
 
 def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end its step after the last true observation has been restored, and before its successor tells it."""
-    supervision = Supervision(restart=True, step_timeout_s=2.0)
-    with closing(ProcessPool.start(factory([partial(TimedEnv, 4.0)]), 1, supervision=supervision)) as pool:
+    restart_policy = RestartPolicy(restart=True, step_timeout_s=2.0)
+    with closing(ProcessPool.start(factory([partial(TimedEnv, 4.0)]), 1, restart_policy=restart_policy)) as pool:
         ids = np.arange(1)
         pool.reset(ids, [3])
         first = pool.recv(ids).obs.copy()

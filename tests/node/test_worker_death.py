@@ -31,7 +31,7 @@ from helpers.waiting import DEADLINE_S, alive, wait_until
 from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import NotReady, Supervision
+from rayvec.pools.base import NotReady, RestartPolicy
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -233,7 +233,7 @@ def test_a_child_of_the_driver_leaves_its_environments_alone(end: str) -> None:
 def test_a_policy_that_is_loaded_behind_a_chunk_reaches_a_replacement(tmp_path: Path) -> None:
     """The call that loads it can't be repeated: the replacement gets the policy when it starts."""
     gate = tmp_path / "gate"
-    pool = ProcessPool.start(factory([partial(GatedEnv, gate)]), 1, supervision=Supervision(restart=True))
+    pool = ProcessPool.start(factory([partial(GatedEnv, gate)]), 1, restart_policy=RestartPolicy(restart=True))
     with closing(pool):
         pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
         pool.begin_rollout(0, 6, 0, 0)

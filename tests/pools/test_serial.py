@@ -94,14 +94,14 @@ def test_an_object_used_for_ever_does_not_change_what_was_seen() -> None:
         assert chunk.final_obs[0]["numbers"].tolist() == [3.0]
 
 
-def test_ready_resets_only_what_is_between_episodes() -> None:
+def test_begin_episodes_resets_only_what_is_between_episodes() -> None:
     with closing(SerialPool(factory([partial(CountingEnv, 1), partial(CountingEnv, 50)]))) as pool:
         ids = np.arange(2)
         pool.reset(ids, [0, 9])
         pool.recv(ids)
         pool.send(ids, np.zeros(2, int), Autoreset.DISABLED)
         assert pool.recv(ids).terminated.tolist() == [True, False]
-        pool.ready(ids)
+        pool.begin_episodes(ids)
         assert pool.recv(ids).obs.tolist() == [[0, 1, 0, 1], [9, 0, 1, 1]]
 
 

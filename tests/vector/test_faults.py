@@ -542,8 +542,9 @@ def number_of(node: Any, env: RayVecEnv) -> int:
     return [each.node_id for each in env.topology.nodes].index(node.node_id)
 
 
-@pytest.mark.parametrize("what", ["publish", "drop"])
-def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everything(make_vec: Any, what: str) -> None:
+@pytest.mark.parametrize("what", ["chunk", "drop"])
+def test_a_node_that_is_lost_closes_everything_at_the_next_request(make_vec: Any, what: str) -> None:
+    """Publishing contacts no node: the next chunk does, and dropping a policy."""
     env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
     policy = TablePolicy()
     weights = env.publish(policy)
@@ -553,8 +554,8 @@ def test_a_node_that_is_lost_when_weights_are_published_or_dropped_closes_everyt
     with pytest.raises(NodeLostError):
         if what == "drop":
             weights.drop()
-        for _ in range(3):  # the next call finds out that the one before it failed
-            weights.publish(policy.weights())
+        weights.publish(policy.weights())
+        env.rollout_workers(weights, 3, 0, 0)
     assert env.closed
     with pytest.raises(gymnasium.error.ClosedEnvironmentError):
         env.step(told(2))

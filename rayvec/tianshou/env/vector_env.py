@@ -17,7 +17,7 @@ from rayvec.cluster.open_pool import open_ray_pool
 from rayvec.data import Rollout, StepBatch, Topology
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
-from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
+from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
 from rayvec.rollout.loop import ActingPolicy
@@ -80,7 +80,7 @@ class RayVectorEnv(BaseVectorEnv):
     ) -> None:
         self.is_closed = True  # until the constructor is done; __del__ reads it
         check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        supervision = Supervision.of(on_env_error, step_timeout_s)
+        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s)
         factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
         self.env_num = factory.num_envs
         self.wait_num = wait_num or self.env_num
@@ -101,7 +101,7 @@ class RayVectorEnv(BaseVectorEnv):
             worker_per_env=self.is_async,
             claim_cpus=False,
             preload=preload,
-            supervision=supervision,
+            restart_policy=restart_policy,
             rehost=on_node_loss == "rehost",
             address=address,
         )
@@ -276,11 +276,11 @@ class RayVectorEnv(BaseVectorEnv):
         """Waits for `wait_num` environments, or until the timeout for at least one."""
         while True:
             try:
-                return self._pool.recv(min_ready=min(self.wait_num, len(self.waiting_id)), timeout_s=self.timeout)
+                return self._pool.recv(min_completed=min(self.wait_num, len(self.waiting_id)), timeout_s=self.timeout)
             except NotReady:
                 pass
             try:
-                return self._pool.recv(min_ready=1, timeout_s=0.0)
+                return self._pool.recv(min_completed=1, timeout_s=0.0)
             except NotReady:
                 continue
 
