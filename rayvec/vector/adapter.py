@@ -84,7 +84,10 @@ class PoolAdapter:
             policy: Pickled as it is now.
             first_version: Of the weights that it brings along.
         """
-        self._assert_idle_or_in_chunk("publish")
+        self._assert_idle("publish")
+        return self._publish(policy, first_version)
+
+    def _publish(self, policy: Any, first_version: int = 0) -> WeightStore:
         guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
         return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
 
@@ -104,8 +107,8 @@ class PoolAdapter:
             noise_seed: Of the noise.
             by_reference: Whether the chunk stays in the object store.
         """
-        self._assert_idle_or_in_chunk("rollout")
-        if not self._pool.acting.has_room:
+        self._assert_running()
+        if self._pending is None or self._pending.name != "rollout" or not self._pool.acting.has_room:
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
 
@@ -213,11 +216,6 @@ class PoolAdapter:
             raise AlreadyPendingCallError(
                 f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
             )
-
-    def _assert_idle_or_in_chunk(self, name: str) -> None:
-        self._assert_running()
-        if self._pending is None or self._pending.name != "rollout":
-            self._assert_idle(name)
 
     def _assert_pending(self, name: str) -> None:
         self._assert_running()

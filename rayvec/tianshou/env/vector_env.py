@@ -17,6 +17,7 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, Supervision
 from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.weights import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
@@ -313,6 +314,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
     def gives_arrays(self) -> bool:
         """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
         return self._pool.layout is not None and not self._assembler.any_apart
+
+    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+        """See :class:`~rayvec.vector.adapter.PoolAdapter`; a chunk may be pending."""
+        self._assert_is_not_closed()
+        return self._publish(policy, first_version)
 
     # What the public methods share.
 
