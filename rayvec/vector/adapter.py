@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
@@ -139,11 +139,19 @@ class PoolAdapter:
             self._pending = None
         return rollout
 
+    def __enter__(self) -> Self:
+        """Returns itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Closes it."""
+        if not self.closed:
+            self.close()
+
     def __del__(self) -> None:
         """Closes what was not closed."""
-        if not getattr(self, "closed", True) and not sys.is_finalizing():
-            self._pending = None
-            self.close()
+        if not sys.is_finalizing():
+            self._close_failed()
 
     def _close_pool(self, timeout_s: float | None = None) -> None:
         self.closed = True
@@ -153,7 +161,8 @@ class PoolAdapter:
     def _close_failed(self) -> None:
         """Closes after a call that failed."""
         self._pending = None
-        self.close()
+        if not self.closed:
+            self.close()
 
     def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
         """Calls the pool. A timeout leaves the pool as it is; any other error closes it.

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -30,18 +30,13 @@ from rayvec.vector.batching import (
     check_number,
     checked_actions,
     checked_mask,
+    in_batch_order,
     parse_autoreset_mode,
 )
 from rayvec.vector.chunk_calls import ChunkCalls
 from rayvec.vector.driver import DriverActing
 
 __all__ = ["RayVecEnv"]
-
-_MODES = {
-    AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
-    AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
-    AutoresetMode.DISABLED: Autoreset.DISABLED,
-}
 
 
 class RayVecEnv(ChunkCalls):
@@ -111,7 +106,7 @@ class RayVecEnv(ChunkCalls):
         self.spec = factory.spec
         self.copy = copy
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
-        self._autoreset = _MODES[self.autoreset_mode]
+        self._autoreset = Autoreset[self.autoreset_mode.name]
         self._open(
             factory,
             num_nodes=num_nodes,
@@ -122,7 +117,6 @@ class RayVecEnv(ChunkCalls):
             address=address,
         )
         self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
-        self._action_layout = ArrayLayout.of(self.single_action_space)
         self._everyone = np.arange(self.num_envs)
         self._driver = DriverActing(self._pool, groups)
         shape = None if self._action_layout is None else self.single_action_space.shape
@@ -140,7 +134,9 @@ class RayVecEnv(ChunkCalls):
         self.single_action_space = spaces.action
         self.action_space = batch_space(spaces.action, self.num_envs)
         self.observation_space, self.single_observation_space = batched_observations(spaces, mode, self.num_envs)
-        self._pool.allocate(self.single_observation_space, self.single_action_space)
+        layout_space = in_batch_order(spaces.action, self.action_space)
+        self._pool.allocate(self.single_observation_space, layout_space)
+        self._action_layout = ArrayLayout.of(layout_space)
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
@@ -257,7 +253,7 @@ class RayVecEnv(ChunkCalls):
 
         Args:
             actions: Tree of ``[k, *act_shape]`` in the order of the group.
-            group: Which; several may be under way, each once.
+            group: Which; several may be pending, each once.
         """
         self._assert_running()
         if self._pending is not None and (self._pending.name != "send" or group in self._pending.waits):
@@ -335,14 +331,6 @@ class RayVecEnv(ChunkCalls):
         self._close_pool(0.0 if terminate else timeout)
         if pending is not None and pending.name in ("reset", "step", "call") and not pending.timed_out:
             gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending.name}` to complete.")
-
-    def __enter__(self) -> Self:
-        """Returns itself; leaving the block closes it."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Closes it."""
-        self.close()
 
     # What the public methods share.
 

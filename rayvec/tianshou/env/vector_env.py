@@ -29,6 +29,11 @@ _T = TypeVar("_T")
 Ids = int | list[int] | NDArray[Any] | None
 
 
+def _of_each(name: str, doc: str) -> property:
+    """Returns a property: an attribute of each environment, in a list."""
+    return property(lambda venv: venv.get_env_attr(name), doc=doc)
+
+
 class RayVectorEnv(PoolAdapter, BaseVectorEnv):
     """Environments on every core of a Ray cluster or of this machine, as one Tianshou vector environment.
 
@@ -113,30 +118,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Whether the environments are closed."""
         return self.closed
 
-    @property
-    def action_space(self) -> list[Any]:
-        """The space of each environment's actions."""
-        return self.get_env_attr("action_space")
-
-    @property
-    def observation_space(self) -> list[Any]:
-        """The space of each environment's observations."""
-        return self.get_env_attr("observation_space")
-
-    @property
-    def metadata(self) -> list[Any]:
-        """The metadata of each environment."""
-        return self.get_env_attr("metadata")
-
-    @property
-    def spec(self) -> list[Any]:
-        """The spec of each environment."""
-        return self.get_env_attr("spec")
-
-    @property
-    def reward_range(self) -> list[Any]:
-        """The range of each environment's rewards, which Gymnasium no longer has."""
-        return self.get_env_attr("reward_range")
+    action_space = _of_each("action_space", "The space of each environment's actions.")
+    observation_space = _of_each("observation_space", "The space of each environment's observations.")
+    metadata = _of_each("metadata", "The metadata of each environment.")
+    spec = _of_each("spec", "The spec of each environment.")
+    reward_range = _of_each("reward_range", "The range of each environment's rewards, which Gymnasium no longer has.")
 
     @property
     def workers(self) -> list[RemoteEnv]:  # type: ignore[override]
@@ -308,7 +294,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
 
     def _close_failed(self) -> None:
         super()._close_failed()
-        self._failed = True
+        self._failed = True  # after close(), which raises where it is called twice
 
     @property
     def gives_arrays(self) -> bool:
