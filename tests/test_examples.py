@@ -21,6 +21,7 @@ SMALL = {
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),
     "tianshou_ppo_cartpole.py": (100, 20.0),
+    "tianshou_ppo_one_machine.py": (160, 20.0),
     "tianshou_sac_pendulum.py": (10, -1600.0),
     "tianshou_sac_halfcheetah.py": (16, 1, 64, 1),
     "tianshou_dqn_atari.py": (10, 1, 1),
@@ -62,8 +63,8 @@ OF_TIANSHOU = [name for name in SMALL if name.startswith("tianshou_") and name !
 def test_five_lines_differ_from_the_script_for_tianshou_alone(name: str) -> None:
     """The diff that the docs show undoes everything of rayvec, and nothing else."""
     source = (EXAMPLES / name).read_text()
-    page = (EXAMPLES.parent / "docs" / "tianshou-scaling.md").read_text()
-    diff = page.split(f"`examples/{name}`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
+    pages = "".join((EXAMPLES.parent / "docs" / name).read_text() for name in ("tianshou.md", "tianshou-scaling.md"))
+    diff = pages.split(f"`examples/{name}`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
     added = [line[1:] for line in diff if line.startswith("+")]
     removed = [line[1:] for line in diff if line.startswith("-")]
     assert 1 <= len(added) <= 5

@@ -28,7 +28,7 @@ __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
 
 logger = logging.getLogger(__name__)
 _MOST_DROPPED = 100
-"""Episodes that may be dropped for each one asked for; beyond that, an environment is taken to have no good ones."""
+"""Episodes that may be dropped for each one requested; with more, an environment counts as one without good ones."""
 
 
 class CollectorProtocol(Protocol):
@@ -162,7 +162,7 @@ class Collector:
         Args:
             n_step: How many steps in all. Every environment takes the same number, so what is not divisible
                 is rounded up. Unfinished episodes continue in the next call. With `prefetch`, the call before has
-                started as many steps as it was asked for. If that is less, the rest is taken now, in a second chunk;
+                started as many steps as it returned. If that is less, the rest is taken now, in a second chunk;
                 if it is more, the batch has more.
             n_episode: How many whole episodes, all begun in this call: environments in mid-episode are reset.
                 Each environment is assigned its share beforehand, so that short episodes are not favoured.

@@ -71,7 +71,7 @@ class ChunkPipeline:
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""
-        rollout = self._env.rollout_wait() if cut is None else self._env.rollout_wait(cut=cut)
+        rollout = self._env.rollout_wait(cut=cut)
         self.first_step += self.pending.popleft().num_steps  # after the wait: an interrupted one leaves it pending
         return rollout
 

@@ -89,6 +89,8 @@ class ProcessPool(PartedPool):
         cls,
         factory: EnvFactory,
         num_workers: int,
+        *,
+        node: str = "local",
         preload: Sequence[str] = (),
         restart_policy: RestartPolicy = NO_RESTARTS,
         first_id: int = 0,
@@ -96,7 +98,7 @@ class ProcessPool(PartedPool):
         """Starts workers for all environments of a factory. The caller must call :meth:`allocate` next."""
         bounds = even_bounds(factory.num_envs, num_workers)
         global_bounds = [first_id + bound for bound in bounds]
-        return cls(factory.in_parts(bounds), global_bounds, "local", preload, restart_policy)
+        return cls(factory.in_parts(bounds), global_bounds, node, preload, restart_policy)
 
     @classmethod
     def start(

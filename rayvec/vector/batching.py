@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ __all__ = [
     "check_number",
     "checked_actions",
     "checked_mask",
+    "in_batch_order",
     "parse_autoreset_mode",
     "split_groups",
 ]
@@ -65,6 +66,15 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
         ) from error
 
 
+def in_batch_order(space: Space[Any], batched: Space[Any]) -> Space[Any]:
+    """Returns an action space whose keys are in the order of the batched space: so ``SyncVectorEnv`` passes them on."""
+    if isinstance(space, spaces.Dict) and isinstance(batched, spaces.Dict):
+        return spaces.Dict([(key, in_batch_order(space[key], part)) for key, part in batched.spaces.items()])
+    if isinstance(space, spaces.Tuple) and isinstance(batched, spaces.Tuple):
+        return spaces.Tuple([in_batch_order(*pair) for pair in zip(space.spaces, batched.spaces, strict=True)])
+    return space
+
+
 def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into one or two groups. With two, each contains half of every worker's slice."""
     parts: list[list[int]] = [[] for _ in range(groups)]
@@ -76,22 +86,22 @@ def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ..
     return tuple(np.array(ids, np.int64) for ids in parts if ids)
 
 
-def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
+def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
     """Returns the batched and the single observation space for an `observation_mode`.
 
     Raises:
         ConfigError: There is no such mode.
         RuntimeError: The environments' spaces do not match the mode.
     """
-    single = spaces.observation
+    single = found.observation
     if mode == "same":
         batched: Space[Any] = batch_space(single, num_envs)
     elif mode == "different":
-        _check_shapes(spaces, single)
-        batched = batch_differing_spaces(list(spaces.observations or (single,) * num_envs))
+        _check_shapes(found, single)
+        batched = batch_differing_spaces(list(found.observations or (single,) * num_envs))
     elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
         batched, single = mode
-        _check_shapes(spaces, single)
+        _check_shapes(found, single)
     else:
         raise ConfigError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
@@ -100,28 +110,28 @@ def batched_observations(spaces: PoolSpaces, mode: Any, num_envs: int) -> tuple[
             got=repr(mode),
             remedy="Leave it out where all environments have the same space.",
         )
-    _check_spaces(spaces, mode, single)
+    _check_spaces(found, mode, single)
     return batched, single
 
 
-def _check_spaces(spaces: PoolSpaces, mode: Any, single: Space[Any]) -> None:
-    if mode == "same" and spaces.observations:
-        differ = next(i for i, space in enumerate(spaces.observations) if space != single)
+def _check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+    if mode == "same" and found.observations:
+        differ = next(i for i, space in enumerate(found.observations) if space != single)
         raise RuntimeError(
             message(
                 "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
                 expected=f"{single}, as in environment 0",
-                got=f"{spaces.observations[differ]} in environment {differ}",
+                got=f"{found.observations[differ]} in environment {differ}",
                 remedy="If this is intentional, use `observation_mode='different'` instead.",
             )
         )
-    if spaces.actions_differ is not None:
-        _raise_spaces("action", f"another in environment {spaces.actions_differ}", "Make them equal by a wrapper.")
+    if found.actions_differ is not None:
+        _raise_spaces("action", f"another in environment {found.actions_differ}", "Make them equal by a wrapper.")
 
 
-def _check_shapes(spaces: PoolSpaces, single: Space[Any]) -> None:
+def _check_shapes(found: PoolSpaces, single: Space[Any]) -> None:
     """Raises ``RuntimeError`` if an environment's observations don't fit into arrays of `single`."""
-    misfit = spaces.misfit(single)
+    misfit = found.misfit(single)
     if misfit is not None:
         _raise_spaces(
             "observation",

@@ -1,4 +1,4 @@
-"""Environments on this machine without Ray: in worker processes, or in this process."""
+"""Opens the pool of a vector environment: of a Ray cluster, or of this machine without Ray."""
 
 from __future__ import annotations
 
@@ -6,27 +6,83 @@ import os
 from collections.abc import Sequence
 
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, check_count
+from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.node.local_pool import LocalPool
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import ActingPool, RestartPolicy
 
-__all__ = ["open_local"]
+__all__ = ["open_pool"]
+
+_NAME = "localhost/driver"
+"""What this machine is called in errors, in logs, and as the only node of its topology."""
 
 
-def open_local(
+def open_pool(
+    factory: EnvFactory,
+    *,
+    num_nodes: int | None,
+    workers_per_node: int | None,
+    restart_policy: RestartPolicy,
+    on_node_loss: str,
+    preload: Sequence[str],
+    address: str | None,
+    first_id: int = 0,
+    worker_per_env: bool = False,
+    claim_cpus: bool = True,
+) -> ActingPool:
+    """Opens a pool on the engine that `num_nodes` names: 0 is this machine without Ray, all else a Ray cluster.
+
+    Args:
+        factory: Makes all environments.
+        num_nodes: As of :class:`rayvec.RayVecEnv`, like the next six.
+        workers_per_node: Worker processes on each node.
+        restart_policy: The restart policy.
+        on_node_loss: ``"rehost"`` or ``"raise"``.
+        preload: Modules that the workers import once for each node.
+        address: Of a running Ray cluster.
+        first_id: Global index of the first environment.
+        worker_per_env: Whether each environment gets a worker of its own, unless it steps in this process.
+        claim_cpus: Whether the workers' cores are claimed from Ray.
+
+    Raises:
+        ConfigError: Settings that can't work, or a cluster without the cores for them.
+    """
+    check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+    if num_nodes == 0 and num_nodes is not False:
+        return _open_local(factory, restart_policy, workers_per_node, preload, address, worker_per_env, first_id)
+    if first_id:
+        raise ConfigError(
+            "first_id numbers environments of one machine.",
+            expected="first_id=0 with num_nodes unset or at least 1",
+            got=f"first_id={first_id}",
+            remedy="Leave first_id out, or pass num_nodes=0.",
+        )
+    # Programs without Ray do not import it: that takes a third of a second.
+    from rayvec.cluster.open_pool import open_ray_pool
+
+    return open_ray_pool(
+        factory,
+        num_nodes=num_nodes,
+        workers_per_node=workers_per_node,
+        worker_per_env=worker_per_env,
+        claim_cpus=claim_cpus,
+        preload=preload,
+        restart_policy=restart_policy,
+        rehost=on_node_loss == "rehost",
+        address=address,
+    )
+
+
+def _open_local(
     factory: EnvFactory,
     restart_policy: RestartPolicy,
     workers: int | None,
     preload: Sequence[str],
     address: str | None,
+    worker_per_env: bool,
     first_id: int,
 ) -> ActingPool:
-    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0.
-
-    Raises:
-        ConfigError: Settings that have no meaning without Ray, or without worker processes.
-    """
+    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0."""
     if address is not None:
         raise ConfigError(
             "num_nodes=0 steps environments on this machine, without Ray.",
@@ -45,5 +101,8 @@ def open_local(
         return LocalPool(factory, restart_policy, first_id)
     if workers is not None:
         check_count("workers_per_node", workers)
-    num_workers = min(workers or len(os.sched_getaffinity(0)), factory.num_envs)
-    return ProcessPool.of(factory, num_workers, preload=preload, restart_policy=restart_policy, first_id=first_id)
+    num_workers = factory.num_envs if worker_per_env else workers or len(os.sched_getaffinity(0))
+    num_workers = min(num_workers, factory.num_envs)
+    return ProcessPool.of(
+        factory, num_workers, node=_NAME, preload=preload, restart_policy=restart_policy, first_id=first_id
+    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -19,31 +17,26 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Topology, Tree, tree_map
+from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
+from rayvec.vector.adapter import Wait
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
     check_number,
     checked_actions,
     checked_mask,
+    in_batch_order,
     parse_autoreset_mode,
 )
 from rayvec.vector.chunk_calls import ChunkCalls
 from rayvec.vector.driver import DriverActing
-from rayvec.vector.engine import open_local
 
 __all__ = ["RayVecEnv"]
-
-_MODES = {
-    AutoresetMode.NEXT_STEP: Autoreset.NEXT_STEP,
-    AutoresetMode.SAME_STEP: Autoreset.SAME_STEP,
-    AutoresetMode.DISABLED: Autoreset.DISABLED,
-}
 
 
 class RayVecEnv(ChunkCalls):
@@ -109,57 +102,31 @@ class RayVecEnv(ChunkCalls):
         address: str | None = None,
         first_id: int = 0,
     ) -> None:
-        self.closed = True  # until everything is running; __del__ asks
-        self._creator = os.getpid()
-        self._pending: str | None = None
-        self._late = False  # whether a wait for it has timed out
         check_choice("groups", groups, (1, 2, "auto"))
-        check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
         self.num_envs = factory.num_envs
         self.spec = factory.spec
         self.copy = copy
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
-        self._autoreset = _MODES[self.autoreset_mode]
-        if num_nodes == 0 and num_nodes is not False:
-            self._pool = open_local(factory, restart_policy, workers_per_node, preload, address, first_id)
-        else:
-            if first_id:
-                raise ConfigError(
-                    "first_id numbers environments of one machine.",
-                    expected="first_id=0 with num_nodes unset or at least 1",
-                    got=f"first_id={first_id}",
-                    remedy="Leave first_id out, or pass num_nodes=0.",
-                )
-            # Programs without Ray do not import it: that takes a third of a second.
-            from rayvec.cluster.open_pool import open_ray_pool
-
-            self._pool = open_ray_pool(
-                factory,
-                num_nodes=num_nodes,
-                workers_per_node=workers_per_node,
-                preload=preload,
-                restart_policy=restart_policy,
-                rehost=on_node_loss == "rehost",
-                address=address,
-            )
-        self.closed = False
-        try:
-            self._take_spaces(self._pool.spaces, observation_mode)
-            self._pool.allocate(self.single_observation_space, self.single_action_space)
-        except BaseException:
-            self.close()
-            raise
-        self._action_layout = ArrayLayout.of(self.single_action_space)
+        self._autoreset = Autoreset[self.autoreset_mode.name]
+        self._open(
+            factory,
+            num_nodes=num_nodes,
+            workers_per_node=workers_per_node,
+            restart_policy=restart_policy,
+            on_node_loss=on_node_loss,
+            preload=preload,
+            address=address,
+            first_id=first_id,
+        )
+        self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
         self._everyone = np.arange(self.num_envs)
         self._driver = DriverActing(self._pool, groups)
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
-        self._pending_groups: set[int] = set()
-        self._collect_call: Callable[[float | None], list[Any]] | None = None
         self._done = np.zeros(self.num_envs, bool)
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
@@ -171,26 +138,14 @@ class RayVecEnv(ChunkCalls):
         self.single_action_space = spaces.action
         self.action_space = batch_space(spaces.action, self.num_envs)
         self.observation_space, self.single_observation_space = batched_observations(spaces, mode, self.num_envs)
+        layout_space = in_batch_order(spaces.action, self.action_space)
+        self._pool.allocate(self.single_observation_space, layout_space)
+        self._action_layout = ArrayLayout.of(layout_space)
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
         """The ids of each group."""
         return self._driver.groups
-
-    @property
-    def topology(self) -> Topology:
-        """Which node holds which environments, and how many workers step them."""
-        return self._pool.topology
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """How each node is reached: ``"shm"`` or ``"tcp"``, or ``"local"`` if this process steps the environments."""
-        return self._pool.transports
-
-    def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids of each node's actor and, after it, of its workers, by the node's name."""
-        self._assert_idle("worker_pids")
-        return self._pool.worker_pids()
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -227,13 +182,11 @@ class RayVecEnv(ChunkCalls):
         mask = None if options is None else options.pop("reset_mask", None)
         ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
 
-        def start() -> None:
+        def start() -> Wait:
             self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
-            self._reset_ids = ids
-            self._reset_batch: StepBatch | None = None
-            self._pending = "reset"
+            return self._all_after_reset(ids)
 
-        self._guarded(start)
+        self._start("reset", start)
         if isinstance(seed, int):
             self._chunk_steps, self._noise_seed = 0, seed
         self._done[ids] = False
@@ -246,20 +199,26 @@ class RayVecEnv(ChunkCalls):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        self._assert_pending("reset")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if self._reset_batch is None:
-            batch = self._recv(self._reset_ids, timeout)
-            self._note_done(batch)
-            if len(self._reset_ids) < self.num_envs:  # then all are looked at, once, however often we time out
-                self._guarded(lambda: self._pool.observe(self._everyone))
-            self._reset_batch = batch
-        batch = self._reset_batch
-        if len(self._reset_ids) < self.num_envs:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            batch = replace(self._recv(self._everyone, left), info=batch.info)
-        self._pending = self._reset_batch = None
+        batch = self._wait("reset", timeout)
         return self._observations(batch), self._merger.merge(batch.info)
+
+    def _all_after_reset(self, ids: NDArray[np.int64]) -> Wait:
+        """Returns what waits for a reset of `ids`, and then for the observations of all environments."""
+        reset: StepBatch | None = None
+
+        def wait(timeout_s: float | None) -> StepBatch:
+            nonlocal reset
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            if reset is None:
+                reset = self._recv(ids, timeout_s)
+                if len(ids) < self.num_envs:
+                    self._pool.observe(self._everyone)
+            if len(ids) == self.num_envs:
+                return reset
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return replace(self._pool.recv(self._everyone, timeout_s=left_s), info=reset.info)
+
+        return wait
 
     def step(
         self, actions: Any
@@ -279,7 +238,7 @@ class RayVecEnv(ChunkCalls):
     def step_async(self, actions: Any) -> None:
         """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
         self._assert_idle("step_async")
-        self._send(self._everyone, actions, self.action_space)
+        self._send("step", self._everyone, actions, self.action_space)
 
     def step_wait(
         self, timeout: float | None = None
@@ -290,29 +249,23 @@ class RayVecEnv(ChunkCalls):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        batch = self._wait("step", self._everyone, timeout)
-        return (
-            self._observations(batch),
-            batch.rew.copy(),
-            batch.terminated.copy(),
-            batch.truncated.copy(),
-            self._merger.merge(batch.info),
-        )
+        batch = self._wait("step", timeout)
+        return (*self._copied(batch), self._merger.merge(batch.info))
 
     def send(self, actions: Any, group: int = 0) -> None:
         """Starts a step of one group, whose environments are ``groups[group]``.
 
         Args:
             actions: Tree of ``[k, *act_shape]`` in the order of the group.
-            group: Which; several may be under way, each once.
+            group: Which; several may be pending, each once.
         """
         self._assert_running()
-        if self._pending is not None or group in self._pending_groups:
+        if self._pending is not None and (self._pending.name != "send" or group in self._pending.waits):
             raise AlreadyPendingCallError(
                 f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
             )
         ids = self._group(group)
-        self._send(ids, actions, batch_space(self.single_action_space, len(ids)), group)
+        self._send("send", ids, actions, batch_space(self.single_action_space, len(ids)), group)
 
     def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
         """Waits for the step of one group.
@@ -322,21 +275,12 @@ class RayVecEnv(ChunkCalls):
         """
         self._assert_running()
         ids = self._group(group)
-        if group not in self._pending_groups:
+        if self._pending is None or group not in self._pending.waits:
             raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
-        batch = self._recv(ids, timeout)
-        self._pending_groups.discard(group)
-        self._note_done(batch)
+        batch = self._wait("send", timeout, group)
         rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
         infos = [info._replace(env_id=rows[info.env_id]) for info in batch.info]
-        return StepBatch(
-            ids.copy(),
-            self._observations(batch),
-            batch.rew.copy(),
-            batch.terminated.copy(),
-            batch.truncated.copy(),
-            InfoMerger(len(ids)).merge(infos),
-        )
+        return StepBatch(ids.copy(), *self._copied(batch), InfoMerger(len(ids)).merge(infos))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""
@@ -346,17 +290,11 @@ class RayVecEnv(ChunkCalls):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
         self._assert_idle("call_async")
-        self._collect_call = self._guarded(lambda: self._pool.call(name, args, kwargs, self._everyone))
-        self._pending = "call"
+        self._start("call", lambda: self._pool.call(name, args, kwargs, self._everyone))
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
-        self._assert_pending("call")
-        collect = self._collect_call
-        assert collect is not None
-        results = self._guarded(lambda: collect(timeout))
-        self._pending = None
-        return tuple(results)
+        return tuple(self._wait("call", timeout))
 
     def render(self) -> tuple[Any, ...]:
         """Returns what each environment renders."""
@@ -393,31 +331,14 @@ class RayVecEnv(ChunkCalls):
                 their workers are killed.
             terminate: Whether they are killed at once, without being closed.
         """
-        self.closed = True
-        if os.getpid() != self._creator:  # a child that was forked later: what runs belongs to its parent
-            return
         pending, self._pending = self._pending, None
-        self._pool.close(0.0 if terminate else timeout)
-        if pending in ("reset", "step", "call") and not self._late:
-            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
-
-    def __enter__(self) -> Self:
-        """Returns itself; leaving the block closes it."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Closes it."""
-        self.close()
-
-    def __del__(self) -> None:
-        """Closes what was not closed."""
-        if not getattr(self, "closed", True) and not sys.is_finalizing():
-            self._pending = None
-            self.close()
+        self._close_pool(0.0 if terminate else timeout)
+        if pending is not None and pending.name in ("reset", "step", "call") and not pending.timed_out:
+            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending.name}` to complete.")
 
     # What the public methods share.
 
-    def _send(self, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int | None = None) -> None:
+    def _send(self, name: str, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int = 0) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
         layout = self._action_layout
@@ -429,29 +350,22 @@ class RayVecEnv(ChunkCalls):
         else:
             checked = checked_actions(actions, layout, len(ids), space)
 
-        def start() -> None:
+        def start() -> Wait:
             self._pool.send(ids, checked, self._autoreset)
-            if group is None:
-                self._pending = "step"
-            else:
-                self._pending_groups.add(group)
+            return lambda timeout_s: self._recv(ids, timeout_s)
 
-        self._guarded(start)
+        self._start(name, start, group)
 
-    def _wait(self, what: str, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
-        self._assert_pending(what)
-        batch = self._recv(ids, timeout)
-        self._pending = None
-        self._note_done(batch)
-        return batch
-
-    def _recv(self, ids: NDArray[np.int64], timeout: float | None) -> StepBatch:
-        return self._guarded(lambda: self._pool.recv(ids, timeout_s=timeout))
-
-    def _note_done(self, batch: StepBatch) -> None:
+    def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
+        batch = self._pool.recv(ids, timeout_s=timeout_s)
         self._driver.note_ended(batch)
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated
+        return batch
+
+    def _copied(self, batch: StepBatch) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Returns observations, rewards, terminated and truncated as the caller gets them."""
+        return self._observations(batch), batch.rew.copy(), batch.terminated.copy(), batch.truncated.copy()
 
     def _observations(self, batch: StepBatch) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""

@@ -49,11 +49,11 @@ ENVS: dict[str, Callable[[], Any]] = {"drift": Drift, "pointed": Pointed, "agent
 
 @pytest.fixture(scope="module")
 def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
-    """Five environments of each kind on two workers, of two nodes or of one; every test resets those it uses."""
+    """Five environments of each kind, on two nodes, on two workers without Ray, or in this process."""
     settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
     made = {
-        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=2 // nodes, **settings)
-        for name, nodes in (("drift", 2), ("pointed", 1), ("agents", 1))
+        name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=workers, **settings)
+        for name, nodes, workers in (("drift", 2, 1), ("pointed", 0, 2), ("agents", 0, 0))
     }
     yield made
     for venv in made.values():
@@ -333,11 +333,11 @@ def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
 
 
 @pytest.fixture(scope="module", params=["worker", "driver"])
-def faulty(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+def faulty(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Makes collectors on two environments; one of them fails in its seventh step, and after a restart again."""
     fns = [partial(FaultyEnv, "kill", "step", 10**9), partial(FaultyEnv, "raise", "step", 6)]
     preload = ("helpers.tianshou_kit",) if request.param == "worker" else ()
-    with closing(RayVectorEnv(fns, num_nodes=1, workers_per_node=2, on_env_error="restart", preload=preload)) as venv:
+    with closing(RayVectorEnv(fns, num_nodes=0, workers_per_node=2, on_env_error="restart", preload=preload)) as venv:
         yield partial(Collector, Exact(), venv, inference=request.param)
 
 

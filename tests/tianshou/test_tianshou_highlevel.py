@@ -16,7 +16,7 @@ builders = pytest.importorskip(
     "tianshou.highlevel.experiment", reason="Tianshou's high-level builder needs what its extra 'eval' installs"
 )
 CONFIG = {"max_epochs": 1, "epoch_num_steps": 128, "num_training_envs": 4, "num_test_envs": 2, "buffer_size": 1000}
-ONE_WORKER = RayVectorEnvType(num_nodes=1, workers_per_node=1)
+ONE_WORKER = RayVectorEnvType(num_nodes=0, workers_per_node=1)
 
 
 def experiment(builder_class: Any, training: Any, params: Any, factory: RayCollectorFactory) -> Any:
@@ -32,7 +32,6 @@ def on_policy() -> OnPolicyTrainingConfig:
     )
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_an_experiment_runs_on_our_environments_and_collectors() -> None:
     result = experiment(builders.PPOExperimentBuilder, on_policy(), PPOParams(lr=1e-3), RayCollectorFactory()).run()
     world = result.world
@@ -45,7 +44,6 @@ def test_an_experiment_runs_on_our_environments_and_collectors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
 def test_off_policy_experiments_prefetch() -> None:
     training = OffPolicyTrainingConfig(
         **CONFIG,

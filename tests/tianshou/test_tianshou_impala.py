@@ -209,8 +209,8 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    made = RayVectorEnv([DriftEnv] * 4, num_nodes=1, workers_per_node=1)
+def venv() -> Iterator[RayVectorEnv]:
+    made = RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=1)
     yield made
     with suppress(Exception):
         made.close()

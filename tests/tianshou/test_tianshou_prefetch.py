@@ -32,8 +32,8 @@ SEEDS = [11, 22, 33, 44, 55]
 
 
 @pytest.fixture(scope="module")
-def venv(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    made = RayVectorEnv([DriftEnv] * 5, num_nodes=1, workers_per_node=2, preload=("helpers.tianshou_kit",))
+def venv() -> Iterator[RayVectorEnv]:
+    made = RayVectorEnv([DriftEnv] * 5, num_nodes=0, workers_per_node=2, preload=("helpers.tianshou_kit",))
     yield made
     with suppress(Exception):
         made.close()
@@ -148,8 +148,8 @@ def test_a_reset_drops_the_pending_chunk(venv: RayVectorEnv) -> None:
 
 
 @pytest.mark.slow
-def test_an_environment_that_raises_in_a_pending_chunk_is_reported(ray_cluster: object) -> None:
-    env = RayVectorEnv([lambda: FaultyEnv("raise", at=15)] * 2, num_nodes=1, workers_per_node=1)
+def test_an_environment_that_raises_in_a_pending_chunk_is_reported() -> None:
+    env = RayVectorEnv([lambda: FaultyEnv("raise", at=15)] * 2, num_nodes=0, workers_per_node=1)
     collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
     collector.reset()
     assert collector.collect(n_step=20).n_collected_steps == 20
@@ -159,8 +159,8 @@ def test_an_environment_that_raises_in_a_pending_chunk_is_reported(ray_cluster: 
 
 
 @pytest.mark.slow
-def test_environments_close_with_a_pending_chunk(ray_cluster: object) -> None:
-    env = RayVectorEnv([DriftEnv] * 2, num_nodes=1, workers_per_node=1)
+def test_environments_close_with_a_pending_chunk() -> None:
+    env = RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=1)
     collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), prefetch=True)
     collector.reset()
     collector.collect(n_step=20)

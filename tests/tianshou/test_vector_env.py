@@ -19,13 +19,14 @@ from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
 from helpers.odd_envs import PressesCtrlC
 from helpers.tianshou_envs import Bare, Breaks, Held, Line, Misfit, NoGymReset, OwnSeed, Ragged, Told
+from helpers.tianshou_lockstep import assert_same, both, in_lockstep
 from helpers.waiting import DEADLINE_S
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 from tianshou.env.worker import EnvWorker
 
 from rayvec.errors import ConfigError, EnvError, WorkerLostError
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.testing import CountingEnv
 from rayvec.tianshou import RayVectorEnv, RayVectorEnvType
 
 EnvFns = Sequence[Callable[[], Any]]
@@ -33,11 +34,15 @@ MakeVenv = Callable[..., RayVectorEnv]
 
 
 @pytest.fixture
-def make(ray_cluster: object) -> Iterator[MakeVenv]:
-    """Makes vector environments on the shared cluster, by default on one worker, and closes them in the end."""
+def make(request: pytest.FixtureRequest) -> Iterator[MakeVenv]:
+    """Makes vector environments, by default with one worker and without Ray, and closes them in the end."""
     made: list[RayVectorEnv] = []
 
-    def make_one(fns: EnvFns, *args: Any, nodes: int = 1, workers: int = 1, **kwargs: Any) -> RayVectorEnv:
+    def make_one(
+        fns: EnvFns, *args: Any, nodes: int | None = 0, workers: int | None = 1, **kwargs: Any
+    ) -> RayVectorEnv:
+        if nodes != 0:
+            request.getfixturevalue("ray_cluster")
         made.append(RayVectorEnv(fns, *args, num_nodes=nodes, workers_per_node=workers, **kwargs))
         return made[-1]
 
@@ -54,80 +59,15 @@ def cartpoles(ray_cluster: object) -> Iterator[RayVectorEnv]:
         yield venv
 
 
-@pytest.fixture(scope="module")
-def lines(ray_cluster: object) -> Iterator[RayVectorEnv]:
-    """Environments of :data:`LINES` on one worker; every test seeds or resets them."""
-    with closing(RayVectorEnv(LINES, num_nodes=1, workers_per_node=1)) as venv:
+@pytest.fixture(scope="module", params=[1, 0], ids=["worker", "this process"])
+def lines(request: pytest.FixtureRequest) -> Iterator[RayVectorEnv]:
+    """Environments of :data:`LINES`, without Ray; every test seeds or resets them."""
+    with closing(RayVectorEnv(LINES, num_nodes=0, workers_per_node=request.param)) as venv:
         yield venv
 
 
 CARTPOLES = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=12)] * 5
 LINES = [Line, OwnSeed, Line]
-
-
-def canonical(value: Any) -> Any:
-    """The same with the keys of dicts in order: Tianshou's shared memory does not keep theirs either."""
-    if isinstance(value, dict):
-        return {key: canonical(value[key]) for key in sorted(value)}
-    if isinstance(value, (tuple, list)):
-        items = map(canonical, value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        flat = np.empty(value.size, dtype=object)
-        flat[:] = [canonical(item) for item in value.flat]
-        return flat.reshape(value.shape)
-    return value
-
-
-def assert_same(got: Any, expected: Any, what: str = "value") -> None:
-    assert_identical(canonical(got), canonical(expected), what)
-
-
-def both(ours: BaseVectorEnv, theirs: BaseVectorEnv, do: Callable[[BaseVectorEnv], Any], what: str = "result") -> Any:
-    """Does the same to both; asserts that the same comes out, be it an error."""
-
-    def outcome(venv: BaseVectorEnv) -> Any:
-        try:
-            return do(venv), None
-        except (TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-            return None, error
-
-    (got, our_error), (expected, their_error) = outcome(ours), outcome(theirs)
-    assert type(our_error) is type(their_error), (our_error, their_error)
-    if their_error is None:
-        assert_same(got, expected, what)
-    return expected
-
-
-def in_lockstep(ours: BaseVectorEnv, theirs: BaseVectorEnv, num_steps: int, groups: Any = None) -> int:
-    """Steps both alike, subsets in any order; returns how many episodes ended."""
-    random = np.random.default_rng(3)
-    n = len(theirs)
-    assert len(ours) == n
-    both(ours, theirs, lambda v: v.seed(5))
-    both(ours, theirs, lambda v: v.reset(), "first reset")
-    both(ours, theirs, lambda v: v.reset([n - 1, 0], seed=9), "reset with a seed")
-    action_spaces = theirs.action_space
-    ended = 0
-    for t in range(num_steps):
-        ids: Any = random.permutation(n)[: random.integers(1, n + 1)] if groups is None else groups[t % len(groups)]
-        action = np.stack([action_spaces[i].sample() for i in ids])
-        ids = [None, ids.tolist(), ids][t % 3] if groups is None and len(ids) == n else ids
-        step = both(ours, theirs, partial(_step, action=action, ids=ids), f"step {t} of {ids}")
-        done = step[2] | step[3]
-        ended += int(done.sum())
-        if done.any():
-            over = (np.arange(n) if ids is None else np.asarray(ids))[done]
-            both(ours, theirs, partial(_reset, ids=over), f"reset after step {t}")
-    return ended
-
-
-def _step(venv: BaseVectorEnv, action: Any, ids: Any) -> Any:
-    return venv.step(action, ids)
-
-
-def _reset(venv: BaseVectorEnv, ids: Any) -> Any:
-    return venv.reset(ids)
 
 
 class TestEquality:
@@ -176,7 +116,7 @@ class TestEquality:
         actions = [[1, 2, 0], np.array([1, 2, 0]), np.array([1, 0, 2], np.int8), [np.int64(1), 2.5, {"any": "thing"}]]
         for action in [*actions, np.array([0, "a", ()], dtype=object), (1, 0, 2)]:
             both(ours, theirs, lambda v: v.reset(seed=1))
-            both(ours, theirs, partial(_step, action=action, ids=None), str(action))
+            both(ours, theirs, lambda v, action=action: v.step(action), str(action))
         ours.reset()
         received = ours.step(torch.tensor([2, 1, 0]))[-1][0]["action"]
         assert received == repr(np.int64(2))  # a worker need not know torch
@@ -301,7 +241,7 @@ class TestInterface:
         both(ours, theirs, lambda v: v.step(np.zeros(2, int), [-1, 0]))
 
     @pytest.mark.parametrize("arguments", [{"wait_num": 3}, {"wait_num": -1}, {"timeout": 0}, {"timeout": -1.0}])
-    def test_arguments_that_tianshou_refuses(self, ray_cluster: object, arguments: dict[str, Any]) -> None:
+    def test_arguments_that_tianshou_refuses(self, arguments: dict[str, Any]) -> None:
         for kind in (DummyVectorEnv, RayVectorEnv):
             with pytest.raises(AssertionError, match=next(iter(arguments))):
                 kind([Line] * 2, **arguments)
@@ -312,7 +252,11 @@ class TestInterface:
             {"on_env_error": "ignore"},
             {"step_timeout_s": 0},
             {"on_node_loss": 1},
-            {"workers_per_node": 0},
+            {"start_timeout_s": 0},
+            {"num_nodes": 1, "workers_per_node": 0},
+            {"num_nodes": 0, "workers_per_node": 0, "step_timeout_s": 1.0},
+            {"num_nodes": 0, "workers_per_node": -1},
+            {"num_nodes": 0, "address": "auto"},
             {"env_fns": []},
             {"env_fns": "x"},
         ],
@@ -502,9 +446,9 @@ class TestFaults:
             make([NoGymReset]).reset()
 
     @pytest.mark.slow
-    def test_a_constructor_that_raises(self, ray_cluster: object) -> None:
+    def test_a_constructor_that_raises(self) -> None:
         with pytest.raises(TypeError, match="Misfit"):
-            RayVectorEnv([Line, Misfit], num_nodes=1)
+            RayVectorEnv([Line, Misfit], num_nodes=0)
 
     @pytest.mark.parametrize(("nodes", "kind"), [pytest.param(1, "none", marks=pytest.mark.slow), (2, "float64")])
     def test_restarts(self, make: MakeVenv, nodes: int, kind: str) -> None:
@@ -595,8 +539,8 @@ class TestUnderTianshou:
             def _update_with_batch(self, *args: Any, **kwargs: Any) -> TrainingStats:
                 return TrainingStats()
 
-        kind = RayVectorEnvType(num_nodes=1, workers_per_node=1)
-        assert repr(kind) == "RayVectorEnvType(num_nodes=1, workers_per_node=1)"
+        kind = RayVectorEnvType(num_nodes=0, workers_per_node=1)
+        assert repr(kind) == "RayVectorEnvType(num_nodes=0, workers_per_node=1)"
         test_envs = make([partial(gymnasium.make, "CartPole-v1")] * 2)
         with closing(
             EnvFactoryRegistered(task="CartPole-v1", venv_type=kind).create_venv(3, EnvMode.TRAINING, 1)

@@ -91,6 +91,36 @@ class TestEquivalence:
         assert infos["at"].tolist() == ["reset 1"] * 2
 
 
+class RepeatsAction(gymnasium.Env[Any, Any]):
+    """Its info holds the text of its action, whose keys have an order."""
+
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Dict(
+        z=spaces.Dict(d=spaces.Discrete(3), c=spaces.Box(-1.0, 1.0, (2,))),
+        b=spaces.Tuple([spaces.Dict(y=spaces.Discrete(2), x=spaces.Discrete(9))]),
+        a=spaces.Discrete(4),
+    )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        return 0, 0.0, False, False, {"action": repr(action)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_keys_of_actions_come_in_gymnasiums_order(workers: int) -> None:
+    env, sync = (
+        RayVecEnv([RepeatsAction] * 3, num_nodes=0, workers_per_node=workers),
+        SyncVectorEnv([RepeatsAction] * 3),
+    )
+    with env, closing(sync):
+        actions = env.action_space.sample()
+        for each in (env, sync):
+            each.reset()
+        assert_identical(env.step(actions), sync.step(actions))
+
+
 class TestSeeds:
     """Seeds, options and masks, on one environment for each mode."""
 

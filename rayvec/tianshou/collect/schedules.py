@@ -1,4 +1,4 @@
-"""Which steps of the chunks belong to what a Tianshou collector was asked for."""
+"""Which steps of the chunks a call of a Tianshou collector requested."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_STEPS = 128
 
 
 class Schedule(Protocol):
-    """Says how many steps to take next, and which steps of a chunk were asked for; see ``EpisodeQuotas`` too."""
+    """Says how many steps to take next, and which steps of a chunk were requested; see ``EpisodeQuotas`` too."""
 
     def next_steps(self) -> int:
         """Returns how many steps the next chunk has; 0 once everything has been taken."""
         ...
 
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns which steps of the next chunk were asked for.
+        """Returns which steps of the next chunk were requested.
 
         Args:
             valid: Steps that happened, ``bool [T, N]``.

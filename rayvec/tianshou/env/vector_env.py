@@ -1,8 +1,7 @@
-"""RayVectorEnv: a cluster of environments as a Tianshou vector environment."""
+"""RayVectorEnv: environments on a cluster or on this machine, as a Tianshou vector environment."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,17 +12,16 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
-from rayvec.cluster.open_pool import open_ray_pool
-from rayvec.data import Rollout, StepBatch, Topology
+from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, message
+from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
-from rayvec.rollout.loop import ActingPolicy
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
+from rayvec.vector.adapter import PoolAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -31,23 +29,31 @@ _T = TypeVar("_T")
 Ids = int | list[int] | NDArray[Any] | None
 
 
-class RayVectorEnv(BaseVectorEnv):
-    """Environments on every core of a Ray cluster, as one Tianshou vector environment.
+def _of_each(name: str, doc: str) -> property:
+    """Returns a property: an attribute of each environment, in a list."""
+    return property(lambda venv: venv.get_env_attr(name), doc=doc)
+
+
+class RayVectorEnv(PoolAdapter, BaseVectorEnv):
+    """Environments on every core of a Ray cluster or of this machine, as one Tianshou vector environment.
 
     It replaces ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
     their order, types and errors are Tianshou's. Environments are made on the workers, never in this process, so only
     the callables must be picklable. As in Tianshou, no cores are claimed from Ray: several vector environments may
     share them, as training and test environments do.
 
-    With `wait_num` or `timeout`, stepping is asynchronous, and every environment has a process of its own.
+    With `wait_num` or `timeout`, stepping is asynchronous, and every environment has a process of its own. With
+    ``workers_per_node=0`` they step in this process and answer all at once.
 
     Args:
         env_fns: One callable for each environment.
         wait_num: A step returns when this many environments have answered; all of them by default.
         timeout: A step returns after this many seconds with the answers that are there, at least one.
-        num_nodes: How many nodes to use; by default all.
-        workers_per_node: Worker processes on each; by default one for each core.
+        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray.
+        workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
+            process steps the environments one after another, as ``DummyVectorEnv`` does.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
+        start_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
             observation, reward 0, truncated, and ``info["env_restarted"]``. The caller resets, as after any episode.
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
@@ -73,14 +79,13 @@ class RayVectorEnv(BaseVectorEnv):
         num_nodes: int | None = None,
         workers_per_node: int | None = None,
         step_timeout_s: float | None = None,
+        start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        self.is_closed = True  # until the constructor is done; __del__ reads it
-        check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s)
+        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
         self.env_num = factory.num_envs
         self.wait_num = wait_num or self.env_num
@@ -91,68 +96,33 @@ class RayVectorEnv(BaseVectorEnv):
         self.waiting_id: list[int] = []
         self.ready_id = list(range(self.env_num))
         self._failed = False
-        self._in_chunk = False
         self._everyone = np.arange(self.env_num)
         self._assembler = Assembler()
-        self._pool = open_ray_pool(
+        self._open(
             factory,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
+            restart_policy=restart_policy,
+            on_node_loss=on_node_loss,
+            preload=preload,
+            address=address,
             worker_per_env=self.is_async,
             claim_cpus=False,
-            preload=preload,
-            restart_policy=restart_policy,
-            rehost=on_node_loss == "rehost",
-            address=address,
         )
-        self.is_closed = False
         spaces = self._pool.spaces
         self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
     @property
-    def topology(self) -> Topology:
-        """Which node holds which environments, and how many workers step them."""
-        return self._pool.topology
+    def is_closed(self) -> bool:  # type: ignore[override]
+        """Whether the environments are closed."""
+        return self.closed
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """How each node is reached: ``"shm"`` or ``"tcp"``."""
-        return self._pool.transports
-
-    def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids of each node's actor and, after it, of its workers, by the node's name.
-
-        Raises:
-            AssertionError: A chunk is pending, or the environments are closed.
-        """
-        self._assert_is_free()
-        return self._pool.worker_pids()
-
-    @property
-    def action_space(self) -> list[Any]:
-        """The space of each environment's actions."""
-        return self.get_env_attr("action_space")
-
-    @property
-    def observation_space(self) -> list[Any]:
-        """The space of each environment's observations."""
-        return self.get_env_attr("observation_space")
-
-    @property
-    def metadata(self) -> list[Any]:
-        """The metadata of each environment."""
-        return self.get_env_attr("metadata")
-
-    @property
-    def spec(self) -> list[Any]:
-        """The spec of each environment."""
-        return self.get_env_attr("spec")
-
-    @property
-    def reward_range(self) -> list[Any]:
-        """The range of each environment's rewards, which Gymnasium no longer has."""
-        return self.get_env_attr("reward_range")
+    action_space = _of_each("action_space", "The space of each environment's actions.")
+    observation_space = _of_each("observation_space", "The space of each environment's observations.")
+    metadata = _of_each("metadata", "The metadata of each environment.")
+    spec = _of_each("spec", "The spec of each environment.")
+    reward_range = _of_each("reward_range", "The range of each environment's rewards, which Gymnasium no longer has.")
 
     @property
     def workers(self) -> list[RemoteEnv]:  # type: ignore[override]
@@ -226,7 +196,7 @@ class RayVectorEnv(BaseVectorEnv):
             AssertionError: One of them is stepping, or there are more or fewer actions than environments.
             ValueError: No action, and stepping is not asynchronous.
         """
-        self._assert_is_free()
+        self._assert_idle()
         ids = self._wrap_id(id)
         if not self.is_async:
             if action is None:
@@ -293,7 +263,7 @@ class RayVectorEnv(BaseVectorEnv):
         Returns:
             The result of each environment's ``seed``, or else the seed that it was reset with, in a list.
         """
-        self._assert_is_free()
+        self._assert_idle()
         self._assert_id(self._wrap_id(None))
         batch = self._reset(self._everyone, env_seeds(seed, self.env_num), {"seed": True})
         _, _, apart = self._assembler.reset(batch)
@@ -319,63 +289,34 @@ class RayVectorEnv(BaseVectorEnv):
         if self._failed:  # it is closed already, which the caller need not know
             self._failed = False
             return
-        self._assert_is_not_closed()
-        self.is_closed = True
-        self._pool.close()
+        super()._assert_is_not_closed()
+        self._close_pool()
 
-    def __del__(self) -> None:
-        """Closes what was not closed."""
-        if not getattr(self, "is_closed", True) and not sys.is_finalizing():
-            self.close()
-
-    # Chunks, for rayvec.tianshou.Collector.
+    def _close_failed(self) -> None:
+        super()._close_failed()
+        self._failed = True  # after close(), which raises where it is called twice
 
     @property
     def gives_arrays(self) -> bool:
         """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
         return self._pool.layout is not None and not self._assembler.any_apart
 
-    def publish(self, policy: ActingPolicy) -> WeightStore:
-        """Sends a policy to every worker; returns the store that publishes its weights."""
+    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+        """See :class:`~rayvec.vector.adapter.PoolAdapter`; a chunk may be pending."""
         self._assert_is_not_closed()
-        return WeightStore(self._pool, policy, guarded=self._guarded)
-
-    def rollout_async(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Starts a chunk of steps that the workers take with a published policy; :meth:`rollout_wait` returns it.
-
-        Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
-        published meanwhile: the next chunk starts with them.
-        """
-        self._assert_is_free()
-        self._guarded(lambda: self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed))
-        self._in_chunk = True
-
-    def rollout_wait(self) -> Rollout:
-        """Waits for the chunk that :meth:`rollout_async` started; call it again if the wait was interrupted."""
-        self._assert_is_not_closed()
-        rollout = self._guarded(self._pool.finish_rollout, Exception)  # Ctrl-C leaves it pending
-        self._in_chunk = False
-        return rollout
+        return self._publish(policy, first_version)
 
     # What the public methods share.
 
-    def _assert_is_free(self) -> None:
+    def _assert_is_not_closed(self) -> None:
+        self._assert_same_process()
+        super()._assert_is_not_closed()
+
+    _assert_running = _assert_is_not_closed
+
+    def _assert_idle(self, name: str = "") -> None:
         self._assert_is_not_closed()
-        assert not self._in_chunk, "Cannot interact with environments that take a chunk for a prefetching collector."
-
-    def _guarded(self, function: Callable[[], _T], fatal: type[BaseException] = BaseException) -> _T:
-        """Calls the pool: a timeout leaves it as it is, any other error closes everything.
-
-        So does Ctrl-C, because a call may still be pending then: the next one could get its answer.
-        """
-        try:
-            return function()
-        except NotReady:
-            raise
-        except fatal:
-            self.close()
-            self._failed = True
-            raise
+        assert self._pending is None, "Cannot interact with environments that take a chunk for a prefetching collector."
 
     def _exchange(self, ids: NDArray[np.int64], start: Callable[[], None]) -> StepBatch:
         """Starts a step or a reset of some environments, and waits for all of them."""
@@ -388,7 +329,7 @@ class RayVectorEnv(BaseVectorEnv):
 
     def _free_ids(self, id: Ids) -> list[int] | NDArray[Any]:
         """Returns ids of environments that are not stepping."""
-        self._assert_is_free()
+        self._assert_idle()
         ids = self._wrap_id(id)
         if self.is_async:
             self._assert_id(ids)

@@ -314,7 +314,7 @@ class AlgorithmRank:
         return optimizer, summed, clipped
 
     def _fuse(self) -> None:
-        """Lets Adam step all parameters in one kernel, unless the optimizer was told how: the same up to rounding.
+        """Lets Adam step all parameters in one kernel, unless the user chose how it steps: the same up to rounding.
 
         That kernel counts steps where the parameters are; the other kernels count them on the CPU.
         """

@@ -1,0 +1,237 @@
+"""What the vector environments of Gymnasium and of Tianshou share: a pool, and the call that is pending in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+
+from rayvec.data import Rollout, Topology
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
+from rayvec.pools.base import ActingPool, Cut, NotReady
+from rayvec.pools.weights import WeightStore
+from rayvec.rollout.loop import as_policy
+from rayvec.vector.engine import open_pool
+
+__all__ = ["PendingCall", "PoolAdapter"]
+
+_T = TypeVar("_T")
+_Fatal = type[BaseException] | tuple[type[BaseException], ...]
+Wait = Callable[[float | None], Any]
+"""Waits for up to so many seconds, and returns the result of a call."""
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """A call that was started and whose result has not been returned.
+
+    Attributes:
+        name: ``"reset"``, ``"step"``, ``"call"``, ``"send"`` or ``"rollout"``.
+        waits: For each group of environments that is busy, what waits for it. Only a ``"send"`` has several groups.
+        timed_out: Whether a wait has timed out.
+    """
+
+    name: str
+    waits: dict[int, Wait] = field(default_factory=dict)
+    timed_out: bool = False
+
+
+class PoolAdapter:
+    """A base of vector environments: it owns a pool, checks whether a call may begin, and closes what fails.
+
+    Attributes:
+        closed: Whether the pool is closed, or not open yet.
+    """
+
+    closed = True
+    _pool: ActingPool
+    _creator: int
+    _pending: PendingCall | None = None
+    close: Any  # a method of the library's own base class
+
+    def _open(self, factory: EnvFactory, **settings: Any) -> None:
+        """Opens the pool; `settings` are those of :func:`rayvec.vector.engine.open_pool`."""
+        self._creator = os.getpid()
+        self._pool = open_pool(factory, **settings)
+        self.closed = False
+
+    @property
+    def topology(self) -> Topology:
+        """Which node holds which environments, and how many workers step them."""
+        return self._pool.topology
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached: ``"shm"`` or ``"tcp"``, or ``"local"`` if this process steps the environments."""
+        return self._pool.transports
+
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Process ids by the node's name: of the process that holds the workers, and after it of each worker."""
+        self._assert_idle("worker_pids")
+        return self._pool.worker_pids()
+
+    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights.
+
+        Args:
+            policy: Pickled as it is now.
+            first_version: Of the weights that it brings along.
+        """
+        self._assert_idle("publish")
+        return self._publish(policy, first_version)
+
+    def _publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+        guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
+        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
+
+    def rollout_async(
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> None:
+        """Starts a chunk of steps that the workers take with a published policy; :meth:`rollout_wait` returns it.
+
+        Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
+        published meanwhile: the next chunk starts with them. Another chunk may be started before the wait; the workers
+        then go from one to the other by themselves.
+
+        Args:
+            weights: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store.
+        """
+        self._assert_running()
+        if self._pending is None or self._pending.name != "rollout" or not self._pool.acting.has_room:
+            self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+
+        def start() -> Wait:
+            self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
+            return self._pool.finish_rollout
+
+        self._start("rollout", start)
+
+    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
+        """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
+
+        Args:
+            timeout: The longest wait in seconds; None waits without limit.
+            cut: Called about every millisecond with the number of steps that all environments together have taken.
+                Once it returns True, every worker ends the chunk after its next step. Requires ``num_nodes=0``.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        self._assert_pending("rollout")
+        fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
+        acting = self._pool.acting
+        num_pending = acting.num_pending
+        try:
+            rollout = self._guarded(lambda: self._pool.finish_rollout(timeout, cut), fatal)
+        except KeyboardInterrupt:
+            if not self.closed and acting.num_pending < num_pending:  # the chunk is lost
+                self._close_failed()
+            raise
+        if not acting.num_pending:
+            self._pending = None
+        return rollout
+
+    def __enter__(self) -> Self:
+        """Returns itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Closes it."""
+        if not self.closed:
+            self.close()
+
+    def __del__(self) -> None:
+        """Closes what was not closed."""
+        if not sys.is_finalizing():
+            self._close_failed()
+
+    def _close_pool(self, timeout_s: float | None = None) -> None:
+        self.closed = True
+        if os.getpid() == self._creator:  # in a child that was forked later, what runs belongs to its parent
+            self._pool.close(timeout_s)
+
+    def _close_failed(self) -> None:
+        """Closes after a call that failed."""
+        self._pending = None
+        if not self.closed:
+            self.close()
+
+    def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
+        """Calls the pool. A timeout leaves the pool as it is; any other error closes it.
+
+        Ctrl-C closes it too: a later call could mistake the pending result for its own.
+        """
+        try:
+            return function()
+        except NotReady as error:
+            if self._pending is not None:
+                self._pending.timed_out = True
+            raise multiprocessing.TimeoutError(str(error)) from error
+        except fatal as error:
+            if self.closed and isinstance(error, Exception):
+                raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
+            self._close_failed()
+            raise
+
+    def _start(self, name: str, start: Callable[[], Wait], group: int = 0) -> None:
+        """Starts a call, which is pending from then on; `start` returns what waits for its result."""
+
+        def begin() -> None:
+            wait = start()
+            self._pending = self._pending or PendingCall(name)
+            self._pending.waits[group] = wait
+
+        self._guarded(begin)
+
+    def _wait(self, name: str, timeout_s: float | None, group: int = 0) -> Any:
+        """Waits for the result of a call, which is not pending any more then."""
+        self._assert_pending(name)
+        call = self._pending
+        assert call is not None
+        result = self._guarded(lambda: call.waits[group](timeout_s))
+        del call.waits[group]
+        if not call.waits:
+            self._pending = None
+        return result
+
+    def _assert_same_process(self) -> None:
+        if os.getpid() != self._creator:
+            raise ClosedEnvironmentError(
+                message(
+                    "An environment is used by the process that created it.",
+                    expected=f"process {self._creator}",
+                    got=f"process {os.getpid()}, which was forked from it",
+                    remedy="Create the environment after the fork.",
+                )
+            )
+
+    def _assert_running(self) -> None:
+        self._assert_same_process()
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_idle(self, name: str) -> None:
+        self._assert_running()
+        if self._pending is not None:
+            pending = self._pending.name
+            raise AlreadyPendingCallError(
+                f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
+            )
+
+    def _assert_pending(self, name: str) -> None:
+        self._assert_running()
+        if self._pending is None or self._pending.name != name:
+            raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
