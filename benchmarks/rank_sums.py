@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 import tyro
 from measure import heading, markdown
-
 from rayvec.bench.harness.rank_processes import RankProcesses
+
 from rayvec.learners.ranks import Ranks
 
 

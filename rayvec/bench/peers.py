@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_peers",
     "marked_environment",
     "peer_process",
+    "rates",
     "short_name",
     "venvs",
 ]
@@ -174,6 +176,17 @@ class PeerProcess:
         self._process.wait(_KILL_S)
 
 
+def rates(windows: Sequence[dict[str, Any]], references: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rates of a row from its windows and, one for each, those of its reference."""
+    found = {
+        "steps_per_s": [each["steps_per_s"] for each in windows],
+        "of_floor": [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(windows, references, strict=True)],
+        "steps_per_cpu_s": [each["steps"] / max(each["cpu_s"], 0.01) for each in windows],
+    }
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return medians | {f"{name}_all": values for name, values in found.items()}
+
+
 @contextlib.contextmanager
 def peer_process(
     peer: str,
@@ -181,15 +194,24 @@ def peer_process(
     task: Mapping[str, Any],
     python: str = sys.executable,
     task_type: str = _TASK,
+    record: bool = False,
 ) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
     """Starts a peer on a task; yields it with its first answer, and ends it. ``missing`` says that it isn't installed.
+
+    Args:
+        peer: Its name, or ``module:name`` of an adapter.
+        environment: Variables in addition to those of this process.
+        task: Fields of the task.
+        python: Interpreter.
+        task_type: Class of the task, ``module:name``.
+        record: Whether environments record when they step, so that a window's time can be divided.
 
     Raises:
         RayvecError: It is installed but can't be started.
     """
     process = PeerProcess(short_name(peer), environment, python)
     try:
-        started = process.do("start", peer=peer, task=dict(task), task_type=task_type)
+        started = process.do("start", peer=peer, task=dict(task), task_type=task_type, record=record)
         yield process, started
     except BaseException:
         process.kill()

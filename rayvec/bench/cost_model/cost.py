@@ -16,7 +16,7 @@ from rayvec.bench.cost_model.model import steps_per_s as predicted_steps_per_s
 from rayvec.bench.cost_model.plan import cluster_of
 from rayvec.bench.results import Results
 from rayvec.bench.settings import PRICES, Cost
-from rayvec.bench.terminal import console, show_table
+from rayvec.bench.terminal import show_table
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError
 
@@ -142,15 +142,15 @@ def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
     for name in settings.compare_with:
         groups |= {f"{name} alone": [each] for each in instances if each.name == name}
     mixes = {what: _choose(group, enough) for what, group in groups.items()}
-    results, terminal = Results.of("cost", settings), console()
+    results = Results.of("cost", settings)
     lines = []
     for what, mix in mixes.items():
         factor = mix.price_per_hour / mixes["cheapest"].price_per_hour
         results.rows.append({"what": what, **asdict(mix), "mix": str(mix), "factor": factor})
         lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
     header = ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest")
-    show_table(terminal, f"For {wanted}", header, lines)
-    results.finish(terminal)
+    show_table(f"For {wanted}", header, lines)
+    results.finish()
 
 
 def _choose(instances: Sequence[Instance], enough: Callable[[Mix], bool]) -> Mix:
