@@ -180,7 +180,7 @@ def tianshou_ppo(envs: Any) -> Any:
 
 def tianshou_sac(envs: Any) -> Any:
     """Returns Tianshou's SAC for Pendulum-v1."""
-    from sac_peers import tianshou_algorithm
+    from sac_update import tianshou_algorithm
 
     more = {"alpha_lr": 3e-4, "deterministic_eval": True}
     return tianshou_algorithm(3, envs.action_space[0], 128, 1e-3, 1e-3, n_step_return_horizon=3, **more)

@@ -16,17 +16,13 @@ and continue with the same command. An interrupted run of rayvec resumes from it
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import learning
-import numpy as np
-from learning import Outcome, interquartile_mean
-from measure import heading, markdown
-from numpy.typing import NDArray
+from measure import heading
 
 ENV_ID, EPISODES = "HalfCheetah-v5", 10
 SETTINGS = (
@@ -36,56 +32,17 @@ SETTINGS = (
 OURS, THEIRS = "rayvec", "CleanRL-style"
 
 
-def ours(seed: int, options: argparse.Namespace, directory: Path) -> None:
-    """Trains with ``rayvec train sac``."""
-    args, _ = learning.parse(["--algorithm", "sac", "--env-id", ENV_ID, "--episodes", str(EPISODES)])
-    learning.run(args, seed, [*SETTINGS, "--total-steps", str(options.steps), *options.settings], directory)
-
-
-def theirs(seed: int, options: argparse.Namespace, directory: Path) -> None:
-    """Trains with the script."""
-    script = Path(__file__).with_name("cleanrl_style.py")
-    command = [sys.executable, script, ENV_ID, options.steps, seed, directory / f"seed{seed}"]
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
-
-
-def finished(directory: Path, seeds: list[int]) -> list[Outcome]:
-    """Returns what has been kept of these seeds."""
-    places = [directory / f"seed{seed}" for seed in seeds]
-    return [learning.read(place) for place in places if (place / "outcome.json").exists()]
-
-
-def error_of_iqm(values: NDArray[np.float64]) -> float:
-    """Returns the standard error of the interquartile mean, by 10,000 bootstrap samples of the seeds."""
-    if len(values) < 2:
-        return float("nan")
-    drawn = np.random.default_rng(0).choice(values, (10_000, len(values)))
-    return float(np.std([interquartile_mean(sample) for sample in drawn]))
-
-
-def table(outcomes: dict[str, list[Outcome]]) -> str:
-    """Returns the returns of all seeds, and below them how far apart the two are."""
-    rows, summary = [], {}
-    for name, runs in outcomes.items():
-        for item in runs:
-            rows.append(
-                [name, item.seed, f"{item.wall_s:.0f}", f"{item.returns.mean():.0f}", f"{item.returns.std():.0f}"]
-            )
-        means = np.array([item.returns.mean() for item in runs])
-        if len(means):
-            summary[name] = interquartile_mean(means), error_of_iqm(means)
-    lines = [markdown(["", "seed", "wall time, s", f"greedy return, {EPISODES} episodes", "over episodes"], rows), ""]
-    lines += [
-        f"{name}: interquartile mean {mean:.0f}, standard error {error:.0f} ({len(outcomes[name])} seeds)."
-        for name, (mean, error) in summary.items()
-    ]
-    if len(summary) == 2:
-        (mine, error), (other, other_error) = summary[OURS], summary[THEIRS]
-        lines.append(
-            f"{OURS} minus {THEIRS}: {mine - other:+.0f}, which is {(mine - other) / other_error:+.1f} standard errors "
-            f"of the latter, {(mine - other) / np.hypot(error, other_error):+.1f} of the difference."
-        )
-    return "\n".join(lines)
+def train(name: str, seed: int, options: argparse.Namespace) -> None:
+    """Trains once in a process of its own, and keeps the outcome."""
+    directory = options.runs / name.lower()
+    directory.mkdir(parents=True, exist_ok=True)
+    if name == OURS:
+        args, _ = learning.parse(["--algorithm", "sac", "--env-id", ENV_ID, "--episodes", str(EPISODES)])
+        learning.run(args, seed, [*SETTINGS, "--total-steps", str(options.steps), *options.settings], directory)
+    else:
+        script = Path(__file__).with_name("cleanrl_style.py")
+        command = [sys.executable, script, ENV_ID, options.steps, seed, directory / f"seed{seed}"]
+        subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -107,17 +64,16 @@ def main() -> None:
     """Runs what is missing, alternating between the two, and prints the table."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(sys.argv[1:])
-    kinds = {OURS: ours, THEIRS: theirs}
-    directories = {name: options.runs / name.lower() for name in kinds}
+    outcomes: dict[str, list[learning.Outcome]] = {OURS: [], THEIRS: []}
     for seed in options.seeds:
-        for name, run in kinds.items():
-            wanted = not options.report and options.only in (None, name)
-            if wanted and not finished(directories[name], [seed]):
-                os.makedirs(directories[name], exist_ok=True)
-                run(seed, options, directories[name])
-    outcomes = {name: finished(directory, options.seeds) for name, directory in directories.items()}
+        for name, runs in outcomes.items():
+            place = options.runs / name.lower() / f"seed{seed}"
+            if not options.report and options.only in (None, name) and not (place / "outcome.json").exists():
+                train(name, seed, options)
+            if (place / "outcome.json").exists():
+                runs.append(learning.read(place))
     print(heading(("gymnasium", "mujoco", "torch", "numpy")))
-    print(table(outcomes))
+    learning.show(outcomes)
     if options.plot:
         learning.plot(outcomes, options.plot, f"{ENV_ID} · SAC")
 

@@ -18,7 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from measure import heading, markdown, simulated_cluster
+from measure import heading, simulated_cluster
+
+from rayvec.bench.terminal import show_table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TASKS: dict[str, tuple[str, float, Callable[[int, int], tuple[Any, ...]]]] = {
@@ -48,7 +50,7 @@ def main(
                 rows.append((task, seed, learners, threshold, f"{best:.1f}", f"{time.monotonic() - began_s:.0f}"))
                 missed = missed or best < threshold
     print(heading(("tianshou", "gymnasium", "ray", "torch")))
-    print(markdown(("task", "seed", "learners", "threshold", "mean return", "wall time, s"), rows))
+    show_table("Thresholds", ("task", "seed", "learners", "threshold", "mean return", "wall time, s"), rows)
     sys.exit(int(missed))
 
 

@@ -36,7 +36,7 @@ def run(settings: Compare, mentioned: frozenset[str] = frozenset()) -> None:
     """Measures, prints a table for each environment, and writes the files."""
     check(settings)
     check_any(settings, "env_id", "num_envs")
-    check_peers(settings.peer, COMPARE_PEERS)
+    check_peers((*settings.peer, settings.reference), COMPARE_PEERS)
     pythons = venvs(settings.peer_venv)
     _check_envs(settings.env_id)
     results = Results.of("compare", settings)
@@ -82,7 +82,7 @@ def _measured(settings: Compare, way: str, task: dict[str, Any], python: str) ->
             row = _rates(settings, peer, task, environment, python)
         except RayvecError as error:
             return {"failed": str(error)}
-        if "missing" in row or row["split"] or settings.hidden_sizes:
+        if "missing" in row or row["split"] or settings.hidden_sizes:  # a net takes time that is no state of its own
             return row
         try:
             return row | _divided(settings, peer, task, environment, python)
@@ -108,7 +108,8 @@ def _rates(
         ]
     own, references = map(list, zip(*pairs, strict=True))
     known = {"num_envs": started["num_envs"], "workers": task["workers"], "transport": started["transport"]}
-    return known | rates(own, references) | {"start_s": started["start_s"], "split": own[0]["split"]}
+    split = None if settings.hidden_sizes else own[0]["split"]
+    return known | rates(own, references) | {"start_s": started["start_s"], "split": split}
 
 
 def _divided(
@@ -152,7 +153,7 @@ def _show(results: Results) -> None:
         reference = results.settings["reference"]
         show_table(
             f"{env_id}; each peer's best row has a *",
-            ("", "envs", "transport", "steps/s", f"of {reference}", "steps per CPU-second"),
+            ("", "envs", "transport", "steps/s", f"of {short_name(reference)}", "steps per CPU-second"),
             [_texts(row, best[row["way"]]) for row in rows],
         )
         divided = [((row["way"], row["num_envs"]), row["split"]) for row in rows if row.get("split")]

@@ -104,8 +104,8 @@ class Compare:
     peer_venv: tuple[str, ...] = ()
     """Virtual environments of peers, each name=path; those in RAYVEC_BENCH_VENVS, separated by colons, count too."""
 
-    reference: Literal["floor", "process-pool", "gymnasium-sync"] = "floor"
-    """What each row is divided by; its windows alternate with the row's."""
+    reference: str = "floor"
+    """The peer that each row is divided by; its windows alternate with the row's."""
 
     num_envs: tuple[Count, ...] = (8, 64)
     """Numbers of environments."""

@@ -55,9 +55,8 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
     for row in rows:
         table.add_row(*map(str, row))
     terminal = console()
-    terminal.print(f"\n{title}\n")
+    terminal.print(f"\n{title}")
     terminal.print(table)
-    terminal.print()
 
 
 def show_split(title: str, header: Sequence[str], rows: Sequence[tuple[Sequence[Any], Mapping[str, float]]]) -> None:

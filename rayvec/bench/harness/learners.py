@@ -47,6 +47,7 @@ class LearnerTask:
         weak: Whether batch and minibatch grow with the number of ranks.
         hidden_sizes: Of the nets.
         obs_size: Numbers in an observation.
+        act_size: Numbers in an action; 0 for one of two.
         images: Whether observations are four frames of 84x84 pixels instead.
         compile: Whether rayvec's gradients are compiled.
         device: ``"cpu"`` or ``"cuda"``.
@@ -61,6 +62,7 @@ class LearnerTask:
     weak: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
     obs_size: int = 17
+    act_size: int = 0
     images: bool = False
     compile: bool = False
     device: str = "cpu"
@@ -124,7 +126,7 @@ class LearnerTask:
 
     def env(self) -> _Noise:
         """Makes an environment with the observations and actions of the batch."""
-        return _Noise(self.obs_size, self.images)
+        return _Noise(self)
 
     def learner(self) -> Callable[[], Any]:
         """Returns a function that makes the learner."""
@@ -149,10 +151,10 @@ class LearnerTask:
 class _Noise(gymnasium.Env[Any, Any]):
     """An environment of random observations and rewards, whose episodes never end."""
 
-    def __init__(self, obs_size: int, images: bool) -> None:
-        frames, numbers = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-np.inf, np.inf, (obs_size,))
-        self.observation_space = frames if images else numbers
-        self.action_space = spaces.Discrete(2)
+    def __init__(self, task: LearnerTask) -> None:
+        frames, numbers = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-np.inf, np.inf, (task.obs_size,))
+        self.observation_space = frames if task.images else numbers
+        self.action_space = spaces.Box(-1, 1, (task.act_size,)) if task.act_size else spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
