@@ -164,5 +164,5 @@ if __name__ == "__main__":
         window=2.0,
     )
     share_modules()
-    print(heading(("gymnasium", "ray", "tianshou", "torch", "numpy")))
+    print(heading())
     compare.run(tyro.cli(Compare, default=default, description=__doc__))

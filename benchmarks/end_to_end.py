@@ -11,9 +11,8 @@ the greedy policy plays 20 episodes, which are the same for all libraries of a s
 return of at least 475, or -200, ends the run, and what the clock says then is the result. A run that needs longer than
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
-Ours runs as it comes, with a Ray of its own, and with ``num_nodes=0``: no Ray, the environments in the driver's own
-process. Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which
-is faster for small nets.
+Ours runs with its default settings, which start no Ray, and with a private Ray. Libraries other than ours run twice
+for each seed: with as many threads as torch chooses, and with one, which is faster for small nets.
 
 Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
 stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
@@ -42,16 +41,14 @@ from rayvec.bench.terminal import show_table, spread
 
 LIBRARIES = {
     "rayvec": "",
-    "rayvec, no Ray": "",
+    "rayvec, with Ray": "",
     "CleanRL-style": "",
     "Stable-Baselines3": "stable-baselines3",
     "Tianshou": "",
     "RLlib": "rllib",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
-OURS = ("rayvec", "rayvec, no Ray")
-REFERENCES = {"cartpole": "rayvec, no Ray", "pendulum": "rayvec"}
-"""Of each task, what the others' times are divided by."""
+OURS = ("rayvec", "rayvec, with Ray")
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -133,13 +130,13 @@ def show(records: list[Record], task: str, options: argparse.Namespace) -> None:
             rows.append([title, "not installed", "", "", ""])
             continue
         done = [record for record in runs if record["reached_s"] is not None]
-        ours = [mine.get((REFERENCES[task], 0, record["seed"]), {}).get("reached_s") for record in done]
+        ours = [mine.get(("rayvec", 0, record["seed"]), {}).get("reached_s") for record in done]
         ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
         failed = next((f" ({record['error']})" for record in runs if record["error"]), "")
         times, steps = [record["reached_s"] for record in done], [record["steps"] for record in done]
         reached = f"{len(done)} of {len(runs)}{failed}"
         rows.append([title, reached, spread(times, ".1f"), spread(steps), spread(ratios, ".2f")])
-    header = ["", "reached", "wall time, s", "steps", f"time / {REFERENCES[task]}, seed by seed"]
+    header = ["", "reached", "wall time, s", "steps", "time / rayvec, seed by seed"]
     show_table(TITLES[task], header, rows)
 
 
@@ -176,7 +173,7 @@ def main() -> None:
             print(f"{library}, {threads} threads, {task}, seed {seed}: {result}", file=sys.stderr)
             if options.json:
                 results.write()
-    print(heading(("gymnasium", "ray", "tianshou", "torch", "numpy")))
+    print(heading())
     for task in options.tasks:
         show(results.rows, task, options)
 

@@ -155,7 +155,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
-    print(heading(("torch", "numpy")))
+    print(heading())
     print(torch.cuda.get_device_name() if options.device == "cuda" else "CPU: these are not the figures looked for")
     for algorithm, rows in {"sac": sac_rows, "ppo": ppo_rows}.items():
         if algorithm in options.algorithms:

@@ -206,6 +206,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
     parser.add_argument("--random", type=int, default=0, help="episodes to play with random actions")
     parser.add_argument("--minutes", type=float, help="wall time after which each training ends")
+    parser.add_argument("--beside", type=Path, help="directory of other runs, such as cleanrl_style.py's, to show too")
     parser.add_argument("--report", action="store_true", help="train nothing, show what has finished in --runs")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
@@ -221,10 +222,13 @@ def main() -> None:
         outcomes = [run(args, seed, options, runs) for seed in seeds]
         if not outcomes:
             sys.exit(f"none of the seeds {args.seeds} has finished in {runs}")
-        print(heading(("gymnasium", "torch", "numpy")))
-        show({"rayvec": outcomes})
+        print(heading())
+        shown = {"rayvec": outcomes}
+        if args.beside:
+            shown[args.beside.name] = [read(path.parent) for path in sorted(args.beside.glob("seed*/outcome.json"))]
+        show(shown)
         if args.plot:
-            plot({"rayvec": outcomes}, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
+            plot(shown, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
         if args.random:
             chance = random_return(outcomes[0].run_dir, args.random)
             mean = np.mean([item.returns.mean() for item in outcomes])

@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
 
-from rayvec.bench.results import machine
+from rayvec.bench.results import machine, versions
 
 
 def share_modules() -> None:
@@ -37,17 +36,11 @@ def interleaved(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str,
     return found
 
 
-def heading(packages: Sequence[str] = ("gymnasium", "ray", "numpy")) -> str:
+def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
     at = machine()
-    found = []
-    for name in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return (
-        f"`python {' '.join(sys.argv)}`, {date.today().isoformat()}, {os.cpu_count()} cores of "
-        f"{at['processor']}, Python {at['python']}, {', '.join(found)}"
-    )
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"`python {' '.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
 
 
 @contextlib.contextmanager

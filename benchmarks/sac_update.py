@@ -300,7 +300,7 @@ def main(
     from rayvec.bench.terminal import ratio, show_table, spread
 
     share_modules()
-    print(heading(("torch", "numpy", "tianshou")))
+    print(heading())
     for count, width in product(threads, widths):
         eigen = f"--xla_cpu_multi_thread_eigen={str(count > 1).lower()} intra_op_parallelism_threads={count}"
         environment = {**marked_environment(), "OMP_NUM_THREADS": str(count), "XLA_FLAGS": eigen}

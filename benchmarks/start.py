@@ -69,7 +69,7 @@ def start() -> list[float]:
 def main(repeats: int = 9) -> None:
     """Prints the table."""
     columns = zip(*(start() for _ in range(repeats)), strict=True)
-    print(heading(("ray", "torch")))
+    print(heading())
     rows = [[part, spread(each)] for part, each in zip([*PARTS, *WITHOUT_RAY], columns, strict=True)]
     show_table("Starts", ["part", "ms"], rows)
 

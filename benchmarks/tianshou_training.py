@@ -209,7 +209,7 @@ def main(
         for _ in range(rounds):
             for side in sides:
                 side.run(iterations)
-        print(heading(("tianshou", "gymnasium", "mujoco", "ray", "torch")))
+        print(heading())
         show(sides, iterations)
         for side in sides:
             side.close()

@@ -37,7 +37,7 @@ SCALING_PEERS = ("floor", "gymnasium-sync", "gymnasium-async")
 COMPARE_PEERS = (*SCALING_PEERS, "process-pool", "rayvec-tcp")
 NOT_INSTALLED = "not installed"
 _TASK = "rayvec.bench.harness.task:Task"
-_END_S = 10.0
+_END_S = 15.0
 _TERM_S = 3.0
 _KILL_S = 5.0
 
@@ -111,23 +111,20 @@ class PeerProcess:
         path = Path(self._directory.name)
         (path / "rayvec").symlink_to(Path(rayvec.__file__).parent)  # the package without its neighbours
         self._log = path / "log.txt"
-        ask_read, ask_write = os.pipe()
-        answer_read, answer_write = os.pipe()
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, "-u", "-m", "rayvec.bench.harness.host", str(ask_read), str(answer_write)],
+                [python, "-u", "-m", "rayvec.bench.harness.host"],
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
-                pass_fds=(ask_read, answer_write),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=log,
+                text=True,
                 cwd=path,
                 start_new_session=True,  # Ctrl-C is for this process
             )
-        os.close(ask_read)
-        os.close(answer_write)
-        self._ask, self._answer = os.fdopen(ask_write, "w"), os.fdopen(answer_read)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._ask, self._answer = self._process.stdin, self._process.stdout
 
     def do(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Sends a request and returns the answer.
@@ -150,7 +147,6 @@ class PeerProcess:
     def close(self) -> None:
         """Ends it, by force if it does not exit."""
         with contextlib.suppress(OSError, ValueError):
-            self._ask.write(json.dumps({"do": "close"}) + "\n")
             self._ask.close()
         try:
             self._process.wait(_END_S)

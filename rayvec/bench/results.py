@@ -20,7 +20,7 @@ import psutil
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 
-__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
+__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")

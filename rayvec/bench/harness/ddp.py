@@ -11,9 +11,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rayvec.learners.returns import vtrace
 
 __all__ = ["UPDATES"]
 
@@ -86,7 +89,7 @@ def impala(task: Any, device: torch.device) -> Callable[[], int]:
     each = columns // num_minibatches
     net, optimizer = _parallel(task, device, _ACTIONS, 1)
     obs, act = _obs(task, device, steps + 1, columns), torch.randint(0, _ACTIONS, (steps, columns, 1), device=device)
-    rew = torch.randn(steps, columns, device=device)
+    rew, never = torch.randn(steps, columns).numpy(), np.zeros((steps, columns), bool)
 
     def update() -> int:
         for begin in range(0, each * num_minibatches, each):
@@ -94,25 +97,15 @@ def impala(task: Any, device: torch.device) -> Callable[[], int]:
             logits, value = net(obs[:, part])
             value, logp_all = value.squeeze(-1), logits[:-1].log_softmax(-1)
             logp = logp_all.gather(-1, act[:, part]).squeeze(-1)
-            target, advantage = _v_trace(value.detach(), logp.detach() + 0.69, rew[:, part])
+            ratio, values = (each.detach().cpu().numpy() for each in (logp + 0.69, value))
+            found = vtrace(rew[:, part], values[:-1], values[1:], ratio, never[:, part], never[:, part], gamma=_GAMMA)
+            target, advantage = (torch.as_tensor(each, dtype=torch.float32, device=device) for each in found)
             entropy = -(logp_all.exp() * logp_all).sum(-1).mean()
             value_loss = 0.5 * (value[:-1] - target).square().mean()
             _descend(optimizer, value_loss - (advantage * logp).mean() - 0.01 * entropy, net)
         return int(each * num_minibatches * steps)
 
     return update
-
-
-def _v_trace(value: Tensor, log_ratio: Tensor, rew: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns targets and advantages, as in :func:`rayvec.learners.returns.vtrace` where no episode ends."""
-    rho = log_ratio.exp().clamp(max=1.0)
-    delta = rho * (rew + _GAMMA * value[1:] - value[:-1])
-    excess, target = torch.zeros_like(rew[0]), torch.empty_like(rew)
-    for t in range(len(rew) - 1, -1, -1):
-        excess = delta[t] + _GAMMA * rho[t] * excess
-        target[t] = value[t] + excess
-    following = torch.cat([target[1:], value[-1:]])
-    return target, rho * (rew + _GAMMA * following - value[:-1])
 
 
 def sac(task: Any, device: torch.device) -> Callable[[], int]:

@@ -1,8 +1,8 @@
 """A process that holds one adapter, measures it on request, and answers with what it found.
 
-Run by ``python -m rayvec.bench.harness.host READ_FD WRITE_FD``: requests and answers are lines of JSON in two pipes.
-So the process that orders the measurement, with its progress bar, takes no time from the measured loop, and a peer may
-live in a virtual environment of its own.
+Run by ``python -m rayvec.bench.harness.host``: requests and answers are lines of JSON. So the process that orders the
+measurement, with its progress bar, takes no time from the measured loop, and a peer may live in a virtual environment
+of its own.
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ class Host:
             adapter.rest()
             if task.get("address") and adapter.spans_nodes:
                 self._machines = Machines.of_cluster()
-        names = ("transport", "num_envs", "spans_nodes")
+        names = ("transport", "num_envs", "spans_nodes", "address")
         return {name: getattr(adapter, name, None) for name in names} | {"start_s": start_s}
+
+    def add(self, cores: int) -> dict[str, Any]:
+        """Adds a simulated node."""
+        self._adapter.add(cores)
+        return {}
 
     def update(self, seconds: float) -> dict[str, Any]:
         """Updates once to warm up, then for so many seconds, at least twice; returns the time of each update."""
@@ -151,21 +156,22 @@ def _divide(
 
 
 def main() -> None:
-    """Answers requests until the pipe closes."""
+    """Answers requests until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    host = Host()
-    with os.fdopen(int(sys.argv[1])) as requests, os.fdopen(int(sys.argv[2]), "w", buffering=1) as answers:
-        for line in requests:
-            request = json.loads(line)
-            name = request.pop("do")
-            try:
-                answer = getattr(host, name)(**request)
-            except Exception as error:
-                traceback.print_exc()
-                # LookupError: the library is installed, but lacks the environment
-                is_missing = isinstance(error, ImportError | LookupError) and name == "start"
-                answer = {"missing": str(error)} if is_missing else {"error": f"{type(error).__name__}: {error}"}
-            answers.write(json.dumps(answer) + "\n")
+    host, answers = Host(), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request.pop("do")
+        try:
+            answer = getattr(host, name)(**request)
+        except Exception as error:
+            traceback.print_exc()
+            # LookupError: the library is installed, but lacks the environment
+            is_missing = isinstance(error, ImportError | LookupError) and name == "start"
+            answer = {"missing": str(error)} if is_missing else {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    host.close()
 
 
 if __name__ == "__main__":
