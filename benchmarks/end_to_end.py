@@ -11,9 +11,8 @@ the greedy policy plays 20 episodes, which are the same for all libraries of a s
 return of at least 475, or -200, ends the run, and what the clock says then is the result. A run that needs longer than
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
-Ours runs as it comes, with a Ray of its own, and with ``num_nodes=0``: no Ray, the environments in the driver's own
-process. Libraries other than ours run twice for each seed: with as many threads as torch chooses, and with one, which
-is faster for small nets.
+Ours runs with its default settings, which start no Ray, and with a private Ray. Libraries other than ours run twice
+for each seed: with as many threads as torch chooses, and with one, which is faster for small nets.
 
 Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
 stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
@@ -28,7 +27,6 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -36,20 +34,21 @@ from pathlib import Path
 from typing import Any
 
 from judge import MARK, TASKS
-from measure import heading, markdown, tree
+from measure import heading, tree
+
+from rayvec.bench.results import Results
+from rayvec.bench.terminal import show_table, spread
 
 LIBRARIES = {
     "rayvec": "",
-    "rayvec, no Ray": "",
+    "rayvec, with Ray": "",
     "CleanRL-style": "",
     "Stable-Baselines3": "stable-baselines3",
     "Tianshou": "",
     "RLlib": "rllib",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
-OURS = ("rayvec", "rayvec, no Ray")
-REFERENCES = {"cartpole": "rayvec, no Ray", "pendulum": "rayvec"}
-"""Of each task, what the others' times are divided by."""
+OURS = ("rayvec", "rayvec, with Ray")
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -120,39 +119,25 @@ def variants(libraries: list[str], threads: list[int]) -> list[tuple[str, int]]:
     return [(name, count) for name in libraries for count in ([0] if name in OURS else threads)]
 
 
-def table(records: list[Record], task: str, options: argparse.Namespace) -> str:
-    """Returns the Markdown table of a task: one line for each variant, those that are not installed included."""
+def show(records: list[Record], task: str, options: argparse.Namespace) -> None:
+    """Prints the table of a task: one line for each variant, those that are not installed included."""
     mine = {(r["library"], r["threads"], r["seed"]): r for r in records if r["task"] == task}
     rows = []
     for name, threads in variants(options.libraries, options.threads):
         title = f"{name}, one thread" if threads == 1 else f"{name}, {threads} threads" if threads else name
         runs = [mine[name, threads, seed] for seed in options.seeds if (name, threads, seed) in mine]
-        done = [record for record in runs if record["reached_s"] is not None]
         if not runs:
             rows.append([title, "not installed", "", "", ""])
             continue
-        ours = [mine.get((REFERENCES[task], 0, record["seed"]), {}).get("reached_s") for record in done]
+        done = [record for record in runs if record["reached_s"] is not None]
+        ours = [mine.get(("rayvec", 0, record["seed"]), {}).get("reached_s") for record in done]
         ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
-        failed = next((record["error"] for record in runs if record["error"]), "")
-        rows.append(
-            [
-                title,
-                f"{len(done)} of {len(runs)}" + f" ({failed})" * bool(failed),
-                spread([record["reached_s"] for record in done], ".1f"),
-                spread([record["steps"] for record in done], ",.0f"),
-                spread(ratios, ".2f"),
-            ]
-        )
-    return markdown(
-        [TITLES[task], "reached", "wall time, s", "steps", f"time / {REFERENCES[task]}, seed by seed"], rows
-    )
-
-
-def spread(values: list[float], form: str) -> str:
-    """Returns the median with the smallest and the largest value; nothing where there are none."""
-    if not values:
-        return ""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+        failed = next((f" ({record['error']})" for record in runs if record["error"]), "")
+        times, steps = [record["reached_s"] for record in done], [record["steps"] for record in done]
+        reached = f"{len(done)} of {len(runs)}{failed}"
+        rows.append([title, reached, spread(times, ".1f"), spread(steps), spread(ratios, ".2f")])
+    header = ["", "reached", "wall time, s", "steps", "time / rayvec, seed by seed"]
+    show_table(TITLES[task], header, rows)
 
 
 def parse() -> argparse.Namespace:
@@ -173,26 +158,24 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs what is missing, interleaved, and prints a table for each task."""
     options = parse()
-    records: list[Record] = []
-    if options.json and options.json.exists():
-        records = json.loads(options.json.read_text())
-    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in records}
+    results = Results("end-to-end", {}, options.json or Path(os.devnull))
+    if results.path.is_file():
+        results = Results.read(results.path, "end-to-end")
+    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in results.rows}
     for task, seed in itertools.product(options.tasks, options.seeds):
         for library, threads in variants(options.libraries, options.threads):
             python = python_of(library, options.venvs)
             if python is None or (library, threads, task, seed) in known:
                 continue
             record = learn(library, threads, python, task, seed, options)
-            records.append(record)
+            results.rows.append(record)
             result = f"{record['reached_s']} s {record['error']}"
             print(f"{library}, {threads} threads, {task}, seed {seed}: {result}", file=sys.stderr)
             if options.json:
-                partial = options.json.with_name(options.json.name + ".tmp")
-                partial.write_text(json.dumps(records, indent=1))
-                partial.replace(options.json)
-    print(heading(("gymnasium", "ray", "tianshou", "torch", "numpy")))
+                results.write()
+    print(heading())
     for task in options.tasks:
-        print(table(records, task, options), end="\n\n")
+        show(results.rows, task, options)
 
 
 if __name__ == "__main__":

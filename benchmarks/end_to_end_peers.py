@@ -22,9 +22,9 @@ from judge import TASKS, Judge
 from numpy.typing import NDArray
 
 
-def rayvec_without_ray(task: str, seed: int, judge: Judge) -> None:
-    """The same on no node: the driver itself steps the environments."""
-    rayvec(task, seed, judge, num_nodes=0)
+def rayvec_with_ray(task: str, seed: int, judge: Judge) -> None:
+    """The same on a private Ray."""
+    rayvec(task, seed, judge, num_nodes=1)
 
 
 def rayvec(task: str, seed: int, judge: Judge, **settings: Any) -> None:
@@ -180,7 +180,7 @@ def tianshou_ppo(envs: Any) -> Any:
 
 def tianshou_sac(envs: Any) -> Any:
     """Returns Tianshou's SAC for Pendulum-v1."""
-    from sac_peers import tianshou_algorithm
+    from sac_update import tianshou_algorithm
 
     more = {"alpha_lr": 3e-4, "deterministic_eval": True}
     return tianshou_algorithm(3, envs.action_space[0], 128, 1e-3, 1e-3, n_step_return_horizon=3, **more)
@@ -251,7 +251,7 @@ def rllib_sac() -> Any:
 
 LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
     "rayvec": rayvec,
-    "rayvec, no Ray": rayvec_without_ray,
+    "rayvec, with Ray": rayvec_with_ray,
     "CleanRL-style": cleanrl_style,
     "Stable-Baselines3": stable_baselines3,
     "Tianshou": tianshou,

@@ -21,8 +21,9 @@ import numpy as np
 import psutil
 import tyro
 from cluster import timed
-from measure import heading, markdown, simulated_cluster, tree
+from measure import heading, simulated_cluster, tree
 
+from rayvec.bench.terminal import show_table, spread
 from rayvec.errors import NodeLostError
 from rayvec.testing import TimedEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -153,14 +154,13 @@ CASES: dict[Callable[[Any], float], str] = {
 
 def main(repeats: int = 5) -> None:
     """Causes every fault a few times, and prints how long each took."""
+    print(heading())
     rows = []
     for case, aim_s in CASES.items():
         with simulated_cluster(0, 4, 4) as cluster:
-            found = sorted(case(cluster) for _ in range(repeats))
-        middle = f"{np.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
-        rows.append([(case.__doc__ or "").rstrip("."), middle, aim_s])
-    print(heading())
-    print(markdown(["fault", "s", "aim, s"], rows))
+            found = [case(cluster) for _ in range(repeats)]
+        rows.append([(case.__doc__ or "").rstrip("."), spread(found, ".2f"), aim_s])
+    show_table("Seconds until it is over", ["fault", "s", "aim, s"], rows)
 
 
 if __name__ == "__main__":

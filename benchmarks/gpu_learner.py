@@ -1,4 +1,4 @@
-"""What a GPU makes of updates: eager, compiled and captured, fp32 and bf16, beside the roofline. Needs no Ray.
+"""What a GPU makes of updates: eager, compiled and captured, fp32 and bf16. Needs no Ray.
 
     python benchmarks/gpu_learner.py
 
@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from measure import heading, markdown, spread
-from sac_peers import A, B, D
+from measure import heading
+from sac_update import A, B, D
 from torch import Tensor
 
+from rayvec.bench.terminal import show_table, spread
 from rayvec.config import PPOConfig
 from rayvec.learners import sac_math
 from rayvec.learners.compiling import Compiled, CUDAGraph
@@ -33,8 +34,8 @@ FRAMES = (4, 84, 84)
 KINDS = ["eager", "compiled", "captured"]
 
 
-def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callable[[], tuple[Any, ...]]]:
-    """Returns the mathematics, a whole update, and what makes its arguments on the device."""
+def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]:
+    """Returns a whole update, and what makes its arguments on the device."""
     math = SACMath(
         critic=MLPLayout(2, (D + A, width, width, 1)),
         actor=MLPLayout(1, (D, width, width, 2 * A)),
@@ -63,13 +64,11 @@ def sac(width: int, device: str) -> tuple[SACMath, Callable[..., Tensor], Callab
         rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
         return nets, rows, draw(2, B, A), torch.ones(2, device=device)
 
-    return math, update, arguments
+    return update, arguments
 
 
-def ppo(
-    minibatch: int, device: str, *, compile: bool, capture: bool = False
-) -> tuple[PPOLearner, Callable[[], Tensor]]:
-    """Returns a learner with a Nature-CNN, and a whole update from a minibatch that lies on the device already."""
+def ppo(minibatch: int, device: str, *, compile: bool, capture: bool) -> Callable[[], Tensor]:
+    """Returns a whole update of a Nature-CNN from a minibatch that lies on the device already."""
     config = PPOConfig(num_envs=1, num_steps=minibatch, minibatch_size=minibatch, learning_rate=1e-6, compile=compile)
     learner = PPOLearner(spaces.Box(0, 255, FRAMES, np.uint8), spaces.Discrete(4), config, device=device)
     if compile:
@@ -80,7 +79,7 @@ def ppo(
     numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
     logp = torch.full((minibatch,), -float(np.log(4)))
     rows = Samples(*(column.to(device) for column in (obs, sample, logp, *numbers)))
-    return learner, lambda: learner._step(learner._gradients(rows, minibatch))
+    return lambda: learner._step(learner._gradients(rows, minibatch))
 
 
 def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> list[float]:
@@ -109,42 +108,16 @@ def in_bf16(function: Callable[..., Tensor], device: str) -> Callable[..., Tenso
     return cast
 
 
-def sac_roofline(math: SACMath) -> tuple[float, float]:
-    """Returns the bytes and the floating-point operations that an update can't do without.
-
-    Bytes: Adam reads and writes parameters and two moments and reads gradients, targets are read and written.
-    Operations: two for each weight and row in a forward pass and in each of the two backward products.
-    """
-    critic, actor = math.critic.num_params, math.actor.num_params
-    moved = 4.0 * (critic * (6 + 1 + 2) + actor * (6 + 1))
-    return moved, 2.0 * B * (critic * (1 + 3 + 2) + actor * (1 + 3))
-
-
-def ppo_roofline(learner: PPOLearner, minibatch: int) -> tuple[float, float]:
-    """Returns the bytes and the floating-point operations that a minibatch can't do without.
-
-    Bytes: frames are read once, besides what Adam moves. Operations: two for each weight and place that it is applied
-    to, in a forward pass and in each of the two backward products, of which the first layer needs one.
-    """
-    places = {8: 20 * 20, 4: 9 * 9, 3: 7 * 7}  # of 84 x 84 pixels, by the size of the kernel
-    weights = [each for each in learner.module.parameters() if each.ndim > 1]
-    costs = [2.0 * each.numel() * (places[each.shape[-1]] if each.ndim == 4 else 1) for each in weights]
-    first = next(cost for cost, each in zip(costs, weights, strict=True) if each.ndim == 4)
-    num_params = sum(each.numel() for each in learner.module.parameters())
-    return minibatch * float(np.prod(FRAMES)) + 4.0 * 7 * num_params, minibatch * (3 * sum(costs) - first)
-
-
 def sac_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """Yields a line of the table for each width and precision."""
     on_gpu = options.device == "cuda"
     for width in options.widths:
-        math, update, arguments = sac(width, options.device)
+        update, arguments = sac(width, options.device)
         for dtype, cast in precisions(options.device):
             kinds: list[Callable[..., Any]] = [cast(update), Compiled(cast(update))]
             kinds += [CUDAGraph(Compiled(cast(update)))] if on_gpu else []
             rates = [updates_per_s(kind, arguments(), options.repeats, options.updates) for kind in kinds]
-            moved, operations = sac_roofline(math)
-            yield line(f"{width}x{width} {dtype}", rates, moved, operations)
+            yield line(f"SAC, {width}x{width}, {dtype}, updates/s", rates)
 
 
 def ppo_rows(options: argparse.Namespace) -> Iterator[list[str]]:
@@ -153,11 +126,10 @@ def ppo_rows(options: argparse.Namespace) -> Iterator[list[str]]:
         for dtype, cast in precisions(options.device):
             rates = []
             for kind in KINDS[: 3 if options.device == "cuda" else 2]:
-                learner, update = ppo(minibatch, options.device, compile=kind != "eager", capture=kind == "captured")
+                update = ppo(minibatch, options.device, compile=kind != "eager", capture=kind == "captured")
                 found = updates_per_s(cast(update), (), options.repeats, options.updates)
                 rates.append([minibatch * each for each in found])
-            moved, operations = ppo_roofline(learner, minibatch)
-            yield line(f"Nature-CNN, {minibatch} frames, {dtype}", rates, moved, operations)
+            yield line(f"PPO, Nature-CNN, {minibatch} frames, {dtype}, frames/s", rates)
 
 
 def precisions(device: str) -> list[tuple[str, Callable[..., Callable[..., Tensor]]]]:
@@ -165,10 +137,9 @@ def precisions(device: str) -> list[tuple[str, Callable[..., Callable[..., Tenso
     return [("fp32", lambda function: function), ("bf16", lambda function: in_bf16(function, device))]
 
 
-def line(name: str, rates: list[list[float]], moved: float, operations: float) -> list[str]:
-    """Returns the cells of a line: eager, compiled and captured rates with their spread, and the roofline."""
-    figures = [spread(each) for each in rates] + ["none"] * (3 - len(rates))
-    return [name, *figures, f"{moved / 1e6:.1f}", f"{operations / 1e9:.2f}"]
+def line(name: str, rates: list[list[float]]) -> list[str]:
+    """Returns the cells of a line: eager, compiled and captured rates with their spread."""
+    return [name, *(spread(each) for each in rates), *["none"] * (3 - len(rates))]
 
 
 def main() -> int:
@@ -184,13 +155,11 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
-    print(heading(("torch", "numpy")))
+    print(heading())
     print(torch.cuda.get_device_name() if options.device == "cuda" else "CPU: these are not the figures looked for")
-    roof = ["MB to move", "GFLOP to compute"]
-    if "sac" in options.algorithms:
-        print(markdown(["SAC, updates/s", *KINDS, *roof], list(sac_rows(options))))
-    if "ppo" in options.algorithms:
-        print(markdown(["PPO, frames/s", *KINDS, *roof], list(ppo_rows(options))))
+    for algorithm, rows in {"sac": sac_rows, "ppo": ppo_rows}.items():
+        if algorithm in options.algorithms:
+            show_table(algorithm.upper(), ["", *KINDS], list(rows(options)))
     return 0
 
 

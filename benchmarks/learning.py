@@ -35,6 +35,8 @@ from matplotlib.ticker import EngFormatter
 from measure import heading
 from numpy.typing import NDArray
 
+from rayvec.bench.terminal import show_table
+
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
 INTERRUPTED = 130
 COLOURS = ("#4477aa", "#ee7733")
@@ -118,23 +120,26 @@ def judged(run_dir: Path, episodes: int) -> tuple[int, NDArray[np.float64]]:
     return steps, evaluate_run(run_dir, num_episodes=episodes).returns
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Returns the outcomes as a Markdown table, and below it what the seeds have in common."""
-    lines = [
-        "| seed | wall time, s | steps | mean greedy return | standard deviation | lowest |",
-        "|---|---|---|---|---|---|",
-    ]
-    for item in outcomes:
-        returns = item.returns
-        lines.append(
-            f"| {item.seed} | {item.wall_s:.1f} | {item.steps:,} | {returns.mean():.1f} | {returns.std():.1f} "
-            f"| {returns.min():.0f} |"
-        )
-    means = np.array([item.returns.mean() for item in outcomes])
-    error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else float("nan")
-    lines += ["", f"Mean over seeds {means.mean():.1f}, standard error {error:.1f}, "]
-    lines[-1] += f"interquartile mean {interquartile_mean(means):.1f}, lowest {means.min():.1f}."
-    return "\n".join(lines)
+def show(outcomes: dict[str, list[Outcome]]) -> None:
+    """Prints the outcomes of each name that has runs, and below them what its seeds have in common."""
+    rows, lines = [], []
+    for name, runs in outcomes.items():
+        for item in runs:
+            returns = item.returns
+            numbers = (f"{returns.mean():.1f}", f"{returns.std():.1f}", f"{returns.min():.0f}")
+            rows.append((name, item.seed, f"{item.wall_s:.1f}", f"{item.steps:,}", *numbers))
+        means = np.array([item.returns.mean() for item in runs])
+        if len(means):
+            error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else float("nan")
+            drawn = np.random.default_rng(0).choice(means, (10_000, len(means)))  # bootstrap
+            iqm_error = np.std([interquartile_mean(sample) for sample in drawn])
+            lines.append(
+                f"{name}: mean over seeds {means.mean():.1f}, standard error {error:.1f}, interquartile mean "
+                f"{interquartile_mean(means):.1f}, its standard error {iqm_error:.1f}, lowest {means.min():.1f}."
+            )
+    header = ("", "seed", "wall time, s", "steps", "mean greedy return", "standard deviation", "lowest")
+    show_table("Greedy episodes on seeds that were not trained on", header, rows)
+    print(*lines, sep="\n")
 
 
 def interquartile_mean(values: NDArray[np.float64]) -> float:
@@ -201,6 +206,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
     parser.add_argument("--random", type=int, default=0, help="episodes to play with random actions")
     parser.add_argument("--minutes", type=float, help="wall time after which each training ends")
+    parser.add_argument("--beside", type=Path, help="directory of other runs, such as cleanrl_style.py's, to show too")
     parser.add_argument("--report", action="store_true", help="train nothing, show what has finished in --runs")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
@@ -216,10 +222,13 @@ def main() -> None:
         outcomes = [run(args, seed, options, runs) for seed in seeds]
         if not outcomes:
             sys.exit(f"none of the seeds {args.seeds} has finished in {runs}")
-        print(heading(("gymnasium", "torch", "numpy")))
-        print(table(outcomes))
+        print(heading())
+        shown = {"rayvec": outcomes}
+        if args.beside:
+            shown[args.beside.name] = [read(path.parent) for path in sorted(args.beside.glob("seed*/outcome.json"))]
+        show(shown)
         if args.plot:
-            plot({"rayvec": outcomes}, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
+            plot(shown, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
         if args.random:
             chance = random_return(outcomes[0].run_dir, args.random)
             mean = np.mean([item.returns.mean() for item in outcomes])

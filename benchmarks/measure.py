@@ -1,21 +1,19 @@
-"""What every benchmark here measures with: process trees, machines, tables, simulated clusters."""
+"""What every benchmark here measures with, beside :mod:`rayvec.bench`: headings, and clusters of simulated nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
 
-from rayvec.bench.results import machine
+from rayvec.bench.results import machine, versions
 
 
 def share_modules() -> None:
@@ -29,34 +27,20 @@ def tree(root: int) -> list[int]:
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
-def spread(values: Sequence[float]) -> str:
-    """Returns the median with the smallest and the largest value."""
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+def interleaved(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Measures each way once in every turn, so that other work on the machine disturbs all alike."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, measure in ways.items():
+            found[name].append(measure())
+    return found
 
 
-def ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """Returns the median of ratios, pair by pair, with the smallest and the largest."""
-    ratios = [a / b for a, b in zip(values, others, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def heading(packages: Sequence[str] = ("gymnasium", "ray", "numpy")) -> str:
+def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
     at = machine()
-    found = []
-    for name in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return (
-        f"`python {' '.join(sys.argv)}`, {date.today().isoformat()}, {os.cpu_count()} cores of "
-        f"{at['processor']}, Python {at['python']}, {', '.join(found)}\n"
-    )
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"`python {' '.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
 
 
 @contextlib.contextmanager

@@ -15,10 +15,7 @@ import signal
 from typing import Annotated, Any
 
 import gymnasium
-import numpy as np
-from numpy.typing import NDArray
 
-from rayvec.bench.harness.emulated import clock_offsets
 from rayvec.bench.harness.task import Adapter, Task
 
 _RAY = {"log_to_driver": False, "logging_level": 40}
@@ -35,21 +32,16 @@ class TianshouVector(Adapter):
         self.env: Any = getattr(tianshou.env, kind)([make] * task.num_envs)
         self.env.seed(0)
         self.env.reset()
-        self.actions = task.single_actions(task.make().action_space)
+        self.actions = task.actions()
 
     def advance(self) -> int:
         """Steps all."""
         self.env.step(self.next_actions())
         return self.num_envs
 
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
         """Sets how long emulated environments take."""
         self.env.set_env_attr("step_s", step_s)
-
-    def clocks(self) -> list[NDArray[np.float64]]:
-        """One worker for each environment."""
-        offsets = clock_offsets(self.env.get_env_attr)
-        return [clock - offset for clock, offset in zip(self.env.get_env_attr("clock"), offsets, strict=True)]
 
     def close(self) -> None:
         """Ends it."""
@@ -99,7 +91,7 @@ def stable_baselines3(task: Task) -> Foreign:
 
     env = SubprocVecEnv([task.make] * task.num_envs, start_method="forkserver")
     env.reset()
-    return Foreign(env, task.num_envs, "pipe", task.single_actions(env.action_space))
+    return Foreign(env, task.num_envs, "pipe", task.actions())
 
 
 def envpool(task: Task) -> Foreign:
@@ -115,7 +107,7 @@ def envpool(task: Task) -> Foreign:
         raise LookupError(f"EnvPool has no {name}")
     env = envpool.make(name, env_type="gymnasium", num_envs=task.num_envs, num_threads=task.workers)
     env.reset()
-    return Foreign(env, task.num_envs, "threads, C++ environment", task.single_actions(env.action_space))
+    return Foreign(env, task.num_envs, "threads, C++ environment", task.actions())
 
 
 class Spinning(Foreign):
@@ -154,7 +146,7 @@ def _pufferlib(task: Task, backend: str, transport: str) -> Spinning:
     kind = getattr(pufferlib.vector, backend)
     env = pufferlib.vector.make(make, num_envs=task.num_envs, backend=kind, **kwargs)
     env.reset(seed=0)
-    return Spinning(env, task.num_envs, transport, task.single_actions(env.single_action_space))
+    return Spinning(env, task.num_envs, transport, task.actions())
 
 
 def pufferlib_serial(task: Task) -> Spinning:

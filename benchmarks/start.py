@@ -13,7 +13,9 @@ import sys
 import time
 
 import tyro
-from measure import heading, markdown, spread
+from measure import heading
+
+from rayvec.bench.terminal import show_table, spread
 
 PARTS = ["imports", "Ray", "environments and their first observations", "learner", "all"]
 CODE = """
@@ -67,12 +69,9 @@ def start() -> list[float]:
 def main(repeats: int = 9) -> None:
     """Prints the table."""
     columns = zip(*(start() for _ in range(repeats)), strict=True)
-    print(heading(("ray", "torch")))
-    print(
-        markdown(
-            ["part", "ms"], [[part, spread(each)] for part, each in zip([*PARTS, *WITHOUT_RAY], columns, strict=True)]
-        )
-    )
+    print(heading())
+    rows = [[part, spread(each)] for part, each in zip([*PARTS, *WITHOUT_RAY], columns, strict=True)]
+    show_table("Starts", ["part", "ms"], rows)
 
 
 if __name__ == "__main__":

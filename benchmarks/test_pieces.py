@@ -1,32 +1,37 @@
-"""Speed of the pieces that a step, a chunk and an update are made of."""
+"""Speed of the pieces that a step, a chunk and an iteration of training are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
-from bulk_insert import add_in_order, episode_info, make_chunk
+import torch
 from gymnasium import spaces
-from tianshou.data import VectorReplayBuffer
+from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
+from rayvec import Policy
 from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.harness.learners import LearnerTask
 from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.cluster.frames import FrameFormat
-from rayvec.data import StepBatch
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.envs.factory import EnvFactory
-from rayvec.learners.returns import vtrace
+from rayvec.learners.returns import gae, vtrace
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
 from rayvec.pools.memory import ArrayLayout
 from rayvec.rollout.loop import as_policy
 from rayvec.tianshou.collect.buffers import add_chunk
+from rayvec.training import checkpoint
 
 ENVS = 48
 SHAPES = [(4,), (84, 84)]
+RETURNS = [(128, 8), (128, 128), (2048, 64)]
 
 
 def make_frames(shape: tuple[int, ...]) -> tuple[FrameFormat, StepBatch]:
@@ -74,8 +79,6 @@ def test_wake_up(benchmark: Any, pool: ProcessPool) -> None:
 
 
 def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
-    import cloudpickle
-
     pool.acting.load(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
 
     def take() -> None:
@@ -85,33 +88,112 @@ def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
     benchmark(take)
 
 
+def make_chunk(steps: int, envs: int, shape: tuple[int, ...], dtype: Any, infos: str = "") -> Chunk:
+    """A chunk of random observations, with episodes of about 40 steps, infos of the episodes or of every step."""
+    rng = np.random.default_rng(0)
+    obs, last_obs = ((255 * rng.random((*lead, *shape))).astype(dtype) for lead in ((steps, envs), (envs,)))
+    terminated = rng.random((steps, envs)) < 1 / 40
+    ended = np.argwhere(terminated)
+    episode = {"episode": {"r": 40.0, "l": 40, "t": 0.5}}
+    dense = {"x_position": 0.1, "x_velocity": 0.5, "reward_forward": 0.25, "reward_ctrl": -0.125}
+    told: dict[str, tuple[Any, Any]] = {
+        "": ((), None),
+        "episodes": (ended, episode),
+        "steps": (np.ndindex(steps, envs), dense),
+    }
+    places, info = told[infos]
+    return Chunk(
+        env_ids=np.arange(envs),
+        obs=obs,
+        act=rng.integers(0, 2, (steps, envs)),
+        rew=np.ones((steps, envs)),
+        terminated=terminated,
+        truncated=np.zeros((steps, envs), bool),
+        valid=np.ones((steps, envs), bool),
+        last_obs=last_obs,
+        final_index=ended,
+        final_obs=obs[-1][ended[:, 1]],
+        infos=ChunkInfos.of(ChunkInfo(int(t), int(n), info) for t, n in places),
+    )
+
+
+def add_in_order(buffer: Any, chunk: Chunk) -> None:
+    """Adds a chunk as Tianshou's Collector adds the answers of a vector environment."""
+    infos = {(item.t, item.n): item.info for item in chunk.infos}
+    following, done, ids = chunk.next_obs(), chunk.done, np.arange(chunk.num_envs)
+    for t in range(chunk.num_steps):
+        buffer.add(
+            Batch(
+                obs=chunk.obs[t],
+                act=chunk.act[t],
+                policy=Batch(),
+                obs_next=following[t],
+                rew=chunk.rew[t],
+                terminated=chunk.terminated[t],
+                truncated=chunk.truncated[t],
+                done=done[t],
+                info=np.array([{**infos.get((t, n), {}), "env_id": n} for n in ids], object),
+            ),
+            buffer_ids=ids,
+        )
+
+
 def test_join_chunks(benchmark: Any) -> None:
-    chunk = make_chunk(128, 8, (4,), np.float32, episode_info)
-    benchmark(join_chunks, [chunk] * 8)
+    benchmark(join_chunks, [make_chunk(128, 8, (4,), np.float32, "episodes")] * 8)
+
+
+CHUNKS = {
+    "CartPole": (128, 64, (4,), np.float32),
+    "CartPole, episode infos": (128, 64, (4,), np.float32, "episodes"),
+    "CartPole, prioritized": (128, 64, (4,), np.float32, "episodes"),
+    "HalfCheetah, four infos a step": (128, 64, (17,), np.float64, "steps"),
+    "images": (32, 16, (4, 84, 84), np.uint8),
+}
 
 
 @pytest.mark.parametrize("add", [add_in_order, add_chunk], ids=["one by one", "bulk"])
-def test_bulk_insert(benchmark: Any, add: Any) -> None:
-    chunk = make_chunk(128, 8, (4,), np.float32, episode_info)
-    benchmark(add, VectorReplayBuffer(4096, 8), chunk)
+@pytest.mark.parametrize("name", CHUNKS)
+def test_bulk_insert(benchmark: Any, name: str, add: Any) -> None:
+    chunk = make_chunk(*CHUNKS[name])
+    size = 2 * chunk.num_steps * chunk.num_envs, chunk.num_envs
+    buffer = PrioritizedVectorReplayBuffer(*size, alpha=0.6, beta=0.4) if "prior" in name else VectorReplayBuffer(*size)
+    benchmark(add, buffer, chunk)
 
 
-@pytest.mark.parametrize("shape", [(128, 8), (128, 128), (2048, 64)], ids=str)
-def test_vtrace(benchmark: Any, shape: tuple[int, int]) -> None:
+def values_and_ends(shape: tuple[int, int]) -> tuple[Any, ...]:
+    """Rewards, values, next values, terminated and truncated, at random."""
     generator = np.random.default_rng(0)
-    value, next_value, ratio = generator.random((3, *shape), np.float32)
-    terminated, truncated = generator.random((2, *shape)) < 0.01
-    arrays = generator.random(shape), value, next_value, np.log(0.5 + ratio), terminated, truncated
-    benchmark(vtrace, *arrays, gamma=0.99)
+    return generator.random(shape), *generator.random((2, *shape), np.float32), *(generator.random((2, *shape)) < 0.01)
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "impala"])
+@pytest.mark.parametrize("shape", RETURNS, ids=str)
+def test_gae(benchmark: Any, shape: tuple[int, int]) -> None:
+    benchmark(gae, *values_and_ends(shape), gamma=0.99, lam=0.95)
+
+
+@pytest.mark.parametrize("shape", RETURNS, ids=str)
+def test_vtrace(benchmark: Any, shape: tuple[int, int]) -> None:
+    rew, value, next_value, *ends = values_and_ends(shape)
+    benchmark(vtrace, rew, value, next_value, np.log(0.5 + value), *ends, gamma=0.99)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sac", "impala"])
 def test_update(benchmark: Any, algorithm: str) -> None:
-    import torch
-
     torch.set_num_threads(1)
     task = LearnerTask(algorithm, num_envs=16, minibatch_size=256)
     learner = task.learner()()
     batch = task.batch(learner)
     learner.update(batch)
     benchmark.pedantic(learner.update, (batch,), rounds=5)
+
+
+@pytest.mark.parametrize("num_envs", [1, 16, 64])
+def test_policy_acts(benchmark: Any, num_envs: int) -> None:
+    policy = Policy(LearnerTask("ppo", obs_size=4).learner()().module)
+    noise = np.random.default_rng(0).random((num_envs, policy.noise.lanes))
+    benchmark(policy.act, np.zeros((num_envs, 4), np.float32), noise)
+
+
+def test_checkpoint(benchmark: Any, tmp_path: Path) -> None:
+    learner = LearnerTask("ppo", obs_size=4).learner()()
+    benchmark(checkpoint.save, tmp_path / "checkpoint.pt", {"learner": learner.state_dict()})

@@ -21,7 +21,7 @@ from typing import Any
 import gymnasium
 import torch
 import tyro
-from measure import heading, markdown, ratio, simulated_cluster, spread
+from measure import heading, simulated_cluster
 from tianshou.algorithm import PPO
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
@@ -33,6 +33,7 @@ from tianshou.utils.net.continuous import ContinuousActorProbabilistic, Continuo
 from torch.distributions import Independent, Normal
 
 import rayvec.tianshou
+from rayvec.bench.terminal import ratio, show_table, spread
 from rayvec.tianshou.learn.data_parallel import DataParallel
 
 STEPS, TEST_EPISODES = 2048, 10
@@ -177,22 +178,17 @@ def make_rayvec(num_envs: int, workers: int, num_learners: int) -> Side:
     return Side(name, algorithm, collector, rayvec.tianshou.Collector(algorithm, testing), 1)
 
 
-def table(sides: list[Side], iterations: int) -> str:
-    """Returns what was measured, as a Markdown table."""
+def show(sides: list[Side], iterations: int) -> None:
+    """Prints what was measured: a row for each side and phase."""
     steps = iterations * STEPS
     peers = [side for side in sides if isinstance(side.collector.env, SubprocVectorEnv)]
     best = min(peers, key=lambda side: statistics.median(side.seconds["whole loop"]))
     rows = []
-    for side in sides:
-        row = [side.name + (" (best)" if side is best else "")]
-        for phase in PHASES:
-            rates, others = ([steps / each for each in one.seconds[phase]] for one in (side, best))
-            row += [spread(rates), ratio(rates, others)]
-        rows.append(row)
-    header = ["side"]
     for phase in PHASES:
-        header += [f"{phase}, steps/s", "times as fast"]
-    return markdown(header, rows)
+        for side in sides:
+            rates, others = ([steps / each for each in one.seconds[phase]] for one in (side, best))
+            rows.append([phase, side.name + " (best)" * (side is best), spread(rates), ratio(rates, others)])
+    show_table("Tianshou's PPO on HalfCheetah-v5", ["phase", "side", "steps/s", "times as fast"], rows)
 
 
 def main(
@@ -213,8 +209,8 @@ def main(
         for _ in range(rounds):
             for side in sides:
                 side.run(iterations)
-        print(heading(("tianshou", "gymnasium", "mujoco", "ray", "torch")))
-        print(table(sides, iterations))
+        print(heading())
+        show(sides, iterations)
         for side in sides:
             side.close()
 

@@ -7,13 +7,11 @@ import os
 import statistics
 from typing import Any
 
-from rich.console import Console
-
 from rayvec.bench.peers import NOT_INSTALLED, marked_environment, peer_process
 from rayvec.bench.results import Results
 from rayvec.bench.settings import LearnerBench, check_any
 from rayvec.bench.simulate import reachable
-from rayvec.bench.terminal import console, show_table, ticking
+from rayvec.bench.terminal import show_table, spread, ticking
 from rayvec.config.schema import check, plain
 from rayvec.errors import RayvecError
 
@@ -35,20 +33,15 @@ def run(settings: LearnerBench, mentioned: frozenset[str] = frozenset()) -> None
         from rayvec.learners.base import torch_device  # which imports torch, for seconds
 
         torch_device("cuda")
-    results, terminal = Results.of("learner", settings), console()
+    results = Results.of("learner", settings)
     counts = sorted(set(settings.num_learners))
     cells = list(itertools.product(settings.algorithm, settings.way, settings.minibatch_size, counts))
-    try:
-        with ticking(len(cells), terminal) as ticker:
-            for algorithm, way, minibatch_size, count in cells:
-                ticker.say(f"{algorithm}, {way}, {count}")
-                row = {"algorithm": algorithm, "way": way, "minibatch_size": minibatch_size, "num_learners": count}
-                results.add({**row, "scaling": settings.scaling, **_measured(settings, row)})
-                ticker.advance(1.0)
-    except KeyboardInterrupt:
-        show(results, terminal)
-        raise KeyboardInterrupt(f"interrupted; the finished rows are in {results.path}") from None
-    show(results, terminal)
+    with results.shown(show), ticking(len(cells)) as tick:
+        for algorithm, way, minibatch_size, count in cells:
+            tick(f"{algorithm}, {way}, {count}", 0.0)
+            row = {"algorithm": algorithm, "way": way, "minibatch_size": minibatch_size, "num_learners": count}
+            results.add({**row, "scaling": settings.scaling, **_measured(settings, row)})
+            tick("", 1.0)
 
 
 def _measured(settings: LearnerBench, row: dict[str, Any]) -> dict[str, Any]:
@@ -73,11 +66,8 @@ def _measured(settings: LearnerBench, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(results: Results, terminal: Console) -> None:
-    """Prints the table, and writes the CSV."""
-    if not results.rows:
-        terminal.print("nothing was measured")
-        return
+def show(results: Results) -> None:
+    """Prints the table."""
     done = [row for row in results.rows if "samples_per_s" in row]
     one = {tuple(row[name] for name in _KEY): row["samples_per_s"] for row in done if row["num_learners"] == 1}
     lines = []
@@ -85,24 +75,17 @@ def show(results: Results, terminal: Console) -> None:
         key = tuple(row[name] for name in _KEY)
         cells = [*map(str, key), str(row["num_learners"])]
         if "failed" in row:
-            lines.append((*cells, "failed, see below", "", "", "", ""))
+            lines.append((*cells, "failed, see below", "", "", ""))
             continue
         speedup = row["samples_per_s"] / one[key] if key in one else None
         row["efficiency"] = speedup / row["num_learners"] if speedup else None
-        lines.append(
-            (
-                *(*cells, f"{row['samples_per_s']:,.0f}", f"{row['update_ms']:.1f}"),
-                f"{min(row['update_ms_all']):.1f} to {max(row['update_ms_all']):.1f}",
-                f"{speedup:.2f}" if speedup else "",
-                f"{100 * row['efficiency']:.0f}%" if speedup else "",
-            )
-        )
-    header = ("algorithm", "by", "minibatch", "ranks or\nthreads", "samples/s", "update, ms", "lowest to highest")
-    show_table(terminal, f"{results.rows[0]['scaling']} scaling", (*header, "times one", "efficiency"), lines)
+        gain = (f"{speedup:.2f}", f"{row['efficiency']:.0%}") if speedup else ("", "")
+        lines.append((*cells, f"{row['samples_per_s']:,.0f}", spread(row["update_ms_all"], ".1f"), *gain))
+    header = ("algorithm", "by", "minibatch", "ranks or threads", "samples/s", "update, ms", "times one", "efficiency")
+    show_table(f"{results.rows[0]['scaling']} scaling", header, lines)
     cores = max((row["cores"] for row in done), default=0)
     if cores and max(row["num_learners"] for row in results.rows) > cores:
-        terminal.print(f"More ranks than this machine has cores ({cores}) share them: no gain can be expected there.")
+        print(f"More ranks than this machine has cores ({cores}) share them: no gain can be expected there.")
     for row in results.rows:
         if "failed" in row:
-            terminal.print(f"{row['algorithm']} by {row['way']}, {row['num_learners']}: {row['failed']}")
-    results.finish(terminal)
+            print(f"{row['algorithm']} by {row['way']}, {row['num_learners']}: {row['failed']}")

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_peers",
     "marked_environment",
     "peer_process",
+    "rates",
     "short_name",
     "venvs",
 ]
@@ -35,7 +37,7 @@ SCALING_PEERS = ("floor", "gymnasium-sync", "gymnasium-async")
 COMPARE_PEERS = (*SCALING_PEERS, "process-pool", "rayvec-tcp")
 NOT_INSTALLED = "not installed"
 _TASK = "rayvec.bench.harness.task:Task"
-_END_S = 10.0
+_END_S = 15.0
 _TERM_S = 3.0
 _KILL_S = 5.0
 
@@ -109,23 +111,20 @@ class PeerProcess:
         path = Path(self._directory.name)
         (path / "rayvec").symlink_to(Path(rayvec.__file__).parent)  # the package without its neighbours
         self._log = path / "log.txt"
-        ask_read, ask_write = os.pipe()
-        answer_read, answer_write = os.pipe()
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, "-u", "-m", "rayvec.bench.harness.host", str(ask_read), str(answer_write)],
+                [python, "-u", "-m", "rayvec.bench.harness.host"],
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
-                pass_fds=(ask_read, answer_write),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=log,
+                text=True,
                 cwd=path,
                 start_new_session=True,  # Ctrl-C is for this process
             )
-        os.close(ask_read)
-        os.close(answer_write)
-        self._ask, self._answer = os.fdopen(ask_write, "w"), os.fdopen(answer_read)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._ask, self._answer = self._process.stdin, self._process.stdout
 
     def do(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Sends a request and returns the answer.
@@ -148,7 +147,6 @@ class PeerProcess:
     def close(self) -> None:
         """Ends it, by force if it does not exit."""
         with contextlib.suppress(OSError, ValueError):
-            self._ask.write(json.dumps({"do": "close"}) + "\n")
             self._ask.close()
         try:
             self._process.wait(_END_S)
@@ -174,6 +172,17 @@ class PeerProcess:
         self._process.wait(_KILL_S)
 
 
+def rates(windows: Sequence[dict[str, Any]], references: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rates of a row from its windows and, one for each, those of its reference."""
+    found = {
+        "steps_per_s": [each["steps_per_s"] for each in windows],
+        "of_floor": [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(windows, references, strict=True)],
+        "steps_per_cpu_s": [each["steps"] / max(each["cpu_s"], 0.01) for each in windows],
+    }
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return medians | {f"{name}_all": values for name, values in found.items()}
+
+
 @contextlib.contextmanager
 def peer_process(
     peer: str,
@@ -181,15 +190,24 @@ def peer_process(
     task: Mapping[str, Any],
     python: str = sys.executable,
     task_type: str = _TASK,
+    record: bool = False,
 ) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
     """Starts a peer on a task; yields it with its first answer, and ends it. ``missing`` says that it isn't installed.
+
+    Args:
+        peer: Its name, or ``module:name`` of an adapter.
+        environment: Variables in addition to those of this process.
+        task: Fields of the task.
+        python: Interpreter.
+        task_type: Class of the task, ``module:name``.
+        record: Whether environments record when they step, so that a window's time can be divided.
 
     Raises:
         RayvecError: It is installed but can't be started.
     """
     process = PeerProcess(short_name(peer), environment, python)
     try:
-        started = process.do("start", peer=peer, task=dict(task), task_type=task_type)
+        started = process.do("start", peer=peer, task=dict(task), task_type=task_type, record=record)
         yield process, started
     except BaseException:
         process.kill()

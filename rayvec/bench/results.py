@@ -8,20 +8,19 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 
-__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
+__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
@@ -107,10 +106,32 @@ class Results:
         beside.write_text(json.dumps(content, indent=1) + "\n")
         beside.replace(self.path)
 
-    def finish(self, terminal: Console) -> None:
+    @contextmanager
+    def shown(self, show: Callable[[Results], None], advice: str = "") -> Iterator[None]:
+        """Shows the finished rows when the block ends, also where Ctrl-C ends it.
+
+        Args:
+            show: Prints them.
+            advice: What Ctrl-C prints after the path of the file.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._show(show)
+            raise KeyboardInterrupt(f"interrupted; the finished rows are in {self.path}{advice}") from None
+        self._show(show)
+
+    def _show(self, show: Callable[[Results], None]) -> None:
+        if not self.rows:
+            print("nothing was measured")
+            return
+        show(self)
+        self.finish()
+
+    def finish(self) -> None:
         """Writes JSON and CSV, and prints where."""
         self.write()
-        terminal.print(f"written: {self.path}, {self.write_csv()}")
+        print(f"written: {self.path}, {self.write_csv()}")
 
     def write_csv(self) -> Path:
         """Writes the rows as CSV beside the JSON, nested values with dots in their names; returns where."""

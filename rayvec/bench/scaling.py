@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from rich.console import Console
-
-from rayvec.bench.peers import SCALING_PEERS, PeerProcess, check_peers, peer_process, short_name
+from rayvec.bench.harness.split import STATES
+from rayvec.bench.peers import SCALING_PEERS, PeerProcess, check_peers, peer_process, rates, short_name
 from rayvec.bench.plots import plot_scaling
 from rayvec.bench.results import Results
 from rayvec.bench.settings import Scaling, check_any, jitter_sigma
 from rayvec.bench.simulate import Nodes, check_memory, nodes
-from rayvec.bench.terminal import Ticker, console, number, show_split, show_table, ticking
+from rayvec.bench.terminal import number, show_split, show_table, spread, ticking
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError, RayvecError
 
@@ -38,20 +38,13 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
     if settings.address is None:
         most = max(settings.nodes)
         check_memory(most, ("rayvec", "floor", *settings.peer), most * settings.cores_per_node)
-    terminal = console()
     done = {(row["nodes"], row["way"], row["step_duration_s"]) for row in results.rows}
     todo = [cell for cell in cells(settings) if (cell[0], short_name(cell[1]), cell[2]) not in done]
-    seconds = expected_total_s(settings, todo)
-    terminal.print(f"{len(todo)} cells to measure, {len(done)} done, about {max(1, round(seconds / 60))} minutes")
-    try:
+    minutes = max(1, round(expected_total_s(settings, todo) / 60))
+    print(f"{len(todo)} cells to measure, {len(done)} done, about {minutes} minutes")
+    with results.shown(partial(_show, settings), f", continue with --resume {results.path}"):
         if todo:
-            _measure(settings, results, todo, seconds, terminal)
-    except KeyboardInterrupt:
-        _show(settings, results, terminal)
-        raise KeyboardInterrupt(
-            f"interrupted; the finished rows are in {results.path}, continue with --resume {results.path}"
-        ) from None
-    _show(settings, results, terminal)
+            _measure(settings, results, todo)
 
 
 def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]:
@@ -134,17 +127,17 @@ def expected_total_s(settings: Scaling, todo: list[Cell]) -> float:
     return starts + sum(_expected_s(settings, cell) for cell in todo)
 
 
-def _measure(settings: Scaling, results: Results, todo: list[Cell], seconds: float, terminal: Console) -> None:
+def _measure(settings: Scaling, results: Results, todo: list[Cell]) -> None:
     with nodes(settings.address) as found:
         found.check(max(settings.nodes), settings.cores_per_node)
         where = f"Measured on {found.describe(settings.cores_per_node)}."
         results.notes = list(dict.fromkeys([*results.notes, where]))
         results.write()
-        terminal.print(where)
-        with ticking(seconds, terminal) as ticker:
+        print(where)
+        with ticking(expected_total_s(settings, todo)) as tick:
             for count in sorted({cell[0] for cell in todo}):
                 found.grow(count, settings.cores_per_node)
-                _Stepper(settings, found, results, ticker, count).measure([c for c in todo if c[0] == count])
+                _Stepper(settings, found, results, tick, count).measure([c for c in todo if c[0] == count])
 
 
 class _Stepper:
@@ -154,56 +147,55 @@ class _Stepper:
         settings: Narrowed.
         nodes: To measure on.
         results: Where rows go.
-        ticker: The progress bar.
+        tick: Advances the progress bar.
         num_nodes: How many of the nodes.
     """
 
-    def __init__(self, settings: Scaling, nodes: Nodes, results: Results, ticker: Ticker, num_nodes: int) -> None:
-        self._settings, self._nodes, self._results, self._ticker = settings, nodes, results, ticker
-        self._num_nodes = num_nodes
-        self._cores = num_nodes * settings.cores_per_node
+    def __init__(
+        self, settings: Scaling, nodes: Nodes, results: Results, tick: Callable[[str, float], None], num_nodes: int
+    ) -> None:
+        self._settings, self._nodes, self._results, self._tick = settings, nodes, results, tick
+        self._num_nodes, self._cores = num_nodes, num_nodes * settings.cores_per_node
         self._floors: dict[float, list[dict[str, Any]]] = {}
 
     def measure(self, todo: list[Cell]) -> None:
         """Measures cells."""
-        with ExitStack() as stack:
-            which = "floor" if self._nodes.simulated else "cluster-floor"
-            floor, _ = stack.enter_context(peer_process(which, self._nodes.environment, self._task("floor")))
-            self._ticker.advance(_start_s(self._settings, self._num_nodes))
+        which = "floor" if self._nodes.simulated else "cluster-floor"
+        with self._started(which, "floor") as (floor, _):
             for way in dict.fromkeys(way for _, way, _ in todo if way != "floor"):
-                self._ticker.say(f"{self._num_nodes} nodes, starting {short_name(way)}")
                 try:
                     self._measure_way(floor, way, [cell for cell in todo if cell[1] == way])
                 except RayvecError as error:
                     self._note(f"{short_name(way)} on {self._num_nodes} nodes could not be measured: {error}")
-            for cell in todo:
-                _, way, step_s = cell
+            for _, way, step_s in todo:
                 if way == "floor":
-                    known = self._floors.get(step_s)
-                    own = known or [self._window(floor, way, step_s) for _ in range(self._settings.repeats)]
-                    self._add(cell, own, own, {"transport": "none", "start_s": None})
+                    repeats = range(self._settings.repeats)
+                    own = self._floors.get(step_s) or [self._window(floor, way, step_s) for _ in repeats]
+                    self._add(way, step_s, own, own, {"transport": "none", "start_s": None})
+
+    def _started(self, peer: str, way: str) -> AbstractContextManager[tuple[PeerProcess, dict[str, Any]]]:
+        self._tick(f"{self._num_nodes} nodes, starting {short_name(way)}", _start_s(self._settings, self._num_nodes))
+        return peer_process(peer, self._nodes.environment, self._task(way), record=True)
 
     def _measure_way(self, floor: PeerProcess, way: str, todo: list[Cell]) -> None:
         settings = self._settings
-        peer = "rayvec" if way.startswith("rayvec-") else way
-        with peer_process(peer, self._nodes.environment, self._task(way)) as (process, started):
+        with self._started("rayvec" if way.startswith("rayvec-") else way, way) as (process, started):
             if "missing" in started:
                 self._note(f"{short_name(way)}: not installed ({started['missing']})")
                 return
             if not self._nodes.simulated and not started["spans_nodes"]:
                 started["transport"] += ", driver's machine alone"
-            self._ticker.advance(_start_s(settings, self._num_nodes))
             for cell in todo:
                 step_s = cell[2]
-                self._ticker.say(f"{self._num_nodes} nodes, {short_name(way)}, steps of {step_s:g} s")
+                self._tick(f"{self._num_nodes} nodes, {short_name(way)}, steps of {step_s:g} s", 0.0)
                 process.do("set_step", step_s=step_s, chunk_steps=chunk_length(settings, way, step_s))
                 own, floors = [], []
                 for _ in range(settings.repeats):
                     floors.append(self._window(floor, "floor", step_s))
                     own.append(self._window(process, way, step_s))
                 self._floors.setdefault(step_s, []).extend(floors)
-                self._add(cell, own, floors, started)
-                self._ticker.advance(_expected_s(settings, cell))
+                self._add(way, step_s, own, floors, started)
+                self._tick("", _expected_s(settings, cell))
 
     def _task(self, way: str) -> dict[str, Any]:
         settings = self._settings
@@ -234,13 +226,16 @@ class _Stepper:
         self._results.write()
 
     def _add(
-        self, cell: Cell, windows: list[dict[str, Any]], floors: list[dict[str, Any]], started: dict[str, Any]
+        self,
+        way: str,
+        step_s: float,
+        windows: list[dict[str, Any]],
+        floors: list[dict[str, Any]],
+        started: dict[str, Any],
     ) -> None:
-        _, way, step_s = cell
-        ideal = self._cores / step_s
-        rates = [window["steps_per_s"] for window in windows]
-        of_floor = [own / floor["steps_per_s"] for own, floor in zip(rates, floors, strict=True)]
+        ideal, row = self._cores / step_s, rates(windows, floors)
         floor_efficiency = statistics.median(floor["steps_per_s"] for floor in floors) / ideal
+        splits = [window["split"] or {"unattributed": 1.0} for window in windows]
         self._results.add(
             {
                 "nodes": self._num_nodes,
@@ -249,63 +244,48 @@ class _Stepper:
                 "way": short_name(way),
                 "transport": started["transport"],
                 "chunk_steps": chunk_length(self._settings, way, step_s) if way == "rayvec-worker" else None,
-                "steps_per_s": statistics.median(rates),
-                "steps_per_s_all": rates,
-                "steps_per_s_per_core": statistics.median(rates) / self._cores,
+                **row,
+                "steps_per_s_per_core": row["steps_per_s"] / self._cores,
                 "ideal_steps_per_s": ideal,
-                "efficiency": statistics.median(rates) / ideal,
-                "of_floor": statistics.median(of_floor),
-                "of_floor_all": of_floor,
+                "efficiency": row["steps_per_s"] / ideal,
                 "floor_efficiency": floor_efficiency,
                 "marked": floor_efficiency < ENOUGH,
-                "split": {name: statistics.fmean(w["split"][name] for w in windows) for name in windows[0]["split"]},
-                "cpu_s_per_step": sum(w["cpu_s"] for w in windows) / max(1, sum(w["steps"] for w in windows)),
+                "split": {state: statistics.fmean(split.get(state, 0.0) for split in splits) for state in STATES},
                 "start_s": started["start_s"],
                 "simulated": self._nodes.simulated,
             }
         )
 
 
-def _show(settings: Scaling, results: Results, terminal: Console) -> None:
-    """Prints the table of the rows so far, and writes CSV and plots."""
-    if not results.rows:
-        terminal.print("nothing was measured")
-        return
+def _show(settings: Scaling, results: Results) -> None:
+    """Prints the table of the rows so far, and draws the plots."""
     order = {short_name(way): place for place, (_, way, _) in enumerate(cells(settings))}
     rows = sorted(results.rows, key=lambda r: (r["nodes"], -r["step_duration_s"], order.get(r["way"], len(order))))
     work = "sleep" if settings.work == "sleep" else "use CPU time"
     jitter = f", jitter {settings.jitter}" if settings.jitter else ""
     show_table(
-        terminal,
-        f"Environments that {work}, one for each core{jitter}; efficiency = steps/s over\n"
-        "(cores / step duration), floor = independent processes, T = steps of chunks, prefetched",
-        (
-            *("nodes\nx cores", "step, s", "", "transport", "steps/s", "per\ncore", "ideal", "efficiency"),
-            "of floor\n+- half the range",
-        ),
+        f"Environments that {work}, one for each core{jitter}; efficiency = steps/s over (cores / step duration),\n"
+        "floor = independent processes, T = steps of chunks, prefetched",
+        ("nodes x cores", "step, s", "", "transport", "steps/s", "per core", "ideal", "efficiency", "of floor"),
         [_texts(row) for row in rows],
-        sections=True,
     )
     ours = [row for row in rows if row["way"] != "floor"]
     show_split(
-        terminal,
         "Where the time of the emulated cores goes, percent",
         ("nodes", "step, s", ""),
         [((row["nodes"], f"{row['step_duration_s']:g}", row["way"]), row["split"]) for row in ours],
     )
     if any(row["marked"] for row in rows):
-        terminal.print(
+        print(
             f"* Independent processes themselves reach less than {ENOUGH:g} of the ideal here: this machine can't "
             "emulate so many cores at such a step duration."
         )
-    for note in results.notes:
-        terminal.print(note)
-    written = [results.path, results.write_csv(), *plot_scaling(results.rows, results.path.parent)]
-    terminal.print("written: " + ", ".join(map(str, written)))
+    print(*results.notes, sep="\n")
+    plots = plot_scaling(results.rows, results.path.parent)
+    print("drawn:", ", ".join(map(str, plots)))
 
 
 def _texts(row: dict[str, Any]) -> tuple[str, ...]:
-    half = 0.5 * (max(row["of_floor_all"]) - min(row["of_floor_all"]))
     return (
         f"{row['nodes']} x {row['cores'] // row['nodes']}",
         f"{row['step_duration_s']:g}",
@@ -315,5 +295,5 @@ def _texts(row: dict[str, Any]) -> tuple[str, ...]:
         number(row["steps_per_s_per_core"]),
         f"{row['ideal_steps_per_s']:,.0f}",
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
-        "" if row["way"] == "floor" else f"{row['of_floor']:.3f} +-{half:.3f}",
+        "" if row["way"] == "floor" else spread(row["of_floor_all"], ".3f"),
     )

@@ -104,11 +104,14 @@ class Compare:
     peer_venv: tuple[str, ...] = ()
     """Virtual environments of peers, each name=path; those in RAYVEC_BENCH_VENVS, separated by colons, count too."""
 
-    reference: Literal["floor", "process-pool", "gymnasium-sync"] = "floor"
-    """What each row is divided by; its windows alternate with the row's."""
+    reference: str = "floor"
+    """The peer that each row is divided by; its windows alternate with the row's."""
 
     num_envs: tuple[Count, ...] = (8, 64)
     """Numbers of environments."""
+
+    hidden_sizes: tuple[Count, ...] = ()
+    """Hidden layers of the policy net that chooses rayvec's actions; unset: actions are random, as in the peers."""
 
     workers: Count | None = None
     """Processes or threads of peers that put several environments into one; unset: one per core."""
@@ -205,6 +208,9 @@ class Model:
 
     envs_per_core: Count = 1
     """Environments for each core, to recommend settings for."""
+
+    parameters: Count = 1_700_000
+    """Of the net whose gradients decentralized ranks sum, float32; those of a Nature-CNN by default."""
 
     network_latency_us: NotNegative | None = None
     """Microseconds one way between nodes, in addition to what was measured; unset: 100 where nodes were simulated, 0

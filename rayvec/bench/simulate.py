@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 
 from rayvec.bench.harness.host import MARK
+from rayvec.bench.peers import PeerProcess, peer_process
 from rayvec.cluster.session import CLUSTER_MARK, end_reaper, start_reaper
-from rayvec.errors import ConfigError, NodeLostError
+from rayvec.errors import ConfigError
 
 __all__ = ["Nodes", "check_memory", "nodes", "reachable"]
 
@@ -49,14 +50,14 @@ class Nodes:
     """
 
     def __init__(
-        self, address: str, environment: dict[str, str], keeper: Keeper | None = None, cpus: Sequence[float] = ()
+        self,
+        address: str,
+        environment: dict[str, str],
+        simulated: PeerProcess | None = None,
+        cpus: Sequence[float] = (),
     ) -> None:
-        self.address = address
-        self.simulated = keeper is not None
-        self.environment = environment
-        self._keeper = keeper
-        self._cpus = cpus
-        self._count = 0
+        self.address, self.simulated, self.environment = address, simulated is not None, environment
+        self._simulated, self._cpus, self._count = simulated, cpus, 0
 
     def check(self, count: int, cores: int) -> None:
         """Refuses more nodes than the cluster has; simulated nodes are added as needed.
@@ -81,8 +82,8 @@ class Nodes:
 
     def grow(self, count: int, cores: int) -> None:
         """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
-        while self._keeper is not None and self._count < count:
-            self._keeper.add(cores)
+        while self._simulated is not None and self._count < count:
+            self._simulated.do("add", cores=cores)
             self._count += 1
 
     def describe(self, cores: int) -> str:
@@ -118,64 +119,11 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
         CLUSTER_MARK: directory,
         MARK: mark,
     }
-    keeper = None
     try:
-        keeper = Keeper(settings, Path(directory, "keeper.txt"))
-        yield Nodes(keeper.address, settings, keeper)
+        with peer_process("simulated-nodes", settings, {}, task_type="builtins:dict") as (process, started):
+            yield Nodes(started["address"], settings, process)
     finally:
-        if keeper is not None:
-            keeper.close()
         end_reaper(reaper)
-
-
-class Keeper:
-    """The process that holds simulated nodes, see :mod:`rayvec.bench.keeper`.
-
-    Args:
-        environment: Of the nodes.
-        log: Where it writes its errors.
-    """
-
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "rayvec.bench.keeper"],
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-        self.address = self._answer()
-
-    def add(self, cores: int) -> None:
-        """Adds a node."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{cores}\n")
-        self._process.stdin.flush()
-        self._answer()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
-            raise NodeLostError(f"a simulated node did not start:\n{tail}")
-        return line
-
-    def close(self) -> None:
-        """Ends the nodes."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_S)
-        self._process.stdout.close()
 
 
 def reachable(address: str) -> list[float]:

@@ -16,13 +16,12 @@ from helpers.processes import assert_nothing_left, running
 
 from rayvec.bench import compare, simulate
 from rayvec.bench.harness.adapters import ADAPTERS
-from rayvec.bench.harness.ddp import SHARES
+from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.learners import LearnerTask, Threads
 from rayvec.bench.learner import show
 from rayvec.bench.peers import COMPARE_PEERS, SCALING_PEERS
 from rayvec.bench.results import Results
 from rayvec.bench.settings import LearnerBench
-from rayvec.bench.terminal import console
 from rayvec.cli import main
 
 COMPARE = "bench compare --num-envs 2 --workers 1 --repeats 1 --window 0.05 --out out --peer".split()
@@ -60,7 +59,7 @@ def test_rayvec_beside_peers(
     assert list(rows) == ["rayvec-worker", "floor", "gymnasium-sync", "no-such-peer"]
     for way in ("rayvec-worker", "floor", "gymnasium-sync"):
         assert_measured(rows[way])
-    assert rows["rayvec-worker"]["transport"] == "ray, shm x 1"
+    assert rows["rayvec-worker"]["transport"] == "shm x 1"
     assert "no_such_library" in rows["no-such-peer"]["missing"] and "not installed" in printed
     assert "where the time of the processes that step goes" in printed
 
@@ -176,11 +175,10 @@ def test_ddp_learns_from_as_many_off_policy(group_of_one: None) -> None:
 
 
 def assert_ddp_learns(task: LearnerTask, samples: int) -> None:
-    algorithm = task.algorithm
-    share = SHARES[algorithm](task, torch.device("cpu"))
-    nets = [net for net in vars(share).values() if isinstance(net, torch.nn.Module)]
+    update = UPDATES[task.algorithm](task, torch.device("cpu"))
+    nets = [cell.cell_contents for cell in update.__closure__ or () if isinstance(cell.cell_contents, torch.nn.Module)]
     before = [parameter.detach().clone() for net in nets for parameter in net.parameters()]
-    assert share.update() == samples
+    assert before and update() == samples
     after = [parameter for net in nets for parameter in net.parameters()]
     assert all(parameter.isfinite().all() for parameter in after)
     assert not any(map(torch.equal, before, after))
@@ -207,7 +205,7 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
         for n, rate in ((1, 100.0), (4, 300.0))
     ]
     results = Results("learner", {}, tmp_path / "learner.json", rows)
-    show(results, console())
+    show(results)
     assert [row["efficiency"] for row in results.rows] == [1.0, 0.75]
 
 

@@ -11,7 +11,7 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.bench.cost_model.cost import Instance, Mix, cheapest, mix_of, read_prices, suffices
+from rayvec.bench.cost_model.cost import Instance, Mix, cheapest, read_prices, suffices
 from rayvec.bench.cost_model.model import Cluster, Costs, Fit
 from rayvec.bench.settings import PRICES
 from rayvec.cli import main
@@ -44,8 +44,8 @@ def test_nothing_is_cheaper(types: list[tuple[int, int, int]], cpus: int, gpus: 
         return mix.cpus >= cpus and mix.gpus >= gpus
 
     found = cheapest(instances, enough, most=4)
-    tried = [mix_of(instances, counts) for counts in itertools.product(range(5), repeat=len(instances))]
-    good = [mix for mix in tried if 0 < mix.nodes <= 4 and enough(mix)]
+    tried = [Mix.of(instances, counts) for counts in itertools.product(range(5), repeat=len(instances))]
+    good = [mix for mix in tried if 0 < sum(mix.counts.values()) <= 4 and enough(mix)]
     if not good:
         assert found is None
     else:

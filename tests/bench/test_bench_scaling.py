@@ -103,7 +103,7 @@ def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureF
     Results("scaling", values, tmp_path / "scaling.json", rows, ["a note"]).write()
     assert main(["bench", "scaling", "--resume", str(tmp_path / "scaling.json")]) == 0
     printed = capsys.readouterr().out
-    for words in ("0 cells to measure, 8 done", "87.5%*", "rayvec-worker T=20", "0.900 +-0.000", "a note"):
+    for words in ("0 cells to measure, 8 done", "87.5%*", "rayvec-worker T=20", "0.900 (0.900 to 0.900)", "a note"):
         assert words in printed
     assert "More than 5% is unattributed: 1, 0.1, rayvec-driver" in printed and "can't emulate so many" in printed
     for name in ("efficiency", "steps", "split"):

@@ -30,7 +30,7 @@ def test_the_interquartile_mean_counts_parts_of_values(learning: Any) -> None:
     assert learning.interquartile_mean(np.array([7.0])) == 7
 
 
-def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path) -> None:
+def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = []
     for seed in (1, 2):
         run_dir = tmp_path / f"seed{seed}"
@@ -44,8 +44,10 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path) -> None:
         args, options = learning.parse(["--algorithm", "sac", "--seeds", "1", "2", "--", "--gamma", "0.5"])
         assert options == ["--gamma", "0.5"] and args.seeds == [1, 2]
         outcomes.append(learning.run(args, seed, options, tmp_path))  # finished: it is not trained again
-    text = learning.table(outcomes)
-    assert "| 1 | 3.5 | 400 | 2.0 | 1.0 | 1 |" in text and "Mean over seeds 2.5, standard error 0.5" in text
+    learning.show({"rayvec": outcomes, "none": []})
+    text = " ".join(capsys.readouterr().out.split())
+    assert "| rayvec | 1 | 3.5 | 400 | 2.0 | 1.0 | 1 |" in text
+    assert "rayvec: mean over seeds 2.5, standard error 0.5, interquartile mean 2.5" in text and "none:" not in text
     grid = np.array([0.0, 200, 400])
     at = learning.curve(outcomes[1].run_dir, grid)
     assert np.isnan(at[0]) or at[0] == 2.0

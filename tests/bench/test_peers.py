@@ -12,6 +12,7 @@ import psutil
 import pytest
 from helpers.waiting import wait_until
 
+from rayvec.bench.harness.recording import read_clocks
 from rayvec.bench.harness.task import Task
 
 
@@ -21,13 +22,13 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("peers")
 
 
-def test_tianshou_s_environments_are_stepped(peers: Any) -> None:
-    adapter = peers.TianshouVector(Task(2, emulated={"step_s": 0.0}), "DummyVectorEnv", "none")
+def test_tianshou_s_environments_are_stepped(peers: Any, tmp_path: Path) -> None:
+    adapter = peers.TianshouVector(Task(2, emulated={"step_s": 0.0}, clock_dir=str(tmp_path)), "DummyVectorEnv", "none")
     try:
-        adapter.set_step(0.001, 1)
+        adapter.set_step(0.001, 1, None)
         assert adapter.advance() == 2 and adapter.advance() == 2
-        for clock in adapter.clocks():
-            assert clock.shape == (2, 2) and (clock[:, 1] - clock[:, 0] >= 0.001).all()
+        (clock,) = read_clocks(str(tmp_path)).values()
+        assert clock.shape == (4, 2) and (clock[:, 1] - clock[:, 0] >= 0.001).all()
     finally:
         adapter.close()
 

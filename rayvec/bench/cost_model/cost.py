@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from rayvec.bench.cost_model.measuring import Measured
@@ -16,7 +17,7 @@ from rayvec.bench.cost_model.model import steps_per_s as predicted_steps_per_s
 from rayvec.bench.cost_model.plan import cluster_of
 from rayvec.bench.results import Results
 from rayvec.bench.settings import PRICES, Cost
-from rayvec.bench.terminal import console, show_table
+from rayvec.bench.terminal import show_table
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError
 
@@ -56,24 +57,16 @@ class Mix:
     gpus: int
     price_per_hour: float
 
+    @classmethod
+    def of(cls, instances: Sequence[Instance], counts: Sequence[int]) -> Mix:
+        """Returns so many of each instance."""
+        pairs = [(each, count) for each, count in zip(instances, counts, strict=True) if count]
+        cpus, gpus = (sum(count * getattr(each, what) for each, count in pairs) for what in ("cpus", "gpus"))
+        price = round(sum(count * each.price_per_hour for each, count in pairs), 9)
+        return cls({each.name: count for each, count in pairs}, cpus, gpus, price)
+
     def __str__(self) -> str:
         return " + ".join(f"{count} {name}" for name, count in self.counts.items())
-
-    @property
-    def nodes(self) -> int:
-        """How many machines."""
-        return sum(self.counts.values())
-
-
-def mix_of(instances: Sequence[Instance], counts: Sequence[int]) -> Mix:
-    """Returns so many of each instance as a mix."""
-    pairs = [(each, count) for each, count in zip(instances, counts, strict=True) if count]
-    return Mix(
-        {each.name: count for each, count in pairs},
-        sum(count * each.cpus for each, count in pairs),
-        sum(count * each.gpus for each, count in pairs),
-        sum(count * each.price_per_hour for each, count in pairs),
-    )
 
 
 def cheapest(instances: Sequence[Instance], enough: Callable[[Mix], bool], most: int = 128) -> Mix | None:
@@ -93,19 +86,19 @@ def cheapest(instances: Sequence[Instance], enough: Callable[[Mix], bool], most:
     >>> str(cheapest([big, small], lambda mix: mix.cpus >= 10))
     '1 big + 1 small'
     """
-    heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, (0,) * len(instances))]
+    ones = np.eye(len(instances), dtype=int).tolist()
+    heap = [(each.price_per_hour, 1, tuple(counts)) for each, counts in zip(instances, ones, strict=True)]
+    heapq.heapify(heap)
     while heap:
         _, nodes, counts = heapq.heappop(heap)
-        mix = mix_of(instances, counts)
-        if nodes and enough(mix):
+        mix = Mix.of(instances, counts)
+        if enough(mix):
             return mix
-        if nodes == most:
-            continue
         # Each mix is made in one way only: by adding to its last type, or to one after that.
-        last = max((place for place, count in enumerate(counts) if count), default=0)
-        for place in range(last, len(instances)):
+        last = max(place for place, count in enumerate(counts) if count)
+        for place in range(last, len(instances) if nodes < most else 0):
             more = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
-            heapq.heappush(heap, (round(mix_of(instances, more).price_per_hour, 9), nodes + 1, more))
+            heapq.heappush(heap, (Mix.of(instances, more).price_per_hour, nodes + 1, more))
     return None
 
 
@@ -142,15 +135,15 @@ def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
     for name in settings.compare_with:
         groups |= {f"{name} alone": [each] for each in instances if each.name == name}
     mixes = {what: _choose(group, enough) for what, group in groups.items()}
-    results, terminal = Results.of("cost", settings), console()
+    results = Results.of("cost", settings)
     lines = []
     for what, mix in mixes.items():
         factor = mix.price_per_hour / mixes["cheapest"].price_per_hour
         results.rows.append({"what": what, **asdict(mix), "mix": str(mix), "factor": factor})
         lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
     header = ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest")
-    show_table(terminal, f"For {wanted}", header, lines)
-    results.finish(terminal)
+    show_table(f"For {wanted}", header, lines)
+    results.finish()
 
 
 def _choose(instances: Sequence[Instance], enough: Callable[[Mix], bool]) -> Mix:
@@ -202,7 +195,8 @@ def suffices(
     sampling = mix.cpus - learning
     if sampling < 1:
         return False
-    workers = max(1, math.ceil(sampling / mix.nodes))
-    setting = Setting(mix.nodes, workers, inference="worker", chunk_steps=128, step_s=step_s)
+    nodes = sum(mix.counts.values())
+    workers = max(1, math.ceil(sampling / nodes))
+    setting = Setting(nodes, workers, inference="worker", chunk_steps=128, step_s=step_s)
     each = predicted_steps_per_s(found, setting, network) / setting.num_envs
     return sampling * each >= steps_per_s

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rayvec.bench.cost_model.fitting import Observation, fit, fit_line
-from rayvec.bench.cost_model.model import Fit, Setting
+from rayvec.bench.cost_model.model import Fit, Observation, Setting, fit, fit_line
 from rayvec.bench.peers import PeerProcess, peer_process
 from rayvec.bench.results import Results
 from rayvec.bench.simulate import Nodes
-from rayvec.bench.terminal import Ticker
+from rayvec.bench.terminal import ticking
 from rayvec.errors import ConfigError
 
 __all__ = [
@@ -55,7 +54,7 @@ class Measured:
 
     observations: list[Observation]
     shared_cores: int | None
-    policy_s: tuple[float, float] = (0.0, 0.0)
+    policy_s: tuple[float, ...] = (0.0, 0.0)
     check_observations: list[Observation] = field(default_factory=list)
     search_observations: list[Observation] = field(default_factory=list)
 
@@ -116,7 +115,6 @@ def measure_settings(
     nodes: Nodes,
     cores: int,
     window_s: float,
-    ticker: Ticker,
     keep: Callable[[list[Observation]], None] = lambda found: None,
 ) -> list[Observation]:
     """Measures settings, interleaving those that share environments, and returns the fastest turn of each.
@@ -128,23 +126,22 @@ def measure_settings(
         nodes: Simulated, or of a cluster.
         cores: Of each node.
         window_s: Seconds of each setting at least; every turn holds some calls too.
-        ticker: Advanced by 1 for each setting.
         keep: Called with all observations so far, whenever there are more.
     """
     found = []
-    for _, group in itertools.groupby(sorted(settings, key=_topology), _topology):
-        alike = list(group)
-        nodes.grow(alike[0].nodes, cores)
-        turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
-        with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
-            for setting in alike * _TURNS:
-                ticker.say(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}")
-                turns[setting].append(_observe(process, setting, window_s / _TURNS))
-                ticker.advance(1.0 / _TURNS)
-        for each in turns.values():
-            by_time = sorted(each, key=lambda observation: observation.step_s)
-            found.append(replace(by_time[0], slowest_s=by_time[-1].step_s))
-        keep(found)
+    with ticking(len(settings) * _TURNS) as tick:
+        for _, group in itertools.groupby(sorted(settings, key=_topology), _topology):
+            alike = list(group)
+            nodes.grow(alike[0].nodes, cores)
+            turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
+            with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
+                for setting in alike * _TURNS:
+                    tick(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}", 1.0)
+                    turns[setting].append(_observe(process, setting, window_s / _TURNS))
+            for each in turns.values():
+                by_time = sorted(each, key=lambda observation: observation.step_s)
+                found.append(replace(by_time[0], slowest_s=by_time[-1].step_s))
+            keep(found)
     return found
 
 
@@ -168,30 +165,25 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
     chunk_steps = setting.chunk_steps if setting.inference == "worker" or setting.groups == 2 else 1
     process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=setting.inference)
     seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.meant_s))
-    window = process.do("measure", seconds=seconds, with_split=True)
+    window = process.do("measure", seconds=seconds, with_split=False)
     steps = window["steps"] / setting.num_envs
     own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
     return Observation(
         setting,
         step_s=window["elapsed_s"] / steps,
-        work_s=window["split"]["environment"] * window["elapsed_s"] / steps,
         driver_s=window["driver_cpu_s"] / steps,
         node_s=window["node_cpu_s"] / steps / setting.nodes,
         worker_s=window["worker_cpu_s"] / steps / (setting.nodes * setting.workers),
-        spread_s=window["step_spread_s"],
         others=max(0.0, window["machine_cpu_s"] - own_s) / window["elapsed_s"],
     )
 
 
-def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
+def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, ...]:
     """Returns seconds of a forward pass of a net of two tanh layers in NumPy, and of each of its rows."""
     if not hidden_size:
         return 0.0, 0.0
-    rng = np.random.default_rng(0)
-    matrices = [
-        rng.normal(0, 0.1, pair).astype(np.float32)
-        for pair in ((obs_size, hidden_size), (hidden_size, hidden_size), (hidden_size, 2))
-    ]
+    shapes = (obs_size, hidden_size), (hidden_size, hidden_size), (hidden_size, 2)
+    matrices = [np.full(shape, 0.1, np.float32) for shape in shapes]
     sizes, times = (1, 8, 64, 256), []
     for rows in sizes:
         samples = []
@@ -202,5 +194,4 @@ def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, float]:
                 hidden = np.tanh(hidden @ matrix)
             samples.append(time.perf_counter() - begin)
         times.append(float(np.median(samples)))
-    call_s, row_s = fit_line([(1.0, rows) for rows in sizes], times)
-    return call_s, row_s
+    return fit_line([(1.0, rows) for rows in sizes], times)

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Console
-
-from rayvec.bench.cost_model.checking import (
-    SEARCH,
-    SEARCH_ENVS,
-    compare_overheads,
-    describe,
-    fit_errors,
-    show_checks,
-    show_search,
-)
-from rayvec.bench.cost_model.fitting import Observation
 from rayvec.bench.cost_model.measuring import (
     CHECK_NODES,
     CHECK_WORKERS,
@@ -33,18 +20,32 @@ from rayvec.bench.cost_model.measuring import (
     measure_policy,
     measure_settings,
 )
-from rayvec.bench.cost_model.model import ASSUMPTIONS, Cluster, Fit, Setting, recommend, settings_for, steps_per_s
+from rayvec.bench.cost_model.model import (
+    ASSUMPTIONS,
+    Cluster,
+    Fit,
+    Observation,
+    Setting,
+    all_reduce_s,
+    predict_step_s,
+    recommend,
+    settings_for,
+    steps_per_s,
+)
 from rayvec.bench.results import Results, old_design
 from rayvec.bench.settings import Model, check_any, jitter_sigma
 from rayvec.bench.simulate import Nodes, check_memory, nodes
-from rayvec.bench.terminal import console, show_table, ticking
+from rayvec.bench.terminal import show_table
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError
 
-__all__ = ["cluster_of", "run"]
+__all__ = ["cluster_of", "compare_overheads", "run"]
 
 _LATENCY_US, _GBIT = 100.0, 10.0
 """Of the predicted network, where nodes were simulated on one machine."""
+_CHECK_LIMIT, _SEARCH_LIMIT = 0.25, 0.9
+_SEARCH, _SEARCH_ENVS = Setting(2, 4, step_s=0.001), 8
+"""The nodes, workers at most and step duration of the search, and how many environments it places."""
 
 
 def run(settings: Model, mentioned: frozenset[str] = frozenset()) -> None:
@@ -58,10 +59,10 @@ def run(settings: Model, mentioned: frozenset[str] = frozenset()) -> None:
             got=f"--fit {settings.fit} and --address {settings.address}",
             remedy="Leave one out.",
         )
-    results, terminal = Results.of("model", settings), console()
+    results = Results.of("model", settings)
     try:
         with ExitStack() as stack:
-            _Plan(settings, results, terminal, stack).run()
+            _Plan(settings, results, stack).run()
     except KeyboardInterrupt:
         kept = results.extra.get("observations", [])
         said = f"{len(kept)} settings are in {results.path}" if kept else "nothing was finished"
@@ -75,33 +76,30 @@ class _Plan:
     Args:
         settings: Of the command.
         results: Where everything goes.
-        terminal: For the tables.
         stack: Ends the nodes, which start when they are needed.
     """
 
-    def __init__(self, settings: Model, results: Results, terminal: Console, stack: ExitStack) -> None:
-        self._settings, self._results, self._terminal, self._stack = settings, results, terminal, stack
+    def __init__(self, settings: Model, results: Results, stack: ExitStack) -> None:
+        self._settings, self._results, self._stack = settings, results, stack
         self._sigma, self._obs_bytes = jitter_sigma(settings.jitter), 4 * settings.obs_size
         self._nodes: Nodes | None = None
 
     def run(self) -> None:
         settings, results = self._settings, self._results
-        policy_s = measure_policy(settings.obs_size, settings.hidden_size)
-        measured = self._measured(policy_s) if settings.fit is None else Measured.read(settings.fit)
-        measured.policy_s = policy_s
+        measured = self._measured() if settings.fit is None else Measured.read(settings.fit)
+        measured.policy_s = measure_policy(settings.obs_size, settings.hidden_size)
         found = measured.fit()
-        errors = fit_errors(found, measured.observations, measured.shared_cores)
-        results.extra = {**asdict(measured), "fit": asdict(found), "fit_error": statistics.median(errors), "checks": []}
+        results.extra = {**asdict(measured), "fit": asdict(found), "checks": []}
         results.write()
         if settings.check:
             results.extra["checks"] = self._checks(found, measured)
         self._predict(found, cluster_of(measured, settings.network_latency_us, settings.network_gbit))
-        self._terminal.print("Assumptions:", *(f"- {text}" for text in ASSUMPTIONS), sep="\n  ")
+        print("Assumptions:", *(f"- {text}" for text in ASSUMPTIONS), sep="\n  ")
         results.notes += ASSUMPTIONS
-        results.finish(self._terminal)
+        results.finish()
 
-    def _where(self) -> Nodes:
-        """Returns the nodes that are measured on, started at the first call."""
+    def _where(self) -> tuple[Nodes, int]:
+        """Returns the nodes that are measured on, started at the first call, and the cores of each."""
         if self._nodes is None:
             most_nodes = max(CHECK_NODES) if self._settings.check else max(FIT_NODES)
             if self._settings.address is None:
@@ -109,31 +107,27 @@ class _Plan:
                 check_memory(most_nodes, ("rayvec",), most_envs)
             self._nodes = self._stack.enter_context(nodes(self._settings.address))
             self._nodes.check(most_nodes, CHECK_WORKERS)
-            cores = self._nodes.cores(max(FIT_NODES), max(FIT_WORKERS))
-            self._terminal.print(f"Measured on {self._nodes.describe(cores)}.")
-        return self._nodes
+            print(f"Measured on {self._nodes.describe(self._nodes.cores(max(FIT_NODES), max(FIT_WORKERS)))}.")
+        return self._nodes, self._nodes.cores(max(FIT_NODES), max(FIT_WORKERS))
 
     def _measure(self, todo: Sequence[Setting], name: str) -> list[Observation]:
         def keep(found: list[Observation]) -> None:
             self._results.extra[name] = [asdict(each) for each in found]
             self._results.write()
 
-        where = self._where()
-        self._terminal.print(f"measuring {len(todo)} settings, about {math.ceil(len(todo) / 10)} minutes")
-        with ticking(len(todo), self._terminal) as ticker:
-            cores = where.cores(max(FIT_NODES), max(FIT_WORKERS))
-            return measure_settings(todo, where, cores, self._settings.window, ticker, keep)
+        where, cores = self._where()
+        print(f"measuring {len(todo)} settings, about {math.ceil(len(todo) / 10)} minutes")
+        return measure_settings(todo, where, cores, self._settings.window, keep)
 
-    def _measured(self, policy_s: tuple[float, float]) -> Measured:
-        where = self._where()
+    def _measured(self) -> Measured:
+        where, cores = self._where()
         self._results.extra["interrupted"] = True
-        todo = fit_settings(self._sigma, self._obs_bytes, where.cores(max(FIT_NODES), max(FIT_WORKERS)))
-        observations = self._measure(todo, "observations")
+        observations = self._measure(fit_settings(self._sigma, self._obs_bytes, cores), "observations")
         del self._results.extra["interrupted"]
-        return Measured(observations, len(os.sched_getaffinity(0)) if where.simulated else None, policy_s)
+        return Measured(observations, len(os.sched_getaffinity(0)) if where.simulated else None)
 
     def _checks(self, found: Fit, measured: Measured) -> list[dict[str, Any]]:
-        """Measures what is missing, and compares."""
+        """Measures what is missing, compares, and prints how good the model is."""
         complete = measured.check_observations and measured.search_observations
         if self._settings.fit is not None and measured.shared_cores is None and not complete:
             raise ConfigError(
@@ -147,13 +141,37 @@ class _Plan:
         on_two = dict.fromkeys(replace(setting, nodes=2) for setting in todo)
         cells = measured.check_observations or self._measure([*on_two, *todo], "check_observations")
         checks = compare_overheads(found, cells, cluster)
-        show_checks(checks, self._terminal)
-        base = replace(SEARCH, sigma=self._sigma, obs_bytes=self._obs_bytes)
-        tried = measured.search_observations
+        names = ("setting", "step, ms", "measured", "slowest turn", "model", "off", "as on 2 nodes", "off")
+        show_table(
+            f"Overhead per step, ms: fitted to 1 and 2 nodes; the aim is at most {_CHECK_LIMIT:.0%} off",
+            names,
+            [
+                (
+                    *(each["name"], f"{1e3 * each['step_duration_s']:g}", f"{1e3 * each['measured_s']:.3f}"),
+                    *(f"{1e3 * each['slowest_turn_s']:.3f}", f"{1e3 * each['model_s']:.3f}"),
+                    *(f"{each['model_off']:+.0%}", f"{1e3 * each['as_on_2_s']:.3f}", f"{each['as_on_2_off']:+.0%}"),
+                )
+                for each in checks
+            ],
+        )
+        good = sum(abs(each["model_off"]) <= _CHECK_LIMIT for each in checks)
+        nearest = sum(each["beats_both"] for each in checks)
+        print(f"{good} of {len(checks)} cells within {_CHECK_LIMIT:.0%}; ", end="")
+        print(f'{nearest} nearer than both "no overhead" and "as on 2 nodes"')
+        base, tried = replace(_SEARCH, sigma=self._sigma, obs_bytes=self._obs_bytes), measured.search_observations
         if not tried:
-            workers = self._where().cores(SEARCH.nodes, SEARCH.workers)
-            tried = self._measure(list(settings_for(base, SEARCH_ENVS, workers)), "search_observations")
-        return [*checks, show_search(found, tried, base, cluster, self._terminal)]
+            workers = min(_SEARCH.workers, self._where()[1])
+            tried = self._measure(list(settings_for(base, _SEARCH_ENVS, workers)), "search_observations")
+        rates = {each.setting: each.setting.num_envs / each.step_s for each in tried}
+        chosen = recommend(found, base, _SEARCH_ENVS, max(each.workers for each in rates), cluster)
+        best = max(rates, key=lambda setting: rates[setting])
+        share = rates[chosen] / rates[best]
+        print(
+            f"Of {len(rates)} settings for {_SEARCH_ENVS} environments on 2 nodes, steps of 1 ms, the best is "
+            f"{describe(best)} with {rates[best]:,.0f} steps/s; the recommended one, {describe(chosen)}, makes "
+            f"{rates[chosen]:,.0f}, {share:.0%} of it (the aim is {_SEARCH_LIMIT:.0%})"
+        )
+        return [*checks, {"name": "search", "best": asdict(best), "chosen": asdict(chosen), "share": share}]
 
     def _predict(self, found: Fit, network: Cluster) -> None:
         settings = self._settings
@@ -161,37 +179,77 @@ class _Plan:
         lines, advice = [], []
         for count in sorted(set(settings.nodes)):
             for step_s in sorted(set(settings.step_duration), reverse=True):
-                cores = count * settings.cores_per_node
-                base = Setting(
-                    count, settings.cores_per_node, step_s=step_s, sigma=self._sigma, obs_bytes=self._obs_bytes
-                )
-                with_policy = replace(base, policy=settings.hidden_size > 0)
-                best = recommend(found, with_policy, cores * settings.envs_per_core, settings.cores_per_node, network)
-                row = {"nodes": count, "cores": cores, "step_duration_s": step_s, "ideal_steps_per_s": cores / step_s}
-                cells = []
-                for kind in ("driver", "worker"):
-                    rate = steps_per_s(found, replace(base, inference=kind), network)
-                    row |= {f"{kind}_steps_per_s": rate, f"{kind}_efficiency": rate * step_s / cores}
-                    cells.append(f"{rate:,.0f} ({100 * rate * step_s / cores:.0f}%)")
-                before = old.get((float(settings.cores_per_node), float(count), step_s))
-                cells.append(f"{before['steps_per_s']:,.0f} ({before['efficiency_percent']:.0f}%)" if before else "")
-                best_rate = steps_per_s(found, best, network)
-                self._results.rows.append(
-                    {
-                        **row,
-                        "old_design_steps_per_s": before["steps_per_s"] if before else None,
-                        "recommended": asdict(best),
-                        "recommended_steps_per_s": best_rate,
-                    }
-                )
-                lines.append((str(count), str(cores), f"{step_s:g}", f"{cores / step_s:,.0f}", *cells))
-                advice.append((str(count), f"{step_s:g}", describe(best), f"{best_rate:,.0f}"))
-        title = f"Predicted for {settings.cores_per_node} cores per node, T=128 in chunks; the old design as measured"
-        header = ("nodes", "cores", "step, s", "ideal", "rayvec, driver", "rayvec, worker, T=128", "old design")
-        show_table(self._terminal, title, header, lines)
+                cores, each = count * settings.cores_per_node, settings.cores_per_node
+                base = Setting(count, each, step_s=step_s, sigma=self._sigma, obs_bytes=self._obs_bytes)
+                rates = self._rates(replace(found, policy_s=(0.0, 0.0)), base, network)
+                before = old.get((float(each), float(count), step_s), {"steps_per_s": None})
+                best = recommend(found, base, cores * settings.envs_per_core, each, network)
+                row: dict[str, Any] = {"nodes": count, "cores": cores, "step_duration_s": step_s}
+                row["ideal_steps_per_s"] = ideal = cores / step_s
+                for kind, rate in rates.items():
+                    row |= {f"{kind}_steps_per_s": rate, f"{kind}_efficiency": rate / ideal}
+                row["old_design_steps_per_s"] = before["steps_per_s"]
+                row["all_reduce_s"] = sum_s = all_reduce_s(4 * settings.parameters, count, network)
+                row |= {"recommended": asdict(best), "recommended_steps_per_s": steps_per_s(found, best, network)}
+                self._results.rows.append(row)
+                shown = [*rates.values(), before["steps_per_s"]]
+                texts = [f"{rate:,.0f} ({rate / ideal:.0%})" if rate else "" for rate in shown]
+                lines.append((count, cores, f"{step_s:g}", f"{ideal:,.0f}", *texts, f"{1e3 * sum_s:.2f}"))
+                advice.append((count, f"{step_s:g}", describe(best), f"{row['recommended_steps_per_s']:,.0f}"))
+        title = (
+            f"Predicted steps/s and share of ideal for {settings.cores_per_node} cores per node, chunks of 128 steps;\n"
+            f"all-reduce: one sum of the gradient of {settings.parameters:,} parameters over one rank on each node"
+        )
+        ours = ("central, by step", "central, chunks", "decentralized, chunks")
+        header = ("nodes", "cores", "step, s", "ideal", *ours, "old design, measured", "all-reduce, ms")
+        show_table(title, header, lines)
         policy = f"a policy of 2 x {settings.hidden_size} units" if settings.hidden_size else "no policy"
         title = f"Recommended for {settings.envs_per_core} environments per core and {policy}"
-        show_table(self._terminal, title, ("nodes", "step, s", "setting", "steps/s"), advice)
+        show_table(title, ("nodes", "step, s", "setting", "steps/s"), advice)
+
+    @staticmethod
+    def _rates(found: Fit, base: Setting, network: Cluster) -> dict[str, float]:
+        """Returns steps/s by who takes them: the driver, workers in chunks, and a rank on each node in chunks."""
+        chunks, one_node = replace(base, inference="worker"), replace(base, inference="worker", nodes=1)
+        return {
+            "driver": steps_per_s(found, base, network),
+            "worker": steps_per_s(found, chunks, network),
+            "decentralized": base.nodes * steps_per_s(found, one_node, Cluster()),
+        }
+
+
+def compare_overheads(found: Fit, measured: Sequence[Observation], cluster: Cluster) -> list[dict[str, Any]]:
+    """Returns, for each observation on more than two nodes, what the model and two naive guesses say.
+
+    The overhead is the time per step of all environments less the step duration. One guess is that there is none, the
+    other, *as on 2 nodes*, that it is what was measured there.
+    """
+    on_two = {each.setting: each.overhead_s for each in measured if each.setting.nodes == 2}
+    checks = []
+    for each in measured:
+        setting, truth = each.setting, each.overhead_s
+        if setting.nodes in CHECK_NODES:
+            model, same = predict_step_s(found, setting, cluster) - setting.meant_s, on_two[replace(setting, nodes=2)]
+            checks.append(
+                {
+                    "name": f"{setting.nodes} nodes, {describe(setting)}",
+                    "step_duration_s": setting.step_s,
+                    "measured_s": truth,
+                    "slowest_turn_s": each.slowest_s - setting.meant_s,
+                    "model_s": model,
+                    "model_off": model / truth - 1.0,
+                    "as_on_2_s": same,
+                    "as_on_2_off": same / truth - 1.0,
+                    "beats_both": bool(abs(model - truth) < min(abs(same - truth), abs(truth))),
+                }
+            )
+    return checks
+
+
+def describe(setting: Setting) -> str:
+    """Returns a setting in words."""
+    how = f"worker, T={setting.chunk_steps}" if setting.inference == "worker" else f"driver, groups={setting.groups}"
+    return f"{how}, {setting.workers} workers x {setting.envs}"
 
 
 def cluster_of(measured: Measured, latency_us: float | None, gbit: float | None) -> Cluster:

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from rayvec.bench.harness.task import ACTION_BATCHES, Task, receive, reported
+from rayvec.bench.harness.processes import Processes
+from rayvec.bench.harness.task import ACTION_BATCHES, Task
 
 __all__ = ["ClusterFloor", "Floor"]
 
-
-def _step_alone(serve: Callable[[Any, Connection], None], task: Any, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with reported(pipe):
-        serve(task, pipe)
+Counted = tuple[int, float, float]
+"""Steps, seconds, and of them those inside ``step``."""
 
 
-def _serve(task: Task, pipe: Connection) -> None:
-    """Steps environments for as long as each request says; answers with counts and times."""
+def stepping(task: Task) -> Callable[[tuple[float, float | None]], Counted]:
+    """Returns what steps environments for as many seconds as a request says."""
     envs: list[Any] = [task.make() for _ in range(max(1, task.num_envs // task.workers))]
     for env in envs:
         env.reset(seed=0)
     actions = [0] if task.env_id is None else [envs[0].action_space.sample() for _ in range(ACTION_BATCHES)]
     chosen = itertools.cycle(actions)
-    while (request := pipe.recv()) is not None:
+
+    def step(request: tuple[float, float | None]) -> Counted:
         seconds, step_s = request
         if step_s is not None:
             for env in envs:
@@ -47,7 +41,9 @@ def _serve(task: Task, pipe: Connection) -> None:
                     env.reset()
                 inside_s += time.monotonic() - before
             count += len(envs)
-        pipe.send((count, time.monotonic() - begin, inside_s))
+        return count, time.monotonic() - begin, inside_s
+
+    return step
 
 
 class Floor:
@@ -57,47 +53,31 @@ class Floor:
         task: `workers` says how many processes.
 
     Attributes:
-        serve: What each process does with the task and its pipe.
+        make: Makes, in each process, what serves the requests.
     """
 
     transport = "none"
     spans_nodes = True
-    serve: Callable[[Any, Connection], None] = staticmethod(_serve)
+    make: Callable[[Any], Callable[[Any], Counted]] = staticmethod(stepping)
 
-    def __init__(self, task: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rayvec.bench.harness.floors"])
+    def __init__(self, task: Task) -> None:
         self.num_envs = max(1, task.num_envs // task.workers) * task.workers
         self._step_s: float | None = None
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for _ in range(task.workers):
-            ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_step_alone, args=(self.serve, task, theirs), daemon=True))
-            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-            self._processes[-1].start()  # without importing the main module again, in a Ray worker all of Ray
-            sys.modules["__main__"] = main
-            theirs.close()
-            self._pipes.append(ours)
+        self._processes = Processes(self.make, [(task,)] * task.workers)
         self.measure(0.01)
 
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
         """Sets how long emulated environments take."""
         self._step_s = step_s
 
     def measure(self, seconds: float) -> tuple[int, float, float, float]:
         """Returns steps, seconds (mean of the processes), steps per second in all, and the share inside ``step``."""
-        for pipe in self._pipes:
-            pipe.send((seconds, self._step_s))
-        counts, elapsed, inside = np.array([receive(pipe) for pipe in self._pipes]).T
+        counts, elapsed, inside = np.array(self._processes.ask((seconds, self._step_s))).T
         return int(counts.sum()), float(elapsed.mean()), float((counts / elapsed).sum()), inside.sum() / elapsed.sum()
 
     def close(self) -> None:
         """Ends them."""
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join()
+        self._processes.close()
 
 
 class ClusterFloor:
@@ -124,9 +104,9 @@ class ClusterFloor:
             for node_id in found[:nodes]
         ]
 
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
         """Sets how long emulated environments take."""
-        self._ray.get([floor.set_step.remote(step_s, chunk_steps) for floor in self._floors])
+        self._ray.get([floor.set_step.remote(step_s, chunk_steps, inference) for floor in self._floors])
 
     def measure(self, seconds: float) -> tuple[int, float, float, float]:
         """As in :class:`Floor`, over all nodes."""

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+import torch.distributed as dist
 from gymnasium import spaces
 
 import rayvec
-from rayvec.bench.harness.ddp import SHARES
-from rayvec.bench.harness.rank_processes import RankProcesses
+from rayvec.bench.harness.ddp import UPDATES
+from rayvec.bench.harness.processes import Processes
 from rayvec.config import CONFIGS
 from rayvec.data import Batch, CollectStats
+from rayvec.distributed.collective import CollectiveRanks
+from rayvec.distributed.shared_memory import SharedMemoryRanks
 from rayvec.envs.factory import EnvFactory
-from rayvec.learners.ranks import Ranks
+from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.policies.policy import Policy
 from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import LEARNERS
 
-__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
+__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "RankProcesses", "SharedMemory", "Threads"]
 
 _STEPS = {"ppo": 64, "sac": 4, "impala": 64}
 
@@ -42,6 +47,7 @@ class LearnerTask:
         weak: Whether batch and minibatch grow with the number of ranks.
         hidden_sizes: Of the nets.
         obs_size: Numbers in an observation.
+        act_size: Numbers in an action; 0 for one of two.
         images: Whether observations are four frames of 84x84 pixels instead.
         compile: Whether rayvec's gradients are compiled.
         device: ``"cpu"`` or ``"cuda"``.
@@ -56,6 +62,7 @@ class LearnerTask:
     weak: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
     obs_size: int = 17
+    act_size: int = 0
     images: bool = False
     compile: bool = False
     device: str = "cpu"
@@ -86,27 +93,40 @@ class LearnerTask:
         """Rows of a minibatch of all ranks."""
         return min(self.minibatch_size * self.factor, self.rows)
 
+    @property
+    def samples(self) -> int:
+        """Rows of minibatches in an update of the whole batch."""
+        if self.algorithm == "sac":
+            return self.rows * self.minibatch_size * self.factor
+        return self.rows * int(getattr(self.config(), "num_epochs", 1))
+
     def config(self) -> Any:
         """Returns the settings of the algorithm."""
-        common: dict[str, Any] = {
-            "num_envs": self.columns,
-            "num_steps": self.steps,
-            "hidden_sizes": tuple(self.hidden_sizes),
-            "learner_device": self.device,
+        own: dict[str, dict[str, Any]] = {
+            "ppo": {"minibatch_size": self.minibatch, "compile": self.compile, "shared_trunk": self.images},
+            "sac": {
+                "batch_size": self.minibatch_size * self.factor,
+                "learning_starts": 1,
+                "replay_size": 100_000,
+                "compile": self.compile,
+            },
+            "impala": {
+                "num_minibatches": max(1, min(self.columns, self.rows // self.minibatch)),
+                "shared_trunk": self.images,
+            },
         }
-        if self.algorithm == "ppo":
-            common |= {"minibatch_size": self.minibatch, "compile": self.compile, "shared_trunk": self.images}
-        elif self.algorithm == "sac":
-            common |= {"batch_size": self.minibatch_size * self.factor, "learning_starts": 1, "replay_size": 100_000}
-            common["compile"] = self.compile
-        else:
-            common |= {"num_minibatches": max(1, min(self.columns, self.rows // self.minibatch))}
-            common["shared_trunk"] = self.images
-        return CONFIGS[self.algorithm](**common)
+        config_class: Any = CONFIGS[self.algorithm]
+        return config_class(
+            num_envs=self.columns,
+            num_steps=self.steps,
+            hidden_sizes=tuple(self.hidden_sizes),
+            learner_device=self.device,
+            **own[self.algorithm],
+        )
 
-    def env(self) -> _Still:
+    def env(self) -> _Noise:
         """Makes an environment with the observations and actions of the batch."""
-        return _Still(self.obs_size, self.images)
+        return _Noise(self)
 
     def learner(self) -> Callable[[], Any]:
         """Returns a function that makes the learner."""
@@ -118,14 +138,8 @@ class LearnerTask:
         pool = SerialPool(EnvFactory.build([self.env] * self.columns))
         chunk = rollout(pool, Policy(learner.module), self.steps)
         pool.close()
-        rng = np.random.default_rng(0)
-        shape, is_bytes = chunk.obs.shape, chunk.obs.dtype == np.uint8
-        obs = rng.integers(0, 256, shape, np.uint8) if is_bytes else rng.standard_normal(shape).astype(np.float32)
-        chunk = replace(chunk, obs=obs, rew=rng.standard_normal(chunk.rew.shape))
-        stats: dict[str, Any] = dict.fromkeys((field.name for field in fields(CollectStats)), 0)
-        stats |= {"returns": np.zeros(0), "lens": np.zeros(0, np.int64), "time_split_s": {}, "weights_versions": (0, 0)}
-        stats |= {"n_collected_steps": self.rows, "collect_time_s": 1.0, "steps_per_s": float(self.rows)}
-        return Batch((chunk,), CollectStats(**stats))
+        none = np.zeros(0), np.zeros(0, np.int64)
+        return Batch((chunk,), CollectStats(*none, self.rows, 0, 0, 1.0, float(self.rows), {}, (0, 0)))
 
     def share(self, learner: Any, rank: int) -> Batch:
         """Returns the columns of the batch that belong to a rank."""
@@ -133,27 +147,21 @@ class LearnerTask:
         first, last = (self.columns * k // self.num_learners for k in (rank, rank + 1))
         return Batch((batch.chunks[0].columns(first, last),), batch.stats)
 
-    def samples(self) -> int:
-        """Rows of minibatches in an update of the whole batch."""
-        if self.algorithm == "sac":
-            return self.rows * self.minibatch_size * self.factor
-        return self.rows * int(getattr(self.config(), "num_epochs", 1))
 
+class _Noise(gymnasium.Env[Any, Any]):
+    """An environment of random observations and rewards, whose episodes never end."""
 
-class _Still(gymnasium.Env[Any, Any]):
-    """An environment that returns zeros."""
-
-    def __init__(self, obs_size: int, images: bool) -> None:
-        frames, numbers = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-np.inf, np.inf, (obs_size,))
-        self.observation_space = frames if images else numbers
-        self.action_space = spaces.Discrete(2)
-        self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+    def __init__(self, task: LearnerTask) -> None:
+        frames, numbers = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-np.inf, np.inf, (task.obs_size,))
+        self.observation_space = frames if task.images else numbers
+        self.action_space = spaces.Box(-1, 1, (task.act_size,)) if task.act_size else spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return self._obs, {}
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self._obs, 1.0, False, False, {}
+        return self.observation_space.sample(), float(self.np_random.standard_normal()), False, False, {}
 
 
 class Threads:
@@ -164,7 +172,7 @@ class Threads:
     def __init__(self, task: LearnerTask) -> None:
         torch.set_num_threads(task.num_learners)
         self._learner = task.learner()()
-        self._batch, self._samples = task.batch(self._learner), task.samples()
+        self._batch, self._samples = task.batch(self._learner), task.samples
 
     def advance(self) -> int:
         """Updates once; returns how many rows of minibatches were learned from."""
@@ -182,7 +190,7 @@ class Group(Threads):
 
     def __init__(self, task: LearnerTask) -> None:
         self._learner = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
-        self._batch, self._samples = task.batch(self._learner), task.samples()
+        self._batch, self._samples = task.batch(self._learner), task.samples
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -194,10 +202,42 @@ class OneShare(Threads):
 
     def __init__(self, task: LearnerTask) -> None:
         torch.set_num_threads(1)
-        size = task.num_learners
-        small = replace(task, minibatch_size=max(1, task.minibatch_size // size), weak=False)
+        small = replace(task, minibatch_size=max(1, task.minibatch_size // task.num_learners), weak=False)
         self._learner = small.learner()()
-        self._batch, self._samples = task.share(self._learner, 0), task.samples()
+        self._batch, self._samples = task.share(self._learner, 0), task.samples
+
+
+class RankProcesses(Processes):
+    """Ranks in processes of this machine, without Ray.
+
+    Args:
+        size: How many.
+        sums: ``"shared-memory"``, ``"gloo"``, or ``"ddp"``, which makes torch's default group, NCCL for ``cuda``.
+        make: Makes what a rank computes from its `Ranks`, in its process: a function from a request to an answer.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, size: int, sums: str, make: Callable[[Ranks], Callable[[Any], Any]], device: str = "cpu"):
+        with tempfile.TemporaryDirectory(prefix="rayvec-ranks-") as directory:  # all have met when they are made
+            path = os.path.join(directory, "store")
+            super().__init__(_rank, [(make, sums, rank, size, device, path) for rank in range(size)])
+
+
+def _rank(make: Any, sums: str, rank: int, size: int, device: str, path: str) -> Callable[[Any], Any]:
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    ranks: Ranks = ALONE
+    if sums == "gloo":
+        ranks = CollectiveRanks(rank, size, store)
+    elif sums == "ddp":
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    elif rank == 0 and size > 1:
+        ranks = SharedMemoryRanks(0, size)
+        store.set("block", ranks.path)
+    elif size > 1:
+        ranks = SharedMemoryRanks(rank, size, store.get("block").decode())
+    found: Callable[[Any], Any] = make(ranks)
+    return found
 
 
 class SharedMemory:
@@ -207,17 +247,17 @@ class SharedMemory:
 
     def __init__(self, task: LearnerTask) -> None:
         make = functools.partial(_make_share, task, self.transport)
-        self._processes = RankProcesses(task.num_learners, self.transport, make, task.device)
-        self._samples = task.samples()
+        self._ranks = RankProcesses(task.num_learners, self.transport, make, task.device)
+        self._samples = task.samples
 
     def advance(self) -> int:
         """Updates once."""
-        self._processes.ask(True)
+        self._ranks.ask(True)
         return self._samples
 
     def close(self) -> None:
         """Ends them."""
-        self._processes.close()
+        self._ranks.close()
 
 
 class Gloo(SharedMemory):
@@ -235,11 +275,11 @@ class DDP(SharedMemory):
 def _make_share(task: LearnerTask, sums: str, ranks: Ranks) -> Callable[[Any], Any]:
     """Returns what a rank does on each request."""
     if sums == "ddp":
-        cuda = task.device == "cuda"
-        rank = torch.distributed.get_rank()
-        device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-        share = SHARES[task.algorithm](task, device)
-        return lambda _: share.update()
+        number = dist.get_rank() % max(1, torch.cuda.device_count())
+        update = UPDATES[task.algorithm](
+            task, torch.device("cuda", number) if task.device == "cuda" else torch.device("cpu")
+        )
+        return lambda _: update()
     learner = task.learner()()
     batch = task.share(learner, ranks.rank)
     learner.ranks = ranks

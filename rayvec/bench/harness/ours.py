@@ -10,11 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray.util
 from numpy.typing import NDArray
 
-from rayvec.bench.harness.cpu import NodeProcesses
-from rayvec.bench.harness.emulated import clock_offsets
 from rayvec.bench.harness.task import Adapter, Task
 from rayvec.cluster.frames import FrameFormat
 from rayvec.collect.collector import Collector
@@ -54,44 +51,47 @@ class TimedPolicy:
 
 
 class Ours(Adapter):
-    """A :class:`rayvec.RayVecEnv`, stepped by ``step`` or by ``rollout``."""
+    """A :class:`rayvec.RayVecEnv`, stepped by ``step``, by ``rollout`` or by a prefetching ``Collector``."""
 
     spans_nodes = True
 
     def __init__(self, task: Task) -> None:
-        self.num_envs = task.num_envs
-        plain = task.env_id is not None and task.clock_dir is None
+        self.num_envs, self._task, self._steps = task.num_envs, task, task.chunk_steps
         self.env = RayVecEnv(
-            task.env_id if plain else [task.make] * task.num_envs,  # type: ignore[arg-type]
-            task.num_envs,
+            [task.make] * task.num_envs,
             num_nodes=task.nodes,
             workers_per_node=task.workers_per_node,
             address=task.address,
             groups=2 if task.groups == 2 else 1,
         )
         self.env.reset(seed=0)
-        self.actions = task.actions(self.env.action_space)
-        self.policy = TimedPolicy(self.actions)
+        self.actions = task.actions()
+        self.policy: Any = TimedPolicy(self.actions)
+        if task.hidden_sizes:
+            from rayvec.policies.networks import make_actor_critic
+            from rayvec.policies.policy import Policy
+
+            spaces = self.env.single_observation_space, self.env.single_action_space
+            self.policy = Policy(make_actor_critic(*spaces, task.hidden_sizes))
         transports = self.env.transports
         self.transport = "+".join(f"{kind} x {transports.count(kind)}" for kind in sorted(set(transports)))
-        self.resets_within_steps = task.inference == "worker"
-        if task.inference == "worker":
+        if task.inference == "worker" and task.nodes:
             self.transport = f"ray, {self.transport}"
-        self._task = task
+        self.resets_within_steps = task.inference == "worker"
         self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
-        self._steps = task.chunk_steps
         self._chunk: Any = None
-        self._processes = self._node_processes()
-        self._offsets = clock_offsets(self.env.get_attr) if task.env_id is None else np.zeros(task.num_envs)
+        topology = self.env.topology.nodes
+        pids = self.env.worker_pids().values()
+        self.node_pids = {node.node_id: list(each) for node, each in zip(topology, pids, strict=True)}
+        bounds = [itertools.pairwise(node.worker_bounds) for node in topology]
+        self._worker_ids = [slice(first, last) for part in bounds for first, last in part]
 
     def advance(self) -> int:
         """Takes one step of every environment, or one chunk."""
         if self._collector is not None:
             self._chunk = self._collector.collect(n_step=self.num_envs * self._steps).chunks[-1]
-        elif self._task.inference == "worker":
-            self._chunk = self.env.rollout(self.policy, self._steps)
-        elif self._task.groups == 2:
-            self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
+        elif self._task.inference == "worker" or self._task.groups == 2 or self._task.hidden_sizes:
+            self._chunk = self.env.rollout(self.policy, self._steps, inference=self._task.inference)  # type: ignore
         else:
             self.env.step(self.next_actions())
             return self.num_envs
@@ -106,86 +106,49 @@ class Ours(Adapter):
         """Steps of each worker in a chunk, with prefetch."""
         if self._collector is None:
             return None
-        return [self._steps * (ids.stop - ids.start) for ids in self._worker_ids()]
+        return [self._steps * (ids.stop - ids.start) for ids in self._worker_ids]
 
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
-        """Sets how long environments take, and T of a chunk."""
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
+        """Sets how long environments take, T of a chunk, and where actions are chosen."""
         self.settle()
         self.env.set_attr("step_s", step_s)
         self._steps = chunk_steps
-
-    def set_inference(self, inference: str) -> None:
-        """Sets where actions are chosen from now on: ``"driver"`` or ``"worker"``."""
-        self._task = replace(self._task, inference=inference)
-
-    def kinds_cpu_s(self) -> tuple[float, float]:
-        """CPU time so far of all nodes' actors, and of all workers."""
-        return self._processes.cpu_s()
-
-    def _node_processes(self) -> NodeProcesses:
-        here, pids, nodes = ray.util.get_node_ip_address(), self.env.worker_pids(), self.env.topology.nodes
-        away = [node.node_id for node in nodes if node.address != here]
-        return NodeProcesses({node.node_id: pids[node.name] for node in nodes}, away)
+        self._task = replace(self._task, inference=inference or self._task.inference)
 
     def call_inference_s(self) -> NDArray[np.float64] | None:
         """Seconds of inference of each worker in the last call, ``float64 [workers]``; None where there is none."""
         if self._task.inference != "worker":
             return None
         per_env = self._chunk.extras["inference_s"].sum(0)
-        return np.array([per_env[ids].sum() for ids in self._worker_ids()])
-
-    def worker_pids(self) -> list[int]:
-        """All nodes' workers."""
-        return [pid for pids in self.env.worker_pids().values() for pid in pids[1:]]
-
-    def _worker_ids(self) -> list[slice]:
-        bounds = [node.worker_bounds for node in self.env.topology.nodes]
-        return [slice(a, b) for part in bounds for a, b in itertools.pairwise(part)]
-
-    def clocks(self) -> list[NDArray[np.float64]]:
-        """When the steps of each worker began and ended, by this process's clock."""
-        times = [clock - offset for clock, offset in zip(self.env.get_attr("clock"), self._offsets, strict=True)]
-        joined = [np.concatenate(times[ids]) for ids in self._worker_ids()]
-        return [worker[np.argsort(worker[:, 0])] for worker in joined]
+        return np.array([per_env[ids].sum() for ids in self._worker_ids])
 
     def packing_s(self) -> float:
         """Seconds that a call packs and unpacks, timed separately on data of the same size."""
+        obs_layout, num_nodes = ArrayLayout.of(self.env.single_observation_space), len(self.node_pids)
         if self._task.inference == "worker":
-            return self._chunk_packing_s()
-        return self._frame_packing_s() if "tcp" in self.transport else 0.0
+            workers = len(self._worker_ids) // num_nodes
+            part = self._chunk.columns(0, self.num_envs // len(self._worker_ids))
 
-    def _frame_packing_s(self) -> float:
-        obs_layout = ArrayLayout.of(self.env.single_observation_space)
-        if obs_layout is None:  # objects, which are pickled
+            def once() -> None:
+                whole = pickle.loads(pickle.dumps(join_chunks([part] * workers), protocol=5))
+                join_chunks([whole] * num_nodes)
+
+            return _median_s(once)
+        if "tcp" not in self.transport or obs_layout is None:  # in shared memory, or objects, which are pickled
             return 0.0
         frames = FrameFormat(obs_layout, ArrayLayout.of(self.env.single_action_space))
-        num_nodes = len(self.env.topology.nodes)
         ids = np.arange(self.num_envs // num_nodes)
         flags = np.zeros(len(ids), bool)
         answer = StepBatch(ids, obs_layout.empty((len(ids),)), np.zeros(len(ids)), flags, flags)
 
-        def once() -> None:
+        def frame() -> None:
             frames.unpack_request(frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0])
             frames.unpack_answer(bytearray(frames.pack_answer(answer)[0]))
 
-        return num_nodes * _median_s(once)
-
-    def _chunk_packing_s(self) -> float:
-        nodes = self.env.topology.nodes
-        workers = nodes[0].num_workers
-        part = self._chunk.columns(0, max(1, len(nodes[0].env_range) // workers))
-        whole = join_chunks([part] * workers)
-
-        def once() -> None:
-            join_chunks([part] * workers)
-            pickle.loads(pickle.dumps(whole, protocol=5))
-            join_chunks([whole] * len(nodes))
-
-        return _median_s(once)
+        return num_nodes * _median_s(frame)
 
     def close(self) -> None:
         """Ends it."""
-        self._processes.close()
         self.env.close()
 
 
@@ -200,7 +163,7 @@ class BarePool(Adapter):
         self._ids = np.arange(task.num_envs)
         self._pool.reset(self._ids, list(range(task.num_envs)))
         self._pool.recv(self._ids)
-        self.actions = task.single_actions(task.make().action_space)
+        self.actions = task.actions()
 
     def advance(self) -> int:
         """Steps all."""

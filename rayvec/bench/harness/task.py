@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.bench.harness.clocked import Clocked
 from rayvec.bench.harness.emulated import EmulatedEnv
+from rayvec.bench.harness.recording import Clocked
 
-__all__ = ["ACTION_BATCHES", "Adapter", "Task", "receive", "reported"]
+__all__ = ["ACTION_BATCHES", "Adapter", "Task"]
 
 ACTION_BATCHES = 64
 """Batches of random actions that are drawn beforehand."""
@@ -37,8 +34,9 @@ class Task:
         chunk_steps: T of a chunk of rayvec.
         groups: Of rayvec.
         prefetch: Whether rayvec collects the next chunk while it returns this one.
+        hidden_sizes: Of the policy net that chooses actions; without any they are random.
         address: Of a Ray cluster.
-        clock_dir: Where real environments record when they step; None if they don't.
+        clock_dir: Where environments record when they step; None if they don't.
     """
 
     num_envs: int
@@ -51,53 +49,25 @@ class Task:
     chunk_steps: int = 1
     groups: int = 1
     prefetch: bool = False
+    hidden_sizes: tuple[int, ...] = ()
     address: str | None = None
     clock_dir: str | None = None
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Makes one environment."""
         if self.env_id is None:
-            return EmulatedEnv(**(self.emulated or {}))
+            return EmulatedEnv(**(self.emulated or {}), clock_dir=self.clock_dir)
         module, _, name = self.env_id.rpartition(":")
         if module:  # some versions of Gymnasium fail when they import it a second time
             __import__(module)
         env = gymnasium.make(name)
         return env if self.clock_dir is None else Clocked(env, self.clock_dir)
 
-    def actions(self, space: Any) -> list[Any]:
-        """Returns batches of random actions from a batched space."""
-        space.seed(0)
-        return [space.sample() for _ in range(ACTION_BATCHES)]
-
-    def single_actions(self, space: Any) -> list[Any]:
-        """Returns batches of random actions from the space of one environment."""
+    def actions(self) -> list[NDArray[Any]]:
+        """Returns batches of random actions."""
+        space = self.make().action_space
         space.seed(0)
         return [np.stack([space.sample() for _ in range(self.num_envs)]) for _ in range(ACTION_BATCHES)]
-
-
-@contextlib.contextmanager
-def reported(pipe: Connection) -> Iterator[None]:
-    """Sends an exception that is raised inside to the process at the other end."""
-    try:
-        yield
-    except Exception as error:
-        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-        raise
-
-
-def receive(pipe: Connection) -> Any:
-    """Returns what a process sends.
-
-    Raises:
-        RuntimeError: The process raised, or it exited.
-    """
-    try:
-        found = pipe.recv()
-    except EOFError:
-        raise RuntimeError("a process of the benchmark exited") from None
-    if isinstance(found, RuntimeError):
-        raise found
-    return found
 
 
 class Adapter(ABC):
@@ -109,6 +79,8 @@ class Adapter(ABC):
         actions: Batches that `next_actions` alternates between.
         spans_nodes: Whether it uses all nodes of a cluster.
         resets_within_steps: Whether an environment is reset in the step that ends its episode, not by the next call.
+        node_pids: Processes by Ray's id of their node: its actor, then its workers in the order of their
+            environments; empty where that is not known.
     """
 
     num_envs: int
@@ -116,11 +88,16 @@ class Adapter(ABC):
     actions: list[Any]
     spans_nodes = False
     resets_within_steps = False
+    node_pids: dict[str, list[int]] = {}  # noqa: RUF012
     _count = 0
 
     @abstractmethod
     def advance(self) -> int:
         """Takes some steps; returns how many in all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it."""
 
     def settle(self) -> None:  # noqa: B027
         """Waits for prefetched work, which is not counted."""
@@ -131,45 +108,21 @@ class Adapter(ABC):
     def rest(self) -> None:  # noqa: B027
         """Stops whatever would use CPU while others are measured."""
 
-    def set_step(self, step_s: float, chunk_steps: int) -> None:
-        """Sets how long emulated environments take."""
-        raise NotImplementedError
-
-    def set_inference(self, inference: str) -> None:
-        """Sets where actions are chosen from now on."""
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
+        """Sets how long emulated environments take, and where actions are chosen if that is to change."""
         raise NotImplementedError
 
     def steps_ahead(self) -> list[int] | None:
         """Steps of each worker in a chunk, where chunks are prefetched; else None."""
         return None
 
-    def kinds_cpu_s(self) -> tuple[float, float]:
-        """CPU time so far of the node actors, and of the workers, where known."""
-        return 0.0, 0.0
-
-    def clocks(self) -> list[NDArray[np.float64]]:
-        """When the steps of each worker began and ended, of emulated environments."""
-        raise NotImplementedError
-
-    def worker_pids(self) -> list[int] | None:
-        """The workers' process ids in the order of their environments, where the division of time needs them."""
-        return None
-
     def call_inference_s(self) -> NDArray[np.float64] | None:
-        """Seconds of inference of each worker in the last call; None where workers choose no actions."""
-        return None
-
-    def own_split(self) -> dict[str, float] | None:
-        """Share of each state in the time so far, of adapters that record it themselves."""
+        """Seconds of inference of each worker in the last call; None where that is not known."""
         return None
 
     def packing_s(self) -> float:
         """Seconds of packing in each call, where known."""
         return 0.0
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends it."""
 
     def next_actions(self) -> Any:
         """Returns the next batch."""

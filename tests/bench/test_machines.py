@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from conftest import MakeVec
 
-from rayvec.bench.harness.cpu import NodeProcesses, machine_cpu_s, on_cpu_s, started_cpu_s
+from rayvec.bench.harness.machines import Machines, machine_cpu_s, on_cpu_s, started_cpu_s
+from rayvec.bench.harness.recording import Recorder
 
 
 def burn(seconds: float) -> None:
@@ -25,13 +27,18 @@ def test_cpu_time_of_a_process_and_of_the_machine() -> None:
     assert on_cpu_s([2**22 + 1]) == [0.0]
 
 
-def test_an_actor_reads_cpu_times_on_its_own_node(make_vec: MakeVec) -> None:
+def test_an_actor_reads_on_its_own_node(make_vec: MakeVec, tmp_path: Path) -> None:
     env = make_vec("CartPole-v1", 2, 1, num_envs=4)
     names = {node.name: node.node_id for node in env.topology.nodes}
     pids = {names[name]: found for name, found in env.worker_pids().items()}
-    read = NodeProcesses(pids, away=list(pids))
-    here = NodeProcesses(pids)
-    earlier, times, later = here.cpu_s(), read.cpu_s(), here.cpu_s()
+    here, away = Machines(), Machines(list(pids))
+    earlier, times, later = here.kinds_cpu_s(pids), away.kinds_cpu_s(pids), here.kinds_cpu_s(pids)
     for before, between, after in zip(earlier, times, later, strict=True):
         assert 0.0 < before <= between <= after
-    read.close()
+    begin = time.monotonic()
+    Recorder(str(tmp_path)).write(begin)
+    found = away.clocks(str(tmp_path), False)
+    assert set(found) == {("", os.getpid()), *((node_id, os.getpid()) for node_id in pids)}
+    assert all(abs(rows[0, 0] - begin) < 1.0 for rows in found.values())  # a clock's offset is a part of a call's time
+    node_id = next(iter(pids))
+    assert (away.key(node_id, 1), here.key(node_id, 1)) == ((node_id, 1), ("", 1))

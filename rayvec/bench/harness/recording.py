@@ -1,4 +1,4 @@
-"""Real environments that record when they step, in any process, and a reader of what they recorded."""
+"""Environments record when they step, in whatever process that is, and a reader of these records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Clocked", "read_clocks"]
+__all__ = ["Clocked", "Recorder", "read_clocks"]
 
 _REMEMBERED = 8192
 """Rows that are kept of each environment, the newest ones."""
@@ -23,37 +23,23 @@ _ROW = struct.Struct("ddd")
 _made = itertools.count()
 
 
-class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Writes when each step and each reset began and ended into a file of its process, by this machine's clock.
+class Recorder:
+    """Writes when the steps of one environment began and ended into a file, by this machine's clock.
 
     Args:
-        env: Any environment of Gymnasium's.
         directory: Where the file goes.
     """
 
-    def __init__(self, env: Any, directory: str) -> None:
-        super().__init__(env)
+    def __init__(self, directory: str) -> None:
         self._directory = directory
         self._file: mmap.mmap | None = None
         self._count = 0
 
-    def reset(self, **kwargs: Any) -> Any:
-        """Resets, which takes time like a step."""
-        begin = time.monotonic()
-        result = self.env.reset(**kwargs)
-        self._write(begin, True)
-        return result
-
-    def step(self, action: Any) -> Any:
-        """Steps."""
-        begin = time.monotonic()
-        result = self.env.step(action)
-        self._write(begin, False)
-        return result
-
-    def _write(self, begin: float, is_reset: bool) -> None:
+    def write(self, begin: float, is_reset: bool = False) -> None:
+        """Records a step or a reset that ends now."""
         if self._file is None:  # not before: the process that makes an environment need not be the one that steps it
             path = Path(self._directory, f"{os.getpid()}-{next(_made)}.clock")
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(_COUNT.size + _REMEMBERED * _ROW.size))
             with path.open("r+b") as file:
                 self._file = mmap.mmap(file.fileno(), 0)
@@ -61,6 +47,33 @@ class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
         _ROW.pack_into(self._file, place, begin, time.monotonic(), is_reset)
         self._count += 1
         _COUNT.pack_into(self._file, 0, self._count)
+
+
+class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Any environment, with its steps and resets recorded.
+
+    Args:
+        env: The environment.
+        directory: Where the records go.
+    """
+
+    def __init__(self, env: Any, directory: str) -> None:
+        super().__init__(env)
+        self._recorder = Recorder(directory)
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Resets, which takes time like a step."""
+        begin = time.monotonic()
+        result = self.env.reset(**kwargs)
+        self._recorder.write(begin, is_reset=True)
+        return result
+
+    def step(self, action: Any) -> Any:
+        """Steps."""
+        begin = time.monotonic()
+        result = self.env.step(action)
+        self._recorder.write(begin)
+        return result
 
 
 def read_clocks(directory: str, within_steps: bool = False) -> dict[int, NDArray[np.float64]]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rayvec.bench.harness import clocked
-from rayvec.bench.harness.clocked import Clocked, read_clocks
+from rayvec.bench.harness import recording
+from rayvec.bench.harness.recording import Clocked, read_clocks
 
 
 class Pausing(gymnasium.Env[Any, Any]):
@@ -82,7 +82,7 @@ def test_each_process_has_its_own(tmp_path: Path) -> None:
 
 
 def test_the_newest_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocked, "_REMEMBERED", 4)
+    monkeypatch.setattr(recording, "_REMEMBERED", 4)
     begin = time.monotonic()
     play(str(tmp_path), "rsssss")
     (rows,) = read_clocks(str(tmp_path)).values()
