@@ -110,10 +110,14 @@ class MessagePipe:
         kept = [os.dup(fd) for fd in fds] if self._peer is not None else list(fds)
         self._out.append((memoryview(_HEADER.pack(len(data))), kept))
         self._out.append((memoryview(data), []))
-        if self._peer is None:
-            self._write(0)
+        if self._peer is not None:
+            self.flush()
             return
-        self.flush()
+        try:
+            self._write(0)
+        except OSError:
+            self._drop_output()
+            raise
 
     def flush(self) -> bool:
         """Sends as much of the queue as fits into the socket, without blocking. Returns whether the queue is empty."""
@@ -149,9 +153,10 @@ class MessagePipe:
             self._out.popleft()
 
     def _drop_output(self) -> None:
-        for _, fds in self._out:
-            for fd in fds:
-                os.close(fd)
+        if self._peer is not None:  # else the descriptors are the caller's
+            for _, fds in self._out:
+                for fd in fds:
+                    os.close(fd)
         self._out.clear()
 
     def poll(self, timeout_s: float = 0.0) -> bool:

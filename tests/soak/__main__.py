@@ -62,9 +62,8 @@ class Soak:
             actions = np.zeros(NUM_ENVS, np.int64)
             if time.monotonic() >= next_fault:
                 next_fault = time.monotonic() + fault_every_s
-                for n, act in self._faults.make().items():
-                    if not self.auditor.done[n]:
-                        actions[n] = act
+                for n, act in self._faults.make(~self.auditor.done).items():
+                    actions[n] = act
             for _ in range(50):
                 self.auditor.step(*self._env.step(actions))
                 actions[:] = Act.STEP
@@ -111,7 +110,7 @@ def soak(minutes: float, fault_every_s: float, seed: int, only: tuple[str, ...],
                 workers_per_node=4,
                 num_nodes=2,
                 on_env_error="restart",
-                step_timeout_s=2.0,
+                step_timeout_s=5.0,
                 on_node_loss="rehost",
             ) as env:
                 faults = Faults(env, cluster, directory / "large", rng, only)
@@ -142,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="faults to make, by name, separated by commas; 'none' for none")
     parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples and the plot are written")
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.ERROR)
+    args.record.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=args.record / "log.txt", filemode="w", format="%(asctime)s %(message)s")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
     os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
     before = shm_names()

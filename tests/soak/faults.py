@@ -65,8 +65,13 @@ class Faults:
         self._names = [name for name in self._faults if not only or name in only]
         cluster.add_node(num_cpus=4)  # for the environments of a node that is lost
 
-    def make(self) -> Actions:
-        """Makes one fault; returns the actions that ask environments to fail, by index."""
+    def make(self, may_act: Any) -> Actions:
+        """Makes one fault; returns the actions that ask environments to fail, by index.
+
+        Args:
+            may_act: Whether the next step of an environment passes it its action, ``bool [N]``.
+        """
+        self._may_act = may_act
         if not self._names:
             return {}
         name = self._rng.choice(self._names)
@@ -94,7 +99,8 @@ class Faults:
 
     def _ask(self, act: Act) -> Actions:
         worker = self._worker()
-        return {} if worker is None else {self._rng.choice(worker[1]): act}
+        able = [] if worker is None else [n for n in worker[1] if self._may_act[n]]
+        return {self._rng.choice(able): act} if able else {}
 
     def _two_raise(self) -> Actions:
         return {**self._ask(Act.RAISE), **self._ask(Act.RAISE)}
@@ -103,6 +109,7 @@ class Faults:
         asked = self._ask(Act.DIE)
         for index in asked:
             (self._directory / str(index)).write_text(how)
+            self._recent.append(self._recent[-1])  # the worker is restarted twice
         return asked
 
     def _kill_worker(self) -> Actions:

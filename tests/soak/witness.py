@@ -116,7 +116,7 @@ class Asking:
     def act(self, obs: NDArray[np.float64], noise: Any) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
         """Chooses an action for each of k environments."""
         raises = (obs[:, EPISODE] == 161) & (obs[:, COUNT] == 17)
-        hangs = (obs[:, EPISODE] == 101) & (obs[:, COUNT] == 9) & (obs[:, INDEX] % 8 == 3)
+        hangs = (obs[:, EPISODE] == 301) & (obs[:, COUNT] == 9) & (obs[:, INDEX] % 8 == 3)
         acts = np.where(raises, Act.RAISE, np.where(hangs, Act.HANG, Act.STEP))
         return acts, {"version": np.full(len(obs), self._weights[0])}
 
