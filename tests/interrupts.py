@@ -170,6 +170,7 @@ def main() -> None:
             if runs.signals % 25 == 0:
                 print(f"{runs.signals} signals: {dict(runs.outcomes)}", flush=True)
         runs.finish()
+    print(dict(runs.outcomes))
     ending = sorted(runs.ending_s)
     print(f"seconds until the process ended: median {ending[len(ending) // 2]:.2f}, at most {ending[-1]:.2f}")
     assert shm_names() <= before, shm_names() - before
