@@ -3,11 +3,12 @@
     PYTHONPATH=tests python tests/interrupts.py --signal SIGINT --count 500
     PYTHONPATH=tests python tests/interrupts.py --signal SIGKILL --count 500
 
-A small PPO on worker processes without Ray saves a checkpoint after every update. The signal comes at a moment between
-the start of Python and its end, drawn from the time that a whole run takes. Then the same run is resumed and gets the
-next signal, until it completes. After each signal the script checks the exit code, that the last checkpoint is whole
-and not older than the one before, and that no process, shared memory or temporary file is left. Each run that completes
-must have one line of metrics for every iteration. ``tests/training/test_interrupts.py`` has a short form of this.
+A small PPO on worker processes without Ray saves a checkpoint after every update. Every other signal comes at a moment
+between the start of Python and its end, drawn from the time that a whole run takes; the others come within some seconds
+after the first update. Then the same run is resumed and gets the next signal, until it completes. After each signal the
+script checks the exit code, that the last checkpoint is whole and not older than the one before, and that no process,
+shared memory or temporary file is left. Each run that completes must have one line of metrics for every iteration.
+``tests/training/test_interrupts.py`` has a short form of this.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from helpers.waiting import shm_names
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
-_STEPS, _TOTAL_STEPS = 64, 2560
+_STEPS, _TOTAL_STEPS = 64, 5120
+_LOOP_S = 4.0
 _SETTINGS = {**SMALL, "total_steps": _TOTAL_STEPS, "eval_episodes": 4, "num_nodes": 0, "checkpoint_interval_s": 0}
 _LIMIT_S = 300.0
 
@@ -87,8 +89,10 @@ class Runs:
         """Starts or resumes a training and sends it the signal at a random moment."""
         before = self._saved_steps()
         with self._command() as command:
+            if len(self.ending_s) % 2:
+                self._wait_for_an_update(command)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                command.process.wait(self._moments.uniform(0, self._whole_s))
+                command.process.wait(self._moments.uniform(0, _LOOP_S if len(self.ending_s) % 2 else self._whole_s))
             was_running = command.process.poll() is None
             begin_s = time.monotonic()
             if was_running:
@@ -100,6 +104,13 @@ class Runs:
             self._account(code, was_running, command, before)
         temporary = list(self._temporary.iterdir())
         assert not temporary, temporary
+
+    def _wait_for_an_update(self, command: Command) -> None:
+        """Waits until the run saves a checkpoint, or ends."""
+        path = self._run_dir / "checkpoint.pt"
+        before = path.stat().st_ino if path.exists() else 0
+        while command.process.poll() is None and (not path.exists() or path.stat().st_ino == before):
+            time.sleep(0.01)
 
     def finish(self) -> None:
         """Resumes the last run without a signal, until it completes."""

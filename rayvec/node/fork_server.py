@@ -185,6 +185,8 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(dies, warn_on_full_buffer=False)
     pipe, watch = MessagePipe(socket.socket(fileno=fd)), ProcessWatch(owner)
+    if watch.ended():  # during the imports
+        return
     poll = select.poll()
     for each in (pipe.fileno(), watch.fileno(), died):
         poll.register(each, select.POLLIN)
