@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -136,6 +137,8 @@ class RemoteNode:
         self._seeds: dict[int, int] = {}
         self._answers: dict[int, tuple[StepBatch, int]] = {}
         self._whole: dict[bytes, StepBatch] = {}
+        self._asked: deque[bytes] = deque()  # pending requests, answered in this order
+        self._asked_ids: set[int] = set()  # environments with a pending request, answered in any order
         return connect_stream
 
     def load(self, key: int, policy: bytes, version: int) -> Wait:
@@ -201,7 +204,7 @@ class RemoteNode:
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`Node`."""
         frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
-        self._ask(frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
+        self._ask(env_ids, frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
@@ -209,14 +212,18 @@ class RemoteNode:
         """See :class:`Node`."""
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
-        self._ask(frame, (list(seeds), options), keep)
+        self._ask(env_ids, frame, (list(seeds), options), keep)
 
     def ready(self, env_ids: NDArray[np.int64], *, begin: bool = True) -> None:
         """See :class:`Node`."""
-        self._ask(self._frames.pack_ready(env_ids, begin, self._loose), None, False)
+        self._ask(env_ids, self._frames.pack_ready(env_ids, begin, self._loose), None, False)
 
-    def _ask(self, frame: bytes | memoryview, kept: Any, keep: bool) -> None:
+    def _ask(self, env_ids: NDArray[np.int64], frame: bytes | memoryview, kept: Any, keep: bool) -> None:
         self.flush()
+        if self._loose:
+            self._asked_ids.update(env_ids.tolist())
+        else:
+            self._asked.append(env_ids.tobytes())
         if keep:
             self._start("keep", kept)(None)
         self._frame = frame
@@ -263,6 +270,7 @@ class RemoteNode:
             if deadline is not None and not self._stream.poll(max(0.0, deadline - time.monotonic())):
                 raise NotReady(f"node {self.slice.name} has not answered in time")
             answer = self._frames.unpack_answer(self._stream.recv())
+            self._check_asked(answer.env_ids)
         except NotReady:
             raise
         except Exception as error:  # the stream was closed, or the frame is no answer
@@ -276,10 +284,23 @@ class RemoteNode:
         else:
             self._whole[answer.env_ids.tobytes()] = batch
 
+    def _check_asked(self, env_ids: NDArray[np.int64]) -> None:
+        """Raises ``ValueError`` for the answer to a request that is not pending, or not the oldest one."""
+        if not self._loose:
+            if not self._asked or self._asked.popleft() != env_ids.tobytes():
+                raise ValueError("an answer to another request")
+            return
+        found = set(env_ids.tolist())
+        if len(found) < len(env_ids) or not found <= self._asked_ids:
+            raise ValueError("an answer of environments that were not requested")
+        self._asked_ids -= found
+
     def _fetch(self, answer: Answer) -> StepBatch:
         if answer.batch is not None:
             return answer.batch
-        batch: StepBatch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
+        batch: StepBatch | None = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
+        if batch is None:
+            raise self._lost(ValueError("an answer that the node has not kept"))
         return batch
 
     def _gather(self, env_ids: NDArray[np.int64]) -> StepBatch:

@@ -120,8 +120,11 @@ class Workers:
     def _open_server(self) -> ForkServer:
         try:
             return ForkServer.branch(self._preload, self.supervision.start_timeout_s)
-        except (EOFError, NotReady) as error:
+        except EOFError as error:
             raise self._lost(0, f"the fork server ended ({error})") from error
+        except NotReady as error:
+            limit_s = self.supervision.start_timeout_s
+            raise self._lost(0, f"no fork server within start_timeout_s={limit_s:g}") from error
 
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
         if self.server.ended():

@@ -57,7 +57,7 @@ class Witness(gymnasium.Env[NDArray[np.float64], int]):
     Args:
         index: Index of the environment.
         directory: If it holds a file with the name of the index, the constructor removes the file and fails as its text
-            says: "die" or "sleep".
+            says: "die", "sleep" or "hang".
     """
 
     observation_space = gymnasium.spaces.Box(0, 2**53, (4,), np.float64)
@@ -127,8 +127,8 @@ class Asking:
 
 
 def _fail_to_start(how: str) -> None:
-    if how == "sleep":
-        time.sleep(1.5)
+    if how != "die":
+        time.sleep(1.5 if how == "sleep" else _LIVES_S)
         return
     if os.fork() == 0:  # the child holds the worker's pipe open
         time.sleep(_LIVES_S)
