@@ -250,7 +250,11 @@ class Worker:
     def load_policy(self, key: int, policy: bytes) -> None:
         """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""
         memory = WeightMemory(self._fds.pop(0))
-        self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
+        try:
+            self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
+        except BaseException:
+            memory.close()
+            raise
 
     def drop_policy(self, key: int) -> None:
         """Removes a policy and closes its weight memory."""
