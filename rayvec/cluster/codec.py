@@ -72,7 +72,7 @@ def _restore(code: int, data: bytes) -> Any:
         size = int.from_bytes(data[:4], "little")
         dtype, shape = decode(data[4 : 4 + size])
         if len(data) == 4 + size:
-            return np.empty(shape, np.dtype(dtype))
+            return np.empty(0, np.dtype(dtype)).reshape(shape)
         return np.frombuffer(data, np.dtype(dtype), offset=4 + size).reshape(shape).copy()
     if code == _SCALAR:
         dtype, raw = decode(data)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,17 @@ _REQUEST = struct.Struct("<QBBBBIQ")
 """Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; payload bytes."""
 _ANSWER = struct.Struct("<QIIQ")
 """Frame length in bytes; form; number of environments; bytes of infos."""
-_PLAIN = {np.dtype(char) for char in "?bBhHiIlLqQefd"}
+_PLAIN_CODES = b"?bBhHiIlLqQefd"
+_PLAIN = {np.dtype(chr(code)) for code in _PLAIN_CODES}
+_ID_BYTES = 8
 _MOST_PACKED = 256
 _CODES = 8
 """The dtype codes of actions are padded to a multiple of this, so that the arrays after them are aligned."""
+
+
+def _check_size(frame: memoryview, size: int) -> None:
+    if len(frame) != size:
+        raise ValueError(f"a frame of {len(frame)} bytes whose parts have {size}")
 
 
 class Kind(IntEnum):
@@ -185,6 +193,8 @@ class FrameFormat:
         """Returns the memory for step frames whose actions have the dtypes `codes`."""
         if codes not in known:
             assert self._action_layout is not None
+            if not set(codes) <= set(_PLAIN_CODES):
+                raise ValueError(f"actions of the data types {codes!r}")
             fields = [(chr(code), shape) for code, (_, shape) in zip(codes, self._action_layout.leaves, strict=True)]
             known[codes] = Frames(fields, _REQUEST.size + -(-len(codes) // _CODES) * _CODES)
         return known[codes]
@@ -210,18 +220,30 @@ class FrameFormat:
         return b"".join([head, env_ids.tobytes(), payload])
 
     def unpack_request(self, frame: bytes | bytearray | memoryview) -> Request:
-        """Reads a request; its arrays are views of `frame`, whose memory the next received frame overwrites."""
+        """Reads a request; its arrays are views of `frame`, whose memory the next received frame overwrites.
+
+        Raises:
+            Exception: The frame is no request. Any type, because the frame may hold anything.
+        """
         frame = memoryview(frame)
         _, kind, autoreset, loose, num_leaves, count, payload_bytes = _REQUEST.unpack_from(frame)
         if kind == Kind.STEP:
             assert self._action_layout is not None
             codes = bytes(frame[_REQUEST.size : _REQUEST.size + num_leaves])
-            ids, *leaves = self._frames_of(codes, self._steps).over(frame.obj, count)
+            frames = self._frames_of(codes, self._steps)
+            _check_size(frame, frames.size(count))
+            ids, *leaves = frames.over(frame.obj, count)
             actions = self._action_layout.tree(leaves)
             return Request(Kind(kind), ids, Autoreset(autoreset), bool(loose), actions)
+        at = _REQUEST.size + count * _ID_BYTES
+        _check_size(frame, at + payload_bytes)
         env_ids = np.frombuffer(frame, np.int64, count, _REQUEST.size)
-        at = _REQUEST.size + env_ids.nbytes
-        seeds, options = codec.decode(frame[at : at + payload_bytes]) if payload_bytes else (None, None)
+        seeds = options = None
+        if payload_bytes:
+            seeds, options = codec.decode(frame[at:])
+            are_seeds = len(seeds) == count and all(type(seed) in (int, NoneType) for seed in seeds)
+            if not are_seeds or type(options) not in (dict, NoneType):
+                raise ValueError(f"no seeds and options for {count} environments")
         return Request(Kind(kind), env_ids, Autoreset(autoreset), bool(loose), None, seeds, options)
 
     def pack_answer(self, batch: StepBatch) -> tuple[bytes | memoryview, bool]:
@@ -252,28 +274,49 @@ class FrameFormat:
         """Returns the frame which marks that the driver must fetch the answer, or an exception, through Ray."""
         return _ANSWER.pack(_ANSWER.size + env_ids.nbytes, _Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
 
-    def unpack_answer(self, frame: bytes | bytearray | memoryview) -> StepBatch | None:
+    def unpack_answer(self, frame: bytes | bytearray | memoryview, first_id: int = 0) -> Answer:
         """Reads an answer; its arrays are views of `frame`, whose memory the next received frame overwrites.
 
-        Returns:
-            The answer; None if the driver must fetch it, or an environment's exception, through Ray.
+        Args:
+            frame: The frame.
+            first_id: Global index of the node's first environment.
+
+        Raises:
+            Exception: The frame is no answer. Any type, because the frame may hold anything.
         """
+        frame = memoryview(frame)
         _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
         if form == _Form.KEPT:
-            return None
-        frame = memoryview(frame)
+            _check_size(frame, _ANSWER.size + count * _ID_BYTES)
+            return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
+        at = self._answer.size(count)
+        _check_size(frame, at + extra_bytes)
         if frame.obj is not self._answers_buffer:
             self._answers, self._answers_buffer = {}, frame.obj
-        batch = self._answers.get(count)
-        if batch is None:
+        answer = self._answers.get(count)
+        if answer is None:
             assert self._layout is not None
             ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
-            batch = self._answers[count] = StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated)
-        if form == _Form.PLAIN:
-            return batch
-        at = self._answer.size(count)
-        infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at : at + extra_bytes]))
-        return replace(batch, info=infos)
+            answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
+            self._answers[count] = answer
+        if _Form(form) == _Form.PLAIN:
+            return answer
+        assert answer.batch is not None
+        infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at:]))
+        self._check_infos(infos, set((first_id + answer.env_ids).tolist()))
+        return Answer(answer.env_ids, replace(answer.batch, info=infos))
+
+    def _check_infos(self, infos: Sequence[RawInfo], env_ids: set[int]) -> None:
+        """Raises an error if infos belong to other environments, or hold something else than dicts and observations."""
+        assert self._layout is not None
+        for env_id, info, final_obs, final_info in infos:
+            if env_id not in env_ids or type(info) is not dict or type(final_info) not in (dict, NoneType):
+                raise ValueError(f"no infos of an environment: {env_id!r}"[:200])
+            if final_obs is not None:
+                leaves = self._layout.flatten(final_obs)
+                shapes = [np.shape(leaf) for leaf in leaves]
+                if shapes != [shape for _, shape in self._layout.leaves]:
+                    raise ValueError(f"a last observation with arrays of the shapes {shapes}"[:200])
 
     def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
         """Returns the arrays of `actions`, or None if a frame can't hold them."""

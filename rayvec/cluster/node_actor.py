@@ -26,6 +26,8 @@ from rayvec.pools.restarts import NodeState
 
 __all__ = ["NodeActor"]
 
+_MOST_KNOWN = 4096
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +48,7 @@ class NodeActor:
         self._turn = threading.Lock()  # serializes the stream's thread and Ray's calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
+        self._known_ids: set[bytes] = set()
         self._log = _Log()
         logging.getLogger("rayvec").addHandler(self._log)
 
@@ -130,10 +133,9 @@ class NodeActor:
         """Stores values that the next request frame can't hold: actions, or seeds and options."""
         self._kept_for_node.append(value)
 
-    def kept(self) -> StepBatch | RemoteFailure:
-        """Returns the batch or failure of the oldest answer frame that was marked as kept."""
-        value: StepBatch | RemoteFailure = self._kept_for_driver.popleft()
-        return value
+    def kept(self) -> StepBatch | RemoteFailure | None:
+        """Returns the batch or failure of the oldest answer frame that was marked as kept, or None without one."""
+        return self._kept_for_driver.popleft() if self._kept_for_driver else None
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of this actor and of its workers."""
@@ -168,7 +170,11 @@ class NodeActor:
             while True:
                 while not num_waiting or connection.poll():
                     request = self._unpack(frames, connection)
+                    if max(num_waiting + len(request.env_ids), len(self._kept_for_driver)) > pool.num_envs:
+                        logger.warning("closed a stream with more requests than environments")
+                        return
                     try:
+                        self._check_ids(pool, request.env_ids)
                         with self._turn:
                             self._begin(pool, request)
                     except Exception as error:
@@ -199,6 +205,16 @@ class NodeActor:
             logger.warning("closed a stream on which a frame came that is no request: %r", error)
             raise OSError("no request") from error
 
+    def _check_ids(self, pool: ProcessPool, env_ids: NDArray[np.int64]) -> None:
+        """Raises ``ValueError`` if ids repeat, or are not those of this node's environments."""
+        key = env_ids.tobytes()
+        if key not in self._known_ids:
+            if not set(env_ids.tolist()) <= set(range(pool.num_envs)) or len(set(env_ids.tolist())) < len(env_ids):
+                raise ValueError(f"a request for the environments {env_ids[:10].tolist()} of {pool.num_envs}")
+            if len(self._known_ids) >= _MOST_KNOWN:
+                self._known_ids.clear()
+            self._known_ids.add(key)
+
     def _keep_failure(self, error: Exception) -> None:
         self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
 
@@ -227,10 +243,10 @@ class NodeActor:
                 if not len(env_ids):
                     return b"", 0
                 batch = pool.recv(env_ids)
+            frame, keep = frames.pack_answer(batch)
         except Exception as error:
             self._keep_failure(error)
             return frames.pack_kept(env_ids), len(env_ids)
-        frame, keep = frames.pack_answer(batch)
         if keep:
             self._kept_for_driver.append(batch)
         return frame, len(env_ids)

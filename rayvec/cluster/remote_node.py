@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from operator import itemgetter
@@ -137,6 +138,8 @@ class RemoteNode:
         self._seeds: dict[int, int] = {}
         self._newest: StepBatch | None = None
         self._answers: dict[int, tuple[StepBatch, int]] = {}
+        self._asked: deque[bytes] = deque()  # pending requests, answered in this order
+        self._asked_ids: set[int] = set()  # environments with a pending request, answered in any order
         return connect_stream
 
     def load(self, key: int, policy: bytes, version: int) -> Wait:
@@ -200,7 +203,7 @@ class RemoteNode:
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`Node`."""
         frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
-        self._request(frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
+        self._ask(env_ids, frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
@@ -208,18 +211,22 @@ class RemoteNode:
         """See :class:`Node`."""
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
-        self._request(frame, (list(seeds), options), keep)
+        self._ask(env_ids, frame, (list(seeds), options), keep)
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
-        self._request(self._frames.pack_ids(Kind.BEGIN, env_ids, self._loose))
+        self._ask(env_ids, self._frames.pack_ids(Kind.BEGIN, env_ids, self._loose))
 
     def observe(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
-        self._request(self._frames.pack_ids(Kind.OBSERVE, env_ids, self._loose))
+        self._ask(env_ids, self._frames.pack_ids(Kind.OBSERVE, env_ids, self._loose))
 
-    def _request(self, frame: bytes | memoryview, kept: Any = None, keep: bool = False) -> None:
+    def _ask(self, env_ids: NDArray[np.int64], frame: bytes | memoryview, kept: Any = None, keep: bool = False) -> None:
         self.flush()
+        if self._loose:
+            self._asked_ids.update(env_ids.tolist())
+        else:
+            self._asked.append(env_ids.tobytes())
         if keep:
             self._start("keep", kept)(None)
         self._frame = frame
@@ -304,14 +311,29 @@ class RemoteNode:
     def _read_answer(self) -> StepBatch:
         """Reads the next answer frame, or fetches through Ray what the frame can't hold."""
         try:
-            batch = self._frames.unpack_answer(self._stream.recv())
+            answer = self._frames.unpack_answer(self._stream.recv(), self.slice.env_range.start)
+            self._check_asked(answer.env_ids)
         except Exception as error:  # the stream was closed, or the frame is no answer
             raise self._lost(error) from error
+        batch = answer.batch
         if batch is None:
             batch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
+        if batch is None:
+            raise self._lost(ValueError("an answer that the node has not kept"))
         for info in batch.info:
             self._log_restart(info)
         return batch
+
+    def _check_asked(self, env_ids: NDArray[np.int64]) -> None:
+        """Raises ``ValueError`` for the answer to a request that is not pending, or not the oldest one."""
+        if not self._loose:
+            if not self._asked or self._asked.popleft() != env_ids.tobytes():
+                raise ValueError("an answer to another request")
+            return
+        found = set(env_ids.tolist())
+        if len(found) < len(env_ids) or not found <= self._asked_ids:
+            raise ValueError("an answer of environments that were not requested")
+        self._asked_ids -= found
 
     def _log_restart(self, info: RawInfo) -> None:
         if RESTARTED in info.info or RESTARTED in (info.final_info or ()):

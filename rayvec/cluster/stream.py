@@ -85,7 +85,11 @@ class Listener:
         self._closed = threading.Event()
         self._socket = socket.create_server((address, 0))
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="rayvec-accept", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept, name="rayvec-accept", daemon=True).start()
+        except BaseException:
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         """Stops listening; authenticated connections stay open."""
@@ -106,7 +110,12 @@ class Listener:
             if len(self._strangers) > _MOST_STRANGERS:
                 with contextlib.suppress(OSError, IndexError):  # it may have authenticated or disconnected
                     self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._admit, args=(sock, peer), name=STREAM_THREAD, daemon=True).start()
+            try:
+                threading.Thread(target=self._admit, args=(sock, peer), name=STREAM_THREAD, daemon=True).start()
+            except RuntimeError as error:  # temporarily out of threads
+                logger.warning("refused a connection from %s:%d: %s", peer[0], peer[1], error)
+                self._strangers.remove(sock)
+                sock.close()
 
     def _admit(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:
@@ -213,12 +222,12 @@ class FrameSocket:
         return self._memory[:end]
 
     def _fill(self, size: int) -> None:
-        """Receives until the buffer holds `size` bytes."""
-        if size > len(self._memory):
-            larger = memoryview(bytearray(size + size // 4))
-            larger[: self._filled] = self._memory[: self._filled]
-            self._memory = larger
+        """Receives until the buffer holds `size` bytes. The buffer grows with what arrives, not with what is said."""
         while (filled := self._filled) < size:
+            if filled == len(self._memory):
+                larger = memoryview(bytearray(min(2 * filled, size + size // 4)))
+                larger[:filled] = self._memory
+                self._memory = larger
             try:
                 received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
             except BlockingIOError:

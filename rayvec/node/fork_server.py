@@ -141,12 +141,16 @@ class ForkServer:
 
         Raises:
             EOFError: The fork server has exited.
+            OSError: The process could not be forked, for lack of memory, processes or open files.
         """
         with self._turn, Uninterrupted():  # else the next call would read this one's answer
             pipe = MessagePipe(self._socket, self._watch)
             pipe.send(spec, fds)
-            pid, pidfds = pipe.receive()
-        return _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0])
+            answer, pidfds = pipe.receive()
+        (pid,) = _PID.unpack(answer)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid, ProcessWatch(pidfd=pidfds[0])
 
     def close(self) -> None:
         """Ends the server, which kills its remaining workers, and waits until it has exited."""
@@ -185,6 +189,8 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(dies, warn_on_full_buffer=False)
     pipe, watch = MessagePipe(socket.socket(fileno=fd)), ProcessWatch(owner)
+    if watch.ended():  # during the imports
+        return
     poll = select.poll()
     for each in (pipe.fileno(), watch.fileno(), died):
         poll.register(each, select.POLLIN)
@@ -207,7 +213,14 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
             spec, fds = pipe.receive()
         except EOFError:
             break
-        server, pid = os.getpid(), os.fork()
+        except OSError as error:  # too many open files
+            _tell(pipe, -error.errno)  # type: ignore[operator]
+            continue
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -error.errno  # type: ignore[operator]
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -216,18 +229,26 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
             _run(server, partial(serve, fds[0], owner) if is_root else partial(_work, spec, fds))
         for each in fds:
             os.close(each)
-        forked.add(pid)
+        if pid > 0:
+            forked.add(pid)
         _tell(pipe, pid)
     while _kill_children():
         _reap(forked, wait=True)
 
 
 def _tell(pipe: MessagePipe, pid: int) -> None:
-    """Sends a process id and a file descriptor of that process to the owner."""
-    pidfd = os.pidfd_open(pid)
+    """Sends a process id and a file descriptor of that process to the owner, or the negative number of an error."""
+    pidfds: list[int] = []
+    if pid > 0:
+        try:
+            pidfds.append(os.pidfd_open(pid))
+        except OSError as error:  # too many open files
+            os.kill(pid, signal.SIGKILL)
+            pid = -error.errno  # type: ignore[operator]
     with contextlib.suppress(BrokenPipeError):  # the owner has just exited
-        pipe.send(_PID.pack(pid), [pidfd])
-    os.close(pidfd)
+        pipe.send(_PID.pack(pid), pidfds)
+    for each in pidfds:
+        os.close(each)
 
 
 def _work(spec: bytes, fds: Sequence[int]) -> None:

@@ -54,7 +54,6 @@ class LocalPool:
 
     transports = ("local",)
     steps_here = True
-    first_info_id = 0
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.num_envs = factory.num_envs
@@ -113,9 +112,6 @@ class LocalPool:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         with self._logging():
             batch = self._pool.recv(env_ids)
-        if self.first_id and batch.info:
-            infos = tuple(info._replace(env_id=info.env_id - self.first_id) for info in batch.info)
-            batch = replace(batch, info=infos)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
@@ -256,7 +252,6 @@ class LocalActing(Acting):
             request.num_steps,
             noise_seed=request.noise_seed,
             first_step=request.first_step,
-            first_id=pool.first_info_id,
             weights_version=held.version,
             begun=begun,
             stopwatch=stopwatch,

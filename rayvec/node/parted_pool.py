@@ -27,7 +27,6 @@ class PartedPool:
     """
 
     steps_here = False
-    first_info_id = 0
 
     def __init__(self, starts: Sequence[int], num_envs: int) -> None:
         self.num_envs = num_envs

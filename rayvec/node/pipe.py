@@ -37,6 +37,18 @@ def readable(fds: Sequence[int], timeout_s: float | None) -> bool:
     return bool(poll.poll(None if timeout_s is None else 1000.0 * timeout_s))
 
 
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    found: list[int] = []
+    try:
+        for fd in fds:
+            found.append(os.dup(fd))
+    except OSError:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
+
+
 class ProcessWatch:
     """Detects the exit of any process on this machine, whether or not it is a child of this process.
 
@@ -107,13 +119,17 @@ class MessagePipe:
         Raises:
             OSError: The other end is closed. Raised only without a `peer`.
         """
-        kept = [os.dup(fd) for fd in fds] if self._peer is not None else list(fds)
+        kept = _duplicates(fds) if self._peer is not None else list(fds)
         self._out.append((memoryview(_HEADER.pack(len(data))), kept))
         self._out.append((memoryview(data), []))
-        if self._peer is None:
-            self._write(0)
+        if self._peer is not None:
+            self.flush()
             return
-        self.flush()
+        try:
+            self._write(0)
+        except OSError:
+            self._drop_output()
+            raise
 
     def flush(self) -> bool:
         """Sends as much of the queue as fits into the socket, without blocking. Returns whether the queue is empty."""
@@ -149,9 +165,10 @@ class MessagePipe:
             self._out.popleft()
 
     def _drop_output(self) -> None:
-        for _, fds in self._out:
-            for fd in fds:
-                os.close(fd)
+        if self._peer is not None:  # else the descriptors are the caller's
+            for _, fds in self._out:
+                for fd in fds:
+                    os.close(fd)
         self._out.clear()
 
     def poll(self, timeout_s: float = 0.0) -> bool:
@@ -171,24 +188,34 @@ class MessagePipe:
             EOFError: The peer exited, or closed its end, before the message was complete.
             NotReady: The deadline was reached. The pipe can't be used afterwards, because part of the message may
                 have been read.
+            OSError: This process has too many open files for those of the message, which is dropped.
         """
-        header, fds = self._read_header(deadline)
-        (size,) = _HEADER.unpack(header)
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            self._wait(deadline)
-            with contextlib.suppress(BlockingIOError):
-                received = self._receive_into(view[:_READ_BYTES])
-                view = view[received:]
+        fds: list[int] = []
+        try:
+            header, all_came = self._read_header(deadline, fds)
+            (size,) = _HEADER.unpack(header)
+            data = bytearray(size)
+            view = memoryview(data)
+            while view:
+                self._wait(deadline)
+                with contextlib.suppress(BlockingIOError):
+                    received = self._receive_into(view[:_READ_BYTES])
+                    view = view[received:]
+            if not all_came:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
         return bytes(data), fds
 
-    def _read_header(self, deadline: float | None) -> tuple[bytes, list[int]]:
-        header, fds = b"", []
+    def _read_header(self, deadline: float | None, fds: list[int]) -> tuple[bytes, bool]:
+        """Reads a header and appends the message's file descriptors to `fds`. Returns also whether all have come."""
+        header, all_came = b"", True
         while len(header) < _HEADER.size:
             self._wait(deadline)
             try:
-                data, received, _, _ = socket.recv_fds(
+                data, received, flags, _ = socket.recv_fds(
                     self._socket, _HEADER.size - len(header), _MOST_FDS, socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
@@ -196,10 +223,11 @@ class MessagePipe:
             except OSError as error:
                 raise EOFError(str(error)) from error
             fds += received
+            all_came = all_came and not flags & socket.MSG_CTRUNC
             if not data:
                 raise EOFError("the peer has closed its end")
             header += data
-        return header, fds
+        return header, all_came
 
     def _receive_into(self, view: memoryview) -> int:
         try:

@@ -253,7 +253,11 @@ class Worker:
     def load_policy(self, key: int, policy: bytes) -> None:
         """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""
         memory = WeightMemory(self._fds.pop(0))
-        self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
+        try:
+            self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
+        except BaseException:
+            memory.close()
+            raise
 
     def drop_policy(self, key: int) -> None:
         """Removes a policy and closes its weight memory."""
@@ -284,7 +288,6 @@ class Worker:
             num_steps,
             noise_seed=noise_seed,
             first_step=first_step,
-            first_id=self._spec.first_id,
             weights_version=weights.version,
             begun=begun,
             stopwatch=stopwatch,

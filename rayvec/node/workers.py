@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import socket
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 
 from gymnasium import Space
 
-from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.errors import ConfigError, RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
@@ -27,6 +29,9 @@ __all__ = ["WorkerProcess", "Workers", "worker_name"]
 _END_S = 5.0
 _DUMP_S = 1.0
 _STACK_BYTES = 1 << 16
+_FILES_OF_A_WORKER = 5
+"""The pipe, the process, the file for its stack, and two pieces of chunk memory."""
+_SPARE_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class Workers:
         restart_policy: The restart policy for environments that raise.
 
     Raises:
+        ConfigError: The hard limit on open files is too low for so many workers.
         WorkerLostError: A worker exited, or did not make its environments within ``start_timeout_s``.
         Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
@@ -102,6 +108,7 @@ class Workers:
         self._preload = preload
         self._turn = threading.RLock()  # a restart and the end may come from different threads
         self._closed = False
+        _allow_open_files(_FILES_OF_A_WORKER * len(factories))
         self.server = self._open_server()
         self._specs = [
             WorkerSpec(k, worker_bounds[k], factory, node, restart_policy) for k, factory in enumerate(factories)
@@ -120,24 +127,29 @@ class Workers:
     def _open_server(self) -> ForkServer:
         try:
             return ForkServer.branch(self._preload, self.restart_policy.start_timeout_s)
-        except (EOFError, NotReady) as error:
-            raise self._lost(0, f"the fork server ended ({error})") from error
+        except NotReady as error:
+            limit_s = self.restart_policy.start_timeout_s
+            raise self._lost(0, f"no fork server within start_timeout_s={limit_s:g}") from error
+        except (EOFError, OSError) as error:
+            raise self._lost(0, f"the fork server could not start, or ended ({error})") from error
 
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
         if self.server.ended():
             self.server.close()
             self.server = self._open_server()
-        ours, theirs = socket.socketpair()
-        stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
-        with theirs:
-            try:
-                pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd])
-            except BaseException as error:
-                ours.close()
-                os.close(stack_fd)
-                if isinstance(error, EOFError):
-                    raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error
-                raise
+        try:
+            with contextlib.ExitStack() as undo:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
+                    undo.callback(os.close, stack_fd)
+                    pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd])
+                undo.pop_all()
+        except EOFError as error:
+            raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error
+        except OSError as error:
+            raise self._lost(spec.index, f"no new process: {error}") from error
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)
 
     def _hear(self, index: int, kind: type[Any], deadline: float) -> Any:
@@ -231,6 +243,25 @@ class Workers:
                 memory.close()
             self.processes, self.memories = [], []
             self.server.close()
+
+
+def _allow_open_files(count: int) -> None:
+    """Raises this process's soft limit on open files, if it would not allow `count` more.
+
+    Raises:
+        ConfigError: The hard limit does not allow so many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise ConfigError(
+            f"A pool keeps {_FILES_OF_A_WORKER} files open for each worker.",
+            expected=f"a limit of at least {needed} open files",
+            got=f"a hard limit of {hard}",
+            remedy="Raise the limit (ulimit -Hn shows it), or use fewer workers.",
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:

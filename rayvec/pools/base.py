@@ -181,8 +181,8 @@ class EnvPool(Protocol):
     """
 
     num_envs: int
-    first_info_id: int
-    """The number of the first environment in infos: its global index in a worker, 0 in the driver."""
+    first_id: int
+    """Global index of the first environment, by which infos, chunks, noise and errors go."""
 
     @property
     def layout(self) -> ArrayLayout | None:
@@ -304,8 +304,6 @@ class ActingPool(EnvPool, Protocol):
 
     steps_here: bool
     """Whether environments step in the driver's process, inside :meth:`recv`."""
-    first_id: int
-    """Global index of the first environment, for chunks, noise and errors."""
 
     @property
     def spaces(self) -> PoolSpaces:

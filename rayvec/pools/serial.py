@@ -64,7 +64,7 @@ class SerialPool:
         self.num_envs = factory.num_envs
         self.notes: list[str] = []
         self._factory = factory
-        self.first_info_id = first_id
+        self.first_id = first_id
         self._where = where
         self._restart = restart_policy.restart
         self._budget = RestartBudget()
@@ -167,7 +167,7 @@ class SerialPool:
                 if term or trunc:
                     terminated[row], truncated[row] = term, trunc
                     if same_step:
-                        infos.append(RawInfo(self.first_info_id + row, {}, _kept(obs), _copied(info)))
+                        infos.append(RawInfo(self.first_id + row, {}, _kept(obs), _copied(info)))
                         recovery = self._reset_within_step
                         self._reset_within_step(row, same_step, infos)
                         continue
@@ -176,7 +176,7 @@ class SerialPool:
                     episode[row] = RUNNING
                 write_obs(row, obs)
                 if info:
-                    infos.append(RawInfo(self.first_info_id + row, _copied(info)))
+                    infos.append(RawInfo(self.first_id + row, _copied(info)))
             except Exception as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
         if failures:
@@ -211,7 +211,7 @@ class SerialPool:
     def begin_rows(self, rows: Sequence[int]) -> list[RawInfo]:
         """Resets, without a seed, those of the given environments that are between two episodes."""
         waiting = [row for row in rows if self._episode[row] != RUNNING]
-        marked = {self.first_info_id + row: {RESTARTED: True} for row in sorted(waiting) if self._episode[row] == CUT}
+        marked = {self.first_id + row: {RESTARTED: True} for row in sorted(waiting) if self._episode[row] == CUT}
         infos = self.reset_rows(waiting, [None] * len(waiting), None)
         merged = [info._replace(info={**info.info, **marked.pop(info.env_id, {})}) for info in infos]
         return merged + [RawInfo(env_id, info) for env_id, info in marked.items()]
@@ -233,7 +233,7 @@ class SerialPool:
         self.terminated[row] = self.truncated[row] = False
         self._episode[row] = RUNNING
         if info:
-            infos.append(RawInfo(self.first_info_id + row, _copied(info)))
+            infos.append(RawInfo(self.first_id + row, _copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Resets within the step that ended an episode. The last entry of `infos` describes that end."""
@@ -251,13 +251,13 @@ class SerialPool:
         self.rew[row] = 0.0
         self.terminated[row], self.truncated[row] = False, True
         if same_step:
-            if infos and infos[-1].env_id == self.first_info_id + row:
+            if infos and infos[-1].env_id == self.first_id + row:
                 infos.pop()  # from an earlier attempt whose reset raised
-            infos.append(RawInfo(self.first_info_id + row, {}, deepcopy(index_tree(self.obs, row)), {RESTARTED: True}))
+            infos.append(RawInfo(self.first_id + row, {}, deepcopy(index_tree(self.obs, row)), {RESTARTED: True}))
             self._reset_within_step(row, same_step, infos)
             infos[-1] = infos[-1]._replace(info={**infos[-1].info, RESTARTED: True})
         else:
-            infos.append(RawInfo(self.first_info_id + row, {RESTARTED: True}))
+            infos.append(RawInfo(self.first_id + row, {RESTARTED: True}))
 
     def _recover(
         self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], go_on: Callable[[], None]
@@ -290,7 +290,7 @@ class SerialPool:
         self._envs[row] = self._factory.make(row)
 
     def _restart_seed(self, row: int) -> int | None:
-        return restart_seed(self._seeds[row], self.first_info_id + row, int(self._arrays["restarts"][row]))
+        return restart_seed(self._seeds[row], self.first_id + row, int(self._arrays["restarts"][row]))
 
     def _reset_arguments(self, row: int) -> dict[str, Any]:
         """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a new seed."""
@@ -340,7 +340,7 @@ class SerialPool:
                 raise EnvsFailed([self._failure(row, error)]) from error
 
     def _failure(self, row: int, error: Exception) -> tuple[int, RemoteFailure]:
-        where = f"{self._where}, environment {self.first_info_id + row}, seed {self._seeds[row]}"
+        where = f"{self._where}, environment {self.first_id + row}, seed {self._seeds[row]}"
         return row, RemoteFailure.capture(error, where)
 
     # The EnvPool interface, for a rollout in this process.

@@ -121,7 +121,6 @@ def rollout(
     *,
     noise_seed: int = 0,
     first_step: int = 0,
-    first_id: int = 0,
     groups: Sequence[NDArray[np.int64]] | None = None,
     weights_version: int = 0,
     begun: NDArray[np.int64] | None = None,
@@ -140,7 +139,6 @@ def rollout(
         num_steps: T.
         noise_seed: Seed of the noise.
         first_step: Number of steps that the environments took in earlier chunks.
-        first_id: Global index of the pool's first environment.
         groups: Partition of the ids; while one group steps, the policy acts on the next. One group by default.
         weights_version: Written into the chunk.
         begun: Ids of environments whose current episode began without the policy. A recurrent policy resets its
@@ -157,12 +155,12 @@ def rollout(
     begin_episodes = getattr(policy, "begin_episodes", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(pool.num_envs)]
-    env_ids = first_id + np.arange(pool.num_envs)
+    env_ids = pool.first_id + np.arange(pool.num_envs)
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
     for ids in groups:
         pool.begin_episodes(ids)
     batches = [pool.recv(ids) for ids in groups]
-    recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty, pool.first_info_id)
+    recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty)
     if begin_episodes is not None:
         begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps + 1):
@@ -192,5 +190,5 @@ def rollout(
 def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
     ids = {*pool.take_begun(batch).tolist(), *(() if begun is None else begun.tolist())}
-    ids.update(info.env_id - pool.first_info_id for info in batch.info if RESTARTED in info.info)
+    ids.update(info.env_id - pool.first_id for info in batch.info if RESTARTED in info.info)
     return np.array(sorted(ids), np.int64)

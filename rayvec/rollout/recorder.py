@@ -32,7 +32,6 @@ class Recorder:
         batches: What the pool returned for each group before the first step.
         action_layout: How actions lie in arrays; None where they are objects.
         empty: Allocates the large arrays.
-        first_info_id: The number of the first environment in infos.
 
     Attributes:
         columns: Index of each group's columns.
@@ -47,11 +46,10 @@ class Recorder:
         batches: Sequence[StepBatch],
         action_layout: ArrayLayout | None,
         empty: Empty,
-        first_info_id: int,
     ) -> None:
         self.columns = [as_slice(ids) for ids in groups]
         self._sizes = [len(ids) for ids in groups]
-        self._first_info_id = first_info_id
+        self._first_id = int(env_ids[0])
         self._action_layout = action_layout
         self._empty = empty
         self.num_steps = num_steps
@@ -116,7 +114,7 @@ class Recorder:
     def _add_infos(self, t: int, batch: StepBatch) -> None:
         of_step = self._reset_infos if t < 0 else self._infos
         for env_id, info, final_obs, final_info in batch.info:
-            n = env_id - self._first_info_id
+            n = env_id - self._first_id
             if final_info is None:
                 if t < 0 and RESTARTED in info:
                     self._restarts.append((-1, n))

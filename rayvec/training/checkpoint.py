@@ -34,7 +34,12 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """
     _refuse_objects(state, "state")
     with written_whole(path) as file:
-        torch.save({"kind": _KIND, "format": FORMAT_VERSION, "state": state}, file)
+        try:
+            torch.save({"kind": _KIND, "format": FORMAT_VERSION, "state": state}, file)
+        except RuntimeError as error:  # after a failed write, torch fails to close its archive
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load(path: Path) -> dict[str, Any]:

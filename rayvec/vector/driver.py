@@ -60,7 +60,6 @@ class DriverActing:
             num_steps,
             noise_seed=noise_seed,
             first_step=first_step,
-            first_id=pool.first_id,
             groups=self.groups,
             weights_version=weights_version,
             begun=begun,

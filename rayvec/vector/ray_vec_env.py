@@ -357,7 +357,9 @@ class RayVecEnv(ChunkCalls):
         self._start(name, start, group)
 
     def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
-        batch = self._pool.recv(ids, timeout_s=timeout_s)
+        batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id
+        if first_id and batch.info:
+            batch = replace(batch, info=tuple(info._replace(env_id=info.env_id - first_id) for info in batch.info))
         self._driver.note_ended(batch)
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated

@@ -121,8 +121,9 @@ class TestConstructors:
             threading.Event().wait()
             return CountingEnv()
 
-        with pytest.raises(WorkerLostError, match=r"start_timeout_s=0\.5") as caught:
-            within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=0.5))
+        with closing(make(CountingEnv)):  # so that the fork server has started
+            with pytest.raises(WorkerLostError, match="start_timeout_s=2") as caught:
+                within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=2.0))
         assert_explained(caught.value)
         assert "waits_for_a_licence" in str(caught.value)
 
@@ -133,7 +134,7 @@ class TestConstructors:
             (tmp_path / "made").touch()
             return CountingEnv()
 
-        with closing(make(only_once, on_env_error="restart", start_timeout_s=0.5)) as env:
+        with closing(make(CountingEnv)), closing(make(only_once, on_env_error="restart", start_timeout_s=1.0)) as env:
             env.reset(seed=0)
             os.kill(worker_pids(env)[0], signal.SIGKILL)
             with pytest.raises(WorkerLostError, match="again and again") as caught:

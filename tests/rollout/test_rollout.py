@@ -204,7 +204,7 @@ class TestChunk:
         return pool
 
     def test_infos_stand_where_they_were_said(self, pool: SerialPool) -> None:
-        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 30, first_id=10)
+        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 30)
         said = {(info.t, info.n): info.info for info in chunk.infos}
         began = {(info.t, info.n): info.info for info in chunk.reset_infos}
         assert list(said) == sorted(said) and list(began) == sorted(began)
@@ -225,7 +225,7 @@ class TestChunk:
         ]
 
     def test_final_observations_are_those_of_the_ends(self, pool: SerialPool) -> None:
-        chunk = rollout(pool, TablePolicy(), 30, first_id=10)
+        chunk = rollout(pool, TablePolicy(), 30)
         assert_identical(chunk.final_index, np.argwhere(chunk.done))
         t, n = chunk.final_index.T
         assert (chunk.final_obs[:, :2] == chunk.obs[t, n, :2]).all()
@@ -233,17 +233,17 @@ class TestChunk:
         assert chunk.terminated.any() and chunk.truncated.any() and not (chunk.terminated & chunk.truncated).any()
 
     def test_a_chunk_is_in_memory_of_its_own(self, pool: SerialPool) -> None:
-        first = rollout(pool, TablePolicy(), 5, first_id=10)
+        first = rollout(pool, TablePolicy(), 5)
         kept = {field.name: getattr(first, field.name) for field in fields(first)}
         copies = {name: tree_map(np.copy, value) for name, value in kept.items() if isinstance(value, np.ndarray)}
-        rollout(pool, TablePolicy(), 20, first_id=10)
+        rollout(pool, TablePolicy(), 20)
         for name, copy in copies.items():
             assert_identical(kept[name], copy, name)
             assert kept[name].flags.writeable
 
     def test_noise_is_that_of_seed_environment_and_step(self, pool: SerialPool) -> None:
         policy = RecordsNoise()
-        chunk = rollout(pool, policy, 6, noise_seed=8, first_step=100, first_id=10)
+        chunk = rollout(pool, policy, 6, noise_seed=8, first_step=100)
         expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=100, num_steps=6)
         assert_identical(chunk.extras["noise"], expected[..., 0])
 
@@ -258,7 +258,7 @@ class TestChunk:
             ids = np.arange(last - first)
             pool.reset(ids, list(range(first, last)))
             pool.recv(ids)
-            return rollout(pool, TablePolicy(), num_steps, noise_seed=1, first_id=first)
+            return rollout(pool, TablePolicy(), num_steps, noise_seed=1)
 
         parts = [chunk_of(first, last) for first, last in pairwise(cuts)]
         assert_same_chunk(join_chunks(parts), chunk_of(0, 6))

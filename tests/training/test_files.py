@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.training_kit import lengthen, options, tiny
 
 import rayvec
 from rayvec.cli import main
+from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
 from rayvec.training.run_dir import load_run
 
@@ -48,6 +50,14 @@ def file_size_limit() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("file_size_limit")
+def test_a_checkpoint_that_the_disk_cuts_off_is_an_os_error(tmp_path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match="File too large"):
+        checkpoint.save(tmp_path / "a", {"first": torch.zeros(1 << 13), "second": torch.zeros(1 << 13)})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("file_size_limit")

@@ -1,0 +1,192 @@
+"""Interrupts or kills trainings at random moments, resumes each, and accounts for every one.
+
+    PYTHONPATH=tests python tests/interrupts.py --signal SIGINT --count 500
+    PYTHONPATH=tests python tests/interrupts.py --signal SIGKILL --count 500
+
+A small PPO on worker processes without Ray saves a checkpoint after every update. Every other signal comes at a moment
+between the start of Python and its end, drawn from the time that a whole run takes; the others come within some seconds
+after the first update. Then the same run is resumed and gets the next signal, until it completes. After each signal the
+script checks the exit code, that the last checkpoint is whole and not older than the one before, and that no process,
+shared memory or temporary file is left. Each run that completes must have one line of metrics for every iteration.
+``tests/training/test_interrupts.py`` has a short form of this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from helpers.processes import Command, assert_nothing_left, running
+from helpers.training_kit import SMALL, options
+from helpers.waiting import shm_names
+
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+
+_STEPS, _TOTAL_STEPS = 64, 5120
+_LOOP_S = 4.0
+_SETTINGS = {**SMALL, "total_steps": _TOTAL_STEPS, "eval_episodes": 4, "num_nodes": 0, "checkpoint_interval_s": 0}
+_LIMIT_S = 300.0
+
+
+class Runs:
+    """Trainings, one after the other, each of which is resumed until it completes.
+
+    Args:
+        directory: An empty directory.
+        number: The signal to send.
+        seed: Of the moments.
+
+    Attributes:
+        outcomes: How often each thing happened.
+        ending_s: Seconds from each signal until the process ended.
+    """
+
+    def __init__(self, directory: Path, number: signal.Signals, seed: int) -> None:
+        self._directory, self._number = directory, number
+        self._moments = random.Random(seed)
+        self._temporary = directory / "temporary"
+        self._temporary.mkdir()
+        os.environ["TMPDIR"] = str(self._temporary)
+        self._runs = 0
+        self._whole_s = 0.0
+        self.outcomes: Counter[str] = Counter()
+        self.ending_s: list[float] = []
+
+    @property
+    def signals(self) -> int:
+        """How many runs were ended by a signal."""
+        return len(self.ending_s)
+
+    def measure(self) -> None:
+        """Runs once without a signal, to learn how long that takes."""
+        begin_s = time.monotonic()
+        with self._command() as command:
+            assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
+            self._whole_s = time.monotonic() - begin_s
+        self._complete()
+
+    @property
+    def _run_dir(self) -> Path:
+        return self._directory / f"run{self._runs}"
+
+    def _command(self) -> contextlib.AbstractContextManager[Command]:
+        arguments = ["train", "ppo", *options(_SETTINGS), f"--run-dir={self._run_dir}"]
+        if self._run_dir.exists():
+            arguments = ["train", "ppo", f"--resume={self._run_dir}"]
+        return running(arguments, self._directory)
+
+    def one(self) -> None:
+        """Starts or resumes a training and sends it the signal at a random moment."""
+        before = self._saved_steps()
+        with self._command() as command:
+            if len(self.ending_s) % 2:
+                self._wait_for_an_update(command)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command.process.wait(self._moments.uniform(0, _LOOP_S if len(self.ending_s) % 2 else self._whole_s))
+            was_running = command.process.poll() is None
+            begin_s = time.monotonic()
+            if was_running:
+                os.killpg(command.process.pid, self._number)
+            code = command.process.wait(_LIMIT_S)
+            if was_running:
+                self.ending_s.append(time.monotonic() - begin_s)
+            assert_nothing_left(command)
+            self._account(code, was_running, command, before)
+        temporary = list(self._temporary.iterdir())
+        assert not temporary, temporary
+
+    def _wait_for_an_update(self, command: Command) -> None:
+        """Waits until the run saves a checkpoint, or ends."""
+        path = self._run_dir / "checkpoint.pt"
+        before = path.stat().st_ino if path.exists() else 0
+        while command.process.poll() is None and (not path.exists() or path.stat().st_ino == before):
+            time.sleep(0.01)
+
+    def finish(self) -> None:
+        """Resumes the last run without a signal, until it completes."""
+        if self._run_dir.exists():
+            with self._command() as command:
+                assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
+                assert_nothing_left(command)
+            self._complete()
+
+    def _saved_steps(self) -> int:
+        """Returns the steps of the last checkpoint, 0 without a run; raises if the checkpoint is damaged."""
+        return load_run(self._run_dir)[1]["progress"]["steps"] if self._run_dir.exists() else 0
+
+    def _account(self, code: int, was_running: bool, command: Command, before: int) -> None:
+        said, printed = command.stderr.read_text(), command.stdout.read_text()
+        saved = self._saved_steps()
+        assert saved >= before, (saved, before)
+        where = "before the first iteration" if saved == before else "after an iteration"
+        if code == 0:
+            assert "greedy return" in printed, said
+            self.outcomes["completed after the signal" if was_running else "completed before its signal"] += 1
+            self._complete()
+        elif self._number == signal.SIGKILL:
+            assert code == -signal.SIGKILL and "Traceback" not in said, (code, said)
+            self.outcomes[f"killed {where}"] += 1
+        elif code == -signal.SIGINT:  # before or after `main`: the signal ends Python, which shells show as 130
+            assert "rayvec: 4 environments" not in said or "greedy return" in printed, said
+            self.outcomes["interrupted before or after main(), shown as 130"] += 1
+        elif code == 1:  # while Python itself starts
+            assert "Fatal Python error" in said, said
+            self.outcomes["interrupted while Python started, code 1"] += 1
+        else:
+            assert code == 130 and "rayvec: " in said and "Traceback" not in said, (code, said)
+            self._nothing_lost(saved)
+            self.outcomes[f"interrupted {where}, code 130"] += 1
+
+    def _nothing_lost(self, saved: int) -> None:
+        """After Ctrl-C in the loop, the checkpoint holds every iteration that was logged."""
+        metrics = self._run_dir / "metrics.jsonl"
+        if metrics.exists():
+            assert max((line["steps"] for line in read_metrics(metrics)), default=0) in (saved, saved + _STEPS)
+
+    def _complete(self) -> None:
+        steps = [
+            line["steps"] for line in read_metrics(self._run_dir / "metrics.jsonl") if "eval/return_mean" not in line
+        ]
+        assert steps == list(range(_STEPS, _TOTAL_STEPS + 1, _STEPS)), steps
+        assert (self._run_dir / "result.json").exists() and not list(self._run_dir.glob("*.tmp"))
+        self.outcomes["runs completed"] += 1
+        self._runs += 1
+
+
+def main() -> None:
+    """Parses the command line, sends the signals, and prints what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--signal", choices=["SIGINT", "SIGKILL"], default="SIGINT")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
+    os.environ["OMP_NUM_THREADS"] = "1"
+    before = shm_names()
+    with tempfile.TemporaryDirectory(prefix="rvi-", dir="/tmp") as directory:
+        runs = Runs(Path(directory), signal.Signals[args.signal], args.seed)
+        runs.measure()
+        while runs.signals < args.count:
+            runs.one()
+            if runs.signals % 25 == 0:
+                print(f"{runs.signals} signals: {dict(runs.outcomes)}", flush=True)
+        runs.finish()
+    print(dict(runs.outcomes))
+    ending = sorted(runs.ending_s)
+    print(f"seconds until the process ended: median {ending[len(ending) // 2]:.2f}, at most {ending[-1]:.2f}")
+    assert shm_names() <= before, shm_names() - before
+    print(f"{args.count} x {args.signal}, all accounted for, and nothing is left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Limits of the machine: no more open files, no more processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.fork_fails import FILE_VARIABLE
+from helpers.vector_kit import assert_explained
+
+from rayvec.errors import WorkerLostError
+from rayvec.testing import CountingEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+WITH_FEW_FILES = """
+import gc, os, resource, sys
+from rayvec import RayVecEnv
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+try:
+    with RayVecEnv([CountingEnv] * 16, num_nodes=0, workers_per_node=16) as env:
+        env.reset(seed=0)
+        print("made")
+except ConfigError as error:
+    print(error)
+env = None
+gc.collect()  # its arrays keep the memory open
+files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+print("sockets", sum("socket" in file for file in files), "memory", sum("memfd" in file for file in files))
+"""
+
+
+@pytest.mark.parametrize(("hard", "said"), [(4096, "made"), (80, "a hard limit of 80")])
+def test_open_files(hard: int, said: str) -> None:
+    """Sixteen workers need 80 files: the soft limit is raised for them, but not above the hard one."""
+    command = [sys.executable, "-c", WITH_FEW_FILES, "64", str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert said in done.stdout, done.stdout
+    assert done.stdout.endswith(("sockets 1 memory 0\n", "sockets 0 memory 0\n")), "only the fork server's is left"
+
+
+def test_a_fork_that_fails_is_an_error_and_the_fork_server_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = tmp_path / "fails"
+    monkeypatch.setenv(FILE_VARIABLE, str(fails))
+
+    def make() -> RayVecEnv:
+        settings = {"num_nodes": 0, "workers_per_node": 1, "on_env_error": "restart"}
+        return RayVecEnv([CountingEnv], preload=["helpers.fork_fails"], **settings)
+
+    with closing(make()) as env, closing(make()) as other:
+        env.reset(seed=0)
+        other.reset(seed=0)
+        fails.touch()
+        os.kill(next(iter(env.worker_pids().values()))[1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="Cannot allocate memory") as caught:
+            env.step(np.zeros(1, np.int64))
+        assert_explained(caught.value)
+        with pytest.raises(WorkerLostError, match="Cannot allocate memory"):
+            make()
+        fails.unlink()
+        other.step(np.zeros(1, np.int64))  # its workers have not ended
+        make().close()
