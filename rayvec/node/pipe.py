@@ -107,13 +107,16 @@ class MessagePipe:
         Raises:
             OSError: The other end is closed. Raised only without a `peer`.
         """
-        kept = [os.dup(fd) for fd in fds] if self._peer is not None else list(fds)
-        self._out.append((memoryview(_HEADER.pack(len(data))), kept))
+        self._out.append((memoryview(_HEADER.pack(len(data))), [os.dup(fd) for fd in fds]))
         self._out.append((memoryview(data), []))
-        if self._peer is None:
-            self._write(0)
+        if self._peer is not None:
+            self.flush()
             return
-        self.flush()
+        try:
+            self._write(0)
+        except OSError:
+            self._drop_output()
+            raise
 
     def flush(self) -> bool:
         """Sends as much of the queue as fits into the socket, without blocking. Returns whether the queue is empty."""
@@ -138,9 +141,8 @@ class MessagePipe:
             while data:
                 if fds:
                     sent = socket.send_fds(self._socket, [data], fds, flags)
-                    if self._peer is not None:
-                        for fd in fds:
-                            os.close(fd)
+                    for fd in fds:
+                        os.close(fd)
                     fds = []
                 else:
                     sent = self._socket.send(data, flags)
