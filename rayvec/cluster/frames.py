@@ -27,7 +27,7 @@ from rayvec.node.wire import travels
 from rayvec.pools.base import Autoreset
 from rayvec.pools.memory import ArrayLayout, Field
 
-__all__ = ["FrameFormat", "Frames", "Kind", "Request"]
+__all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
 
 _REQUEST = struct.Struct("<QBBBBIQ")
 """Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; payload bytes."""
@@ -84,6 +84,19 @@ class Request:
     actions: Tree | None = None
     seeds: Sequence[int | None] | None = None
     options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer as the driver reads it.
+
+    Attributes:
+        env_ids: The node's ids of the environments, ``int64 [k]``.
+        batch: The answers; None if the driver must fetch them, or an environment's exception, through Ray.
+    """
+
+    env_ids: NDArray[np.int64]
+    batch: StepBatch | None
 
 
 class Frames:
@@ -146,7 +159,7 @@ class FrameFormat:
         leaves = () if layout is None else layout.leaves
         self._fields: list[Field] = [(np.float64, ()), *leaves, (np.bool_, ()), (np.bool_, ())]
         self._answer = Frames(self._fields, _ANSWER.size)
-        self._answers: dict[int, StepBatch] = {}
+        self._answers: dict[int, Answer] = {}
         self._answers_buffer: Any = None
         self._steps: dict[bytes, Frames] = {}
         self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}

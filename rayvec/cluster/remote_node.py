@@ -315,7 +315,7 @@ class RemoteNode:
             self._check_asked(answer.env_ids)
         except Exception as error:  # the stream was closed, or the frame is no answer
             raise self._lost(error) from error
-        batch = answer.batch
+        batch: StepBatch | None = answer.batch
         if batch is None:
             batch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
         if batch is None:

@@ -119,8 +119,7 @@ class MessagePipe:
         Raises:
             OSError: The other end is closed. Raised only without a `peer`.
         """
-        kept = _duplicates(fds) if self._peer is not None else list(fds)
-        self._out.append((memoryview(_HEADER.pack(len(data))), kept))
+        self._out.append((memoryview(_HEADER.pack(len(data))), _duplicates(fds)))
         self._out.append((memoryview(data), []))
         if self._peer is not None:
             self.flush()
@@ -154,9 +153,8 @@ class MessagePipe:
             while data:
                 if fds:
                     sent = socket.send_fds(self._socket, [data], fds, flags)
-                    if self._peer is not None:
-                        for fd in fds:
-                            os.close(fd)
+                    for fd in fds:
+                        os.close(fd)
                     fds = []
                 else:
                     sent = self._socket.send(data, flags)

@@ -121,12 +121,13 @@ class TestConstructors:
             threading.Event().wait()
             return CountingEnv()
 
-        with closing(make(CountingEnv)):  # so that the fork server has started
-            with pytest.raises(WorkerLostError, match="start_timeout_s=2") as caught:
+        with closing(make(CountingEnv)):  # so that the fork server's imports take none of the time
+            with pytest.raises(WorkerLostError, match=r"start_timeout_s=2") as caught:
                 within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=2.0))
         assert_explained(caught.value)
         assert "waits_for_a_licence" in str(caught.value)
 
+    @pytest.mark.slow
     def test_a_replacement_that_never_starts(self, tmp_path: Path) -> None:
         def only_once() -> CountingEnv:
             if (tmp_path / "made").exists():
@@ -134,7 +135,8 @@ class TestConstructors:
             (tmp_path / "made").touch()
             return CountingEnv()
 
-        with closing(make(CountingEnv)), closing(make(only_once, on_env_error="restart", start_timeout_s=1.0)) as env:
+        first = make(CountingEnv)  # so that the fork server's imports take none of the time
+        with closing(first), closing(make(only_once, on_env_error="restart", start_timeout_s=2.0)) as env:
             env.reset(seed=0)
             os.kill(worker_pids(env)[0], signal.SIGKILL)
             with pytest.raises(WorkerLostError, match="again and again") as caught:
@@ -289,6 +291,17 @@ class TestPipe:
         for _, fds in received:
             assert len(fds) == 1 and os.fstat(fds[0]).st_ino == os.stat(__file__).st_ino
             os.close(fds[0])
+
+    def test_a_send_that_fails_queues_nothing(self) -> None:
+        """Else the next receive would send it, and close a file descriptor that is not the pipe's."""
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        with closing(MessagePipe(ours)) as pipe, open(__file__, "rb") as file:
+            with pytest.raises(BrokenPipeError):
+                pipe.send(b"x", [file.fileno()])
+            with pytest.raises(EOFError):
+                pipe.receive()
+            assert os.fstat(file.fileno()).st_size
 
     def test_a_message_that_does_not_come(self, ends: tuple[MessagePipe, MessagePipe]) -> None:
         with pytest.raises(NotReady):

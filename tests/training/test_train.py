@@ -160,7 +160,7 @@ def make_falling(observation_space: Any, action_space: Any, config: PPOConfig) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_is_killed_in_an_update_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"seed": 5, "num_nodes": 1, "num_learners": 2, "minibatch_size": 16, "total_steps": 256}
+    settings = {"seed": 5, **ONE_WORKER, "num_learners": 2, "minibatch_size": 16, "total_steps": 256}
     undisturbed = rayvec.train(tiny(tmp_path / "undisturbed", **settings))
     monkeypatch.setitem(LEARNERS, PPOConfig, make_falling)
     result = rayvec.train(tiny(tmp_path / "killed", **settings))
