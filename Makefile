@@ -7,10 +7,10 @@ DOCS_STAMP := $(VENV)/.installed-docs
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage soak check format docs bench clean
+.PHONY: help demo demo-cluster test test-all coverage soak check format docs bench clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,6 +28,9 @@ $(DOCS_STAMP): $(STAMP)
 
 demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=1)
 	$(BIN)/rayvec train ppo --env-id CartPole-v1 --seed $(SEED)
+
+demo-cluster: $(STAMP) ## The same on two simulated nodes of Ray, decentralized
+	$(BIN)/python examples/cluster_cartpole.py
 
 test: $(STAMP) ## Run the tests, in minutes, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile

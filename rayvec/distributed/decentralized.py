@@ -14,7 +14,7 @@ from rayvec.distributed.arrivals import Arrivals, MakeArrivals, SharedArrivals, 
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_set import RankSet
 from rayvec.errors import ConfigError
-from rayvec.learners.ranks import Ranks
+from rayvec.learners.ranks import ClosableRanks
 
 __all__ = ["DecentralizedGroup"]
 
@@ -49,7 +49,7 @@ class DecentralizedGroup:
 
     def __init__(
         self,
-        make: Callable[[Ranks, Arrivals], Any],
+        make: Callable[[ClosableRanks, Arrivals], Any],
         num_ranks: int,
         host: RankHost,
         *,
@@ -134,5 +134,7 @@ class DecentralizedGroup:
         self._stack.close()
 
 
-def _make_on_rank(make: Callable[[Ranks, Arrivals], Any], make_arrivals: MakeArrivals, ranks: Ranks) -> Any:
+def _make_on_rank(
+    make: Callable[[ClosableRanks, Arrivals], Any], make_arrivals: MakeArrivals, ranks: ClosableRanks
+) -> Any:
     return make(ranks, make_arrivals(ranks.rank, ranks.size))

@@ -27,6 +27,11 @@ class TwoLevelRanks:
         self.rank, self.size = rank, size
         self._node, self._leaders = node, leaders
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent to other nodes so far."""
+        return self._leaders.sent_bytes if self._leaders is not None else 0
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 

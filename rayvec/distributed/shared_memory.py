@@ -72,6 +72,8 @@ class SharedMemoryRanks:
         RankLostError: Rank 0 exited.
     """
 
+    sent_bytes = 0
+
     def __init__(self, rank: int, size: int, path: str | None = None, *, timeout_s: float = 60.0) -> None:
         if not can_share_memory():
             raise ConfigError(

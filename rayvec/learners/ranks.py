@@ -55,6 +55,11 @@ class Ranks(Protocol):
 class ClosableRanks(Ranks, Protocol):
     """Ranks that a rank can leave."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent over the network in sums so far; 0 where ranks share memory."""
+        ...
+
     def close(self) -> None:
         """Leaves: ranks that wait for this one raise, soon or by their timeout. May be called again."""
 
@@ -64,6 +69,7 @@ class Alone:
 
     rank = 0
     size = 1
+    sent_bytes = 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""

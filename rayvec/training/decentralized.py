@@ -26,7 +26,7 @@ from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
-from rayvec.learners.ranks import Ranks
+from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import make_env, make_learner
@@ -44,7 +44,7 @@ class RankTrainer:
         arrivals: Which ranks have taken their steps.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, arrivals: Arrivals) -> None:
+    def __init__(self, config: TrainConfig, ranks: ClosableRanks, arrivals: Arrivals) -> None:
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         self._config, self._ranks, self._first_id = config, ranks, first
         self._stragglers = Stragglers(
@@ -81,7 +81,10 @@ class RankTrainer:
 
     def iterate(self) -> Iteration:
         """Makes an iteration together with the other ranks."""
-        return self._trainer.iterate()
+        before = self._ranks.sent_bytes
+        iteration = self._trainer.iterate()
+        iteration.sent_bytes = self._ranks.sent_bytes - before
+        return iteration
 
     def shared(self) -> Any:
         """Returns what all ranks share of the learner's state, packed, on rank 0."""
@@ -163,8 +166,13 @@ def _joined(of_ranks: list[Iteration]) -> Iteration:
     """Returns one iteration from what each rank says of it; metrics are those of the whole on every rank."""
     names = list(dict.fromkeys(name for each in of_ranks for name in each.times_s))
     times_s = {name: float(np.mean([each.times_s.get(name, 0.0) for each in of_ranks])) for name in names}
-    stats = join_stats([each.stats for each in of_ranks])
-    return replace(of_ranks[0], stats=stats, times_s=times_s, num_cut=sum(each.num_cut for each in of_ranks))
+    return replace(
+        of_ranks[0],
+        stats=join_stats([each.stats for each in of_ranks]),
+        times_s=times_s,
+        num_cut=sum(each.num_cut for each in of_ranks),
+        sent_bytes=sum(each.sent_bytes for each in of_ranks),
+    )
 
 
 def _joined_state(packed: list[Any]) -> dict[str, Any]:

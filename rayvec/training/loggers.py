@@ -150,7 +150,7 @@ class RunLogger:
             **{f"time_s/{name}": seconds for name, seconds in times_s.items()},
             **{f"time_s/collect/{name}": seconds for name, seconds in stats.time_split_s.items()},
             **{f"learner/{name}": value for name, value in iteration.metrics.items()},
-            **({"ranks_cut": iteration.num_cut} if "wait" in times_s else {}),
+            **({"ranks_cut": iteration.num_cut, "sent_bytes": iteration.sent_bytes} if "wait" in times_s else {}),
         }
         self._metrics.write(metrics)
         for name, value in metrics.items():

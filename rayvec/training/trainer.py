@@ -33,6 +33,7 @@ class Iteration:
         metrics: Metrics of the update; none if the learner only stored the steps.
         times_s: Wall time by activity, in seconds.
         num_cut: How many ranks stopped early because the others had their steps.
+        sent_bytes: What ranks have sent over the network in sums.
         state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
     """
 
@@ -40,6 +41,7 @@ class Iteration:
     metrics: Mapping[str, float]
     times_s: dict[str, float]
     num_cut: int = 0
+    sent_bytes: int = 0
     state: dict[str, Any] | None = None
 
 
@@ -115,7 +117,7 @@ class Trainer:
             self.collector.set_weights(self._learner.weights())
             laps.end("publish")
         num_cut = int(stragglers is not None and stragglers.has_cut)
-        return Iteration(batch.stats, metrics, laps.times_s, num_cut, self.state() if keep else None)
+        return Iteration(batch.stats, metrics, laps.times_s, num_cut, state=self.state() if keep else None)
 
     def state(self) -> dict[str, Any]:
         """See :class:`RunTrainer`."""

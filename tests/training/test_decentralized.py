@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,38 @@ def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match="Every rank claims free cores"):
         rayvec.train(rayvec.PPOConfig(**settings, num_nodes=2, workers_per_node=1000))
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("what", ["rank", "node"])
+def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
+    tmp_path: Path, ray_cluster: Any, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three ranks on three nodes; without one node two of them have room."""
+    extra = ray_cluster.add_node(num_cpus=1, resources={"extra": 1})
+    run_dir, removed = tmp_path / "a", threading.Event()
+    settings = {**SMALL, **UNCUT, "num_learners": 3, "num_nodes": 3, "workers_per_node": 1, "total_steps": 12_800}
+
+    def strike() -> None:
+        while lines_of(run_dir) < 5:
+            time.sleep(0.05)
+        if what == "node":
+            ray_cluster.remove_node(extra, allow_graceful=False)
+        else:
+            actors = [each for each in psutil.process_iter(["cmdline"]) if "ray::RankActor" in each.info["cmdline"][:1]]
+            actors[0].kill()
+        removed.set()
+
+    threading.Thread(target=strike, daemon=True).start()
+    config = rayvec.PPOConfig(**settings, run_dir=run_dir, eval_episodes=0, checkpoint_interval_s=0.5)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert rayvec.train(config).total_steps == 12_800
+    finally:
+        assert removed.wait(60)
+        if what == "rank":
+            ray_cluster.remove_node(extra)
+    assert "restarting all ranks at step" in caplog.text
+    steps = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    assert steps == list(range(64, 12_801, 64))
