@@ -15,6 +15,7 @@ from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
+    "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
     "train_cartpole.py": (1024,),
@@ -34,7 +35,8 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "tianshou" in name else name for name in SMALL]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if "tianshou" in name or "cluster" in name else name for name in SMALL],
 )
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -49,7 +51,8 @@ def test_example(
         monkeypatch.setattr(module, "RayVectorEnv", partial(module.RayVectorEnv, num_nodes=1, workers_per_node=1))
     cloudpickle.register_pickle_by_value(module)  # as if it were run as a script
     try:
-        module.main(*SMALL[name])
+        run = module.train if name.startswith("cluster") else module.main  # the cluster of the tests is there
+        run(*SMALL[name])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
         CONFIGS.pop("reinforce", None)  # which one of them registers
