@@ -9,6 +9,7 @@ often a rank was stopped because the others had their steps. On a real cluster, 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 
@@ -21,8 +22,10 @@ import rayvec
 def main(total_steps: int = 100_000, num_nodes: int = 2) -> None:
     """Starts the nodes, trains, and prints what happened."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as directory:
-        node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 2**27}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "_temp_dir": directory})
+        os.environ["RAY_TMPDIR"] = directory  # so that no other Ray of this machine is disturbed
+        os.environ["RAY_worker_niceness"] = "0"  # Ray would give its workers a low priority
+        node = {"num_cpus": 1, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
         for _ in range(num_nodes - 1):
             cluster.add_node(**node)
         ray.init(cluster.address)
