@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data import Chunk, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
@@ -273,6 +273,21 @@ class ProcessPool(PartedPool):
         for link, chunk in zip(self._links, chunks, strict=True):
             self._supervisor.note_chunk(link, chunk)
         return chunks, tuple(part.times for part in packed)
+
+    def finish_part(
+        self, with_summary: bool, timeout_s: float | None = None
+    ) -> tuple[tuple[RolloutTimes, ...], ChunkSummary | None, Any]:
+        """Waits for the oldest pending chunk, as the part of this machine in a cluster's chunk.
+
+        Returns:
+            The times of each worker, and the summary and the joined chunk. Without `with_summary`, None and what
+            :meth:`finish_chunks` returns.
+        """
+        chunks, times = self.finish_chunks(timeout_s)
+        if not with_summary:
+            return times, None, chunks
+        chunk = join_chunks(chunks)
+        return times, summarize(chunk), chunk
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the process ids of the fork server and of the workers, by node name."""

@@ -211,7 +211,7 @@ class Supervisor:
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
         logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
-        link.reconnect(self._workers.restart(link.index, self.acting.policies))
+        link.reconnect(self._workers.restart(link.index, link.num_done, self.acting.policies))
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
         """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""
