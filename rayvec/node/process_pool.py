@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -213,16 +211,14 @@ class ProcessPool(PartedPool):
     @property
     def event_fds(self) -> Sequence[int]:
         """See :class:`~rayvec.node.parted_pool.PartedPool`."""
-        return [self._supervisor.event_fd()]
+        return [] if self._block is None else [self._block.event_fd]
 
     def completed_ids(self) -> NDArray[np.int64]:
         """See :class:`~rayvec.node.parted_pool.PartedPool`.
 
         Every 0.1 s, a call also checks for workers that have exited or hang.
         """
-        (event,) = self.event_fds  # every command that completes from here on signals it
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(event)
+        self._supervisor.arm_event()
         self._supervisor.look_after_all()
         for link in self._links:
             self._supervisor.poll(link)
