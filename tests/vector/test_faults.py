@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import ray
 from helpers.chunks import wait_for_parts
-from helpers.exact import TablePolicy
 from helpers.kinds import within
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
