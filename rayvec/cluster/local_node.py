@@ -11,7 +11,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.data import NodeSlice
-from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.node.process_pool import ProcessPool
@@ -107,11 +106,8 @@ class LocalNode:
         self._running.begin_rollout(key, num_steps, first_step, noise_seed)
 
         def finish(timeout_s: float | None) -> NodePart:
-            chunks, times = self._running.finish_chunks(timeout_s)
-            if not by_reference:
-                return NodePart(times, [], None, chunks)
-            chunk = join_chunks(chunks)
-            return NodePart(times, [], summarize(chunk), ray.put(chunk))
+            times, summary, chunk = self._running.finish_part(by_reference, timeout_s)
+            return NodePart(times, [], summary, ray.put(chunk) if by_reference else chunk)
 
         return finish
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch
-from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
@@ -109,12 +108,9 @@ class NodeActor:
             if version is not None and weights is not None:
                 pool.acting.publish(key, version, weights)
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
-            chunks, times = pool.finish_chunks()
+            times, summary, chunk = pool.finish_part(with_summary)
             pool.acting.release()
-            if not with_summary:
-                return (times, None, self._log.take()), chunks  # Ray copies the chunks before the next call starts
-            chunk = join_chunks(chunks)
-            return (times, summarize(chunk), self._log.take()), chunk
+            return (times, summary, self._log.take()), chunk  # Ray copies the chunk before the next call starts
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

@@ -185,12 +185,12 @@ class Member:
 
     def forget(self, part: Part) -> None:
         """Removes some environments, which have answered, from the pending requests."""
-        for position, (asked, _) in enumerate(self.pending):
-            if asked is part:
+        for position, (requested, _) in enumerate(self.pending):
+            if requested is part:
                 del self.pending[position]
                 return
-        left = [(asked.without(part), request) for asked, request in self.pending]
-        self.pending = [(asked, request) for asked, request in left if len(asked.rows)]
+        left = [(requested.without(part), request) for requested, request in self.pending]
+        self.pending = [(requested, request) for requested, request in left if len(requested.rows)]
 
 
 def done(timeout_s: float | None) -> None:

@@ -66,7 +66,7 @@ def open_ray_pool(
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:
                     raise
-                logger.warning("placing environments anew: %s", error)
+                logger.warning("placing environments again: %s", error)
         raise AssertionError("unreachable")
     except BaseException:
         session.release()

@@ -171,7 +171,7 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError
         if nodes:
             break
         if time.monotonic() >= deadline:
-            raise NodeLostError(f"{error} No other node has a free core to go on with.") from error
+            raise NodeLostError(f"{error} No other node has a free core for its environments.") from error
         time.sleep(_LOOK_AGAIN_S)
     node = max(nodes, key=lambda node: node.cpus)
     bounds = lost.worker_bounds

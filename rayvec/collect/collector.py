@@ -184,7 +184,7 @@ class Collector:
             seed, self._seed = self._seed, None
             self.reset(seed)
         if n_episode is not None:
-            if self._tracker.under_way.any() or self._pipeline.pending or self._kept:
+            if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
                 self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
             return self._batch(self._episodes(n_episode), begin)
         assert n_step is not None
@@ -267,7 +267,7 @@ class Collector:
             self._drop_pending()
             raise bad_obs_error(bad)
         assert rollout.chunk is not None
-        chunk, continues, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.under_way)
+        chunk, continues, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.unfinished)
         self._counts.dropped_episodes += count
         logger.warning("%d episodes are left out: %s", count, bad.first)
         if continues.any():

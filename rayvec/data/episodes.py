@@ -53,7 +53,7 @@ class EpisodeTracker:
         return stats, at
 
     @property
-    def under_way(self) -> NDArray[np.bool_]:
+    def unfinished(self) -> NDArray[np.bool_]:
         """Which environments have taken a step since their last episode ended, ``bool [N]``."""
         going_on: NDArray[np.bool_] = self._lens > 0
         return going_on

@@ -89,7 +89,7 @@ def bad_obs_error(bad: BadObs) -> EnvError:
     )
 
 
-def drop_bad_episodes(chunk: Chunk, bad: BadObs, under_way: NDArray[np.bool_]) -> tuple[Chunk, NDArray[np.bool_], int]:
+def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) -> tuple[Chunk, NDArray[np.bool_], int]:
     """Clears `valid` for episodes in which an observation is not finite, and replaces such numbers by 0.
 
     If such an episode began in an earlier chunk, `restarts` names it at t = -1, so that its earlier steps don't count.
@@ -97,13 +97,13 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, under_way: NDArray[np.bool_]) -
     Args:
         chunk: Changed in place where numbers are replaced.
         bad: What was found in it.
-        under_way: Whose episode began in an earlier chunk, ``bool [N]``.
+        unfinished: Whose episode began in an earlier chunk, ``bool [N]``.
 
     Returns:
         The chunk without these episodes; the environments in which such an episode is unfinished and must be ended,
         ``bool [N]``; and how many episodes were dropped.
     """
-    valid, goes_on, count = chunk.valid.copy(), np.zeros(chunk.num_envs, bool), 0
+    valid, continues, count = chunk.valid.copy(), np.zeros(chunk.num_envs, bool), 0
     ends = chunk.done
     inner = chunk.restarts[chunk.restarts[:, 0] >= 0]
     ends[inner[:, 0], inner[:, 1]] = True  # what follows a step that failed is another episode
@@ -117,14 +117,14 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, under_way: NDArray[np.bool_]) -
             is_bad = bad.where[start:stop, n].any() or (last and bad.where[-1, n]) or bad_final[start:stop, n].any()
             if start < stop and is_bad:
                 valid[start:stop, n] = False
-                goes_on[n] |= last
+                continues[n] |= last
                 count += 1
-                if start == 0 and under_way[n]:
+                if start == 0 and unfinished[n]:
                     lost.append((-1, n))
-        goes_on[n] |= bool(bad.where[-1, n])
+        continues[n] |= bool(bad.where[-1, n])
     _put_zeros(chunk)
     restarts = np.array(sorted({*lost, *map(tuple, chunk.restarts.tolist())}), np.int64).reshape(-1, 2)
-    return replace(chunk, valid=valid, restarts=restarts), goes_on, count
+    return replace(chunk, valid=valid, restarts=restarts), continues, count
 
 
 def _put_zeros(chunk: Chunk) -> None:

@@ -116,9 +116,9 @@ def vtrace(
         decay[~valid] = 0
     for t in range(len(correction) - 2, -1, -1):
         correction[t] += decay[t] * correction[t + 1]
-    goes_on = ~(terminated | truncated)[:-1]
+    continues = ~(terminated | truncated)[:-1]
     next_target = bootstrap.astype(dtype, copy=False)
-    next_target[:-1][goes_on] += correction[1:][goes_on]
+    next_target[:-1][continues] += correction[1:][continues]
     advantage = rho * (reward + dtype.type(gamma) * next_target - value)
     if valid is not None:
         advantage[~valid] = 0
@@ -157,12 +157,12 @@ def n_step(
     dtype = next_value.dtype
     reward = rew.astype(dtype, copy=False)
     bootstrap = np.where(terminated, dtype.type(0), next_value)
-    goes_on = ~(terminated | truncated)[:-1]
+    continues = ~(terminated | truncated)[:-1]
     if valid is not None:
-        goes_on &= valid[1:]
+        continues &= valid[1:]
     target: NDArray[np.floating[Any]] = reward + dtype.type(gamma) * bootstrap
     for _ in range(min(num_steps, len(rew)) - 1):  # the sum of k + 1 rewards from that of k, a step later
-        target[:-1] = reward[:-1] + dtype.type(gamma) * np.where(goes_on, target[1:], bootstrap[:-1])
+        target[:-1] = reward[:-1] + dtype.type(gamma) * np.where(continues, target[1:], bootstrap[:-1])
     if valid is not None:
         target[~valid] = 0
     return target

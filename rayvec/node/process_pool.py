@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +11,8 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data import Chunk, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
@@ -219,16 +217,14 @@ class ProcessPool(PartedPool):
     @property
     def event_fds(self) -> Sequence[int]:
         """See :class:`~rayvec.node.parted_pool.PartedPool`."""
-        return [self._supervisor.event_fd()]
+        return [] if self._block is None else [self._block.event_fd]
 
     def completed_ids(self) -> NDArray[np.int64]:
         """See :class:`~rayvec.node.parted_pool.PartedPool`.
 
         Every 0.1 s, a call also checks for workers that have exited or hang.
         """
-        (event,) = self.event_fds  # every command that completes from here on signals it
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(event)
+        self._supervisor.arm_event()
         self._supervisor.look_after_all()
         for link in self._links:
             self._supervisor.poll(link)
@@ -283,6 +279,21 @@ class ProcessPool(PartedPool):
         for link, chunk in zip(self._links, chunks, strict=True):
             self._supervisor.note_chunk(link, chunk)
         return chunks, tuple(part.times for part in packed)
+
+    def finish_part(
+        self, with_summary: bool, timeout_s: float | None = None
+    ) -> tuple[tuple[RolloutTimes, ...], ChunkSummary | None, Any]:
+        """Waits for the oldest pending chunk, as the part of this machine in a cluster's chunk.
+
+        Returns:
+            The times of each worker, and the summary and the joined chunk. Without `with_summary`, None and what
+            :meth:`finish_chunks` returns.
+        """
+        chunks, times = self.finish_chunks(timeout_s)
+        if not with_summary:
+            return times, None, chunks
+        chunk = join_chunks(chunks)
+        return times, summarize(chunk), chunk
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the process ids of the fork server and of the workers, by node name."""

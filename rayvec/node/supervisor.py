@@ -78,10 +78,11 @@ class Supervisor:
         self._budget = RestartBudget()
         self._look_at_s = 0.0
 
-    def event_fd(self) -> int:
-        """Enables the event of the block. Its file descriptor is readable once a command completes."""
+    def arm_event(self) -> None:
+        """Clears the event of the block. Every command that completes from here on signals it."""
         self._arrays["wants_event"][0] = True
-        return self._block.event_fd
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._block.event_fd)
 
     def wait_all(self, numbers: Sequence[int], deadline: float) -> None:
         """Waits until each worker has completed the command with its number. Ctrl-C leaves the state unchanged.
@@ -89,11 +90,9 @@ class Supervisor:
         Raises:
             NotReady: The deadline was reached before all workers had completed.
         """
-        event = self.event_fd()  # every command that completes from here on makes it readable
         while True:
             with Uninterrupted():
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(event)
+                self.arm_event()
                 for link in self._links:
                     self.poll(link)
                 self.look_after_all()
@@ -103,7 +102,7 @@ class Supervisor:
                     return
             if time.monotonic() >= deadline:
                 raise NotReady(f"{missing[0].where} has not answered in time")
-            readable([event], min(LOOK_S, seconds_until(deadline)))
+            readable([self._block.event_fd], min(LOOK_S, seconds_until(deadline)))
 
     def poll(self, link: WorkerLink) -> None:
         """Records a worker's completed commands. Restarts the worker if it exited in the middle of a reply."""
@@ -211,7 +210,7 @@ class Supervisor:
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
         logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
-        link.reconnect(self._workers.restart(link.index, self.acting.policies))
+        link.reconnect(self._workers.restart(link.index, link.num_done, self.acting.policies))
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
         """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""

@@ -181,8 +181,6 @@ class NodeBlock:
             "go": (np.uint8, (workers, Semaphore.SIZE)),
             "done": (np.uint8, (workers, Semaphore.SIZE)),
             "wants_event": (np.bool_, (1,)),
-            "head": (np.int64, (workers,)),
-            "tail": (np.int64, (workers,)),
             "ring": (np.int64, (workers, self.depth, self.first_id_at + largest)),
             "has_reply": (np.bool_, (workers, self.depth)),
             **{name: (dtype, (n,)) for name, dtype in ENV_ARRAYS.items()},

@@ -86,6 +86,8 @@ class WorkerLink:
     Attributes:
         start: Index, on the node, of the worker's first environment.
         stop: One more than the index of the worker's last environment.
+        num_posted: The number of posted commands, which is also the number of the next command.
+        num_done: The number of completed commands, which is also the number of the oldest pending command.
         failures: Pairs of an environment's row within the worker and the failure. Row -1 stands for all rows.
     """
 
@@ -95,6 +97,7 @@ class WorkerLink:
         self._reports = reports
         self.start, self.stop = bounds[index], bounds[index + 1]
         self.where = where
+        self.num_posted = self.num_done = 0
         self.failures: list[tuple[int, RemoteFailure]] = []
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
@@ -104,7 +107,6 @@ class WorkerLink:
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
-        self._head, self._tail = block.arrays["head"][index : index + 1], block.arrays["tail"][index : index + 1]
         self._pid = block.arrays["pid"][index : index + 1]
         self._depth, self._first_id_at = block.depth, block.first_id_at
         self._take(process)
@@ -123,16 +125,6 @@ class WorkerLink:
     def startup_s(self) -> float:
         """Seconds since the worker process was started."""
         return time.monotonic() - self._taken_s
-
-    @property
-    def num_posted(self) -> int:
-        """The number of posted commands, which is also the number of the next command."""
-        return int(self._head[0])
-
-    @property
-    def num_done(self) -> int:
-        """The number of completed commands, which is also the number of the oldest pending command."""
-        return int(self._tail[0])
 
     def post(self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, payload: Any = None) -> int:
         """Posts any command except a plain step or a call, for rows within the worker. Returns its number."""
@@ -179,9 +171,9 @@ class WorkerLink:
 
     def _post(self, command: _Posted, fds: Sequence[int] = ()) -> int:
         number = self.num_posted
-        self._head[0] = number + 1
+        self.num_posted += 1
         self._posted[number] = command
-        if number == self._tail[0]:
+        if number == self.num_done:
             self._begun_s = time.monotonic()
         self._go.post()
         if command.payload:
@@ -198,7 +190,7 @@ class WorkerLink:
             NotReady: The `deadline`, a ``time.monotonic`` time, was reached.
             WorkerLostError: The worker exited.
         """
-        while self._tail[0] <= number:
+        while self.num_done <= number:
             self._acquire(deadline)
             self._finish()
 
@@ -234,7 +226,7 @@ class WorkerLink:
             WorkerLostError: The worker exited in the middle of a reply.
         """
         self._process.pipe.flush()
-        while self._tail[0] < self._head[0] and self._done.try_acquire():
+        while self.num_done < self.num_posted and self._done.try_acquire():
             self._finish()
 
     def take_reply(self, number: int) -> Reply:
@@ -282,7 +274,7 @@ class WorkerLink:
         slot = number % self._depth
         if self._has_reply[slot]:
             self._hear(number, slot)
-        self._tail[0] = number + 1
+        self.num_done += 1
         self._posted.pop(number, None)
         if self._posted:  # the worker starts the next command only now
             self._begun_s = time.monotonic()
@@ -331,7 +323,7 @@ class WorkerLink:
             "A worker process runs until the pool is closed.",
             expected=f"{self.where} to answer",
             got="its process has ended (killed, out of memory, or a crash in an environment's native code)",
-            remedy="Look into the system's log for what killed it; on_env_error='restart' makes it anew.",
+            remedy="Look into the system's log for what killed it; on_env_error='restart' replaces the worker.",
         )
 
     def hangs(self, name: str, limit_s: float) -> WorkerLostError:

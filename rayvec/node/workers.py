@@ -203,7 +203,7 @@ class Workers:
             raise
         return block
 
-    def restart(self, index: int, policies: Sequence[tuple[int, bytes, int]]) -> WorkerProcess:
+    def restart(self, index: int, first_command: int, policies: Sequence[tuple[int, bytes, int]]) -> WorkerProcess:
         """Kills a worker and starts a replacement worker, which resumes with the oldest pending command.
 
         The call does not wait until the replacement has made its environments. Until then, the block holds the
@@ -211,6 +211,7 @@ class Workers:
 
         Args:
             index: Index of the worker.
+            first_command: Number of the oldest pending command.
             policies: Key, pickled policy, and file descriptor of the weight memory, for each policy.
         """
         with self._turn:
@@ -221,7 +222,7 @@ class Workers:
             self._block.forget(index)
             process = self.processes[index] = self._start(replace(self._specs[index], replacement=True))
             self._block.arrays["pid"][index] = -process.pid
-            self._set_up(index, Setup(self._block.shape, int(self._block.arrays["tail"][index]), len(policies)))
+            self._set_up(index, Setup(self._block.shape, first_command, len(policies)))
             for key, policy, fd in policies:
                 process.pipe.send(dumps((key, policy)), [fd])
             return process

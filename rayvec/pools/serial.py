@@ -155,13 +155,14 @@ class SerialPool:
             recovery = end_cut_episode
             try:
                 state = episode[row]
-                if state == CUT:
-                    end_cut_episode(row, same_step, infos)
-                    continue
-                if next_step and state == ENDED:
-                    recovery = reset_again
-                    reset_again(row, same_step, infos)
-                    continue
+                if state != RUNNING:
+                    if state == CUT:
+                        end_cut_episode(row, same_step, infos)
+                        continue
+                    if next_step and state == ENDED:
+                        recovery = reset_again
+                        reset_again(row, same_step, infos)
+                        continue
                 obs, reward, term, trunc, info = envs[row].step(action)
                 rew[row] = reward
                 if term or trunc:
@@ -260,9 +261,9 @@ class SerialPool:
             infos.append(RawInfo(self.first_id + row, {RESTARTED: True}))
 
     def _recover(
-        self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], go_on: Callable[[], None]
+        self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], resume: Callable[[], None]
     ) -> None:
-        """Restarts an environment after an error and resumes with `go_on`.
+        """Restarts an environment after an error and resumes with `resume`.
 
         If that raises too, it tries again until it succeeds or the restart budget is spent.
         """
@@ -275,13 +276,13 @@ class SerialPool:
                 failures.append((row, self._exhausted(failure[1])))
                 return
             try:
-                self._make_anew(row, failure[1])
-                go_on()
+                self._restart_env(row, failure[1])
+                resume()
                 return
             except Exception as again:
                 error = again
 
-    def _make_anew(self, row: int, failure: RemoteFailure) -> None:
+    def _restart_env(self, row: int, failure: RemoteFailure) -> None:
         with contextlib.suppress(Exception):
             self._envs[row].close()
         self._arrays["restarts"][row] += 1

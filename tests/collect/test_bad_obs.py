@@ -227,11 +227,11 @@ def test_the_extent_of_what_is_dropped(obs: Any, done: Any, valid: Any, goes_on:
     chunk = chunk_of(np.transpose([obs]), np.transpose([done]))
     bad = find_bad_obs(chunk)
     assert bad is not None
-    for under_way in (False, True):
-        dropped, ending, number = drop_bad_episodes(chunk, bad, np.array([under_way]))
+    for unfinished in (False, True):
+        dropped, ending, number = drop_bad_episodes(chunk, bad, np.array([unfinished]))
         assert dropped.valid[:, 0].tolist() == [bool(v) for v in valid]
         assert (ending.tolist(), number) == ([goes_on], count)
-        assert dropped.restarts.tolist() == ([[-1, 0]] if under_way and not valid[0] else [])
+        assert dropped.restarts.tolist() == ([[-1, 0]] if unfinished and not valid[0] else [])
 
 
 def test_what_follows_a_failed_step_is_another_episode() -> None:
