@@ -86,10 +86,10 @@ class TianshouPolicy:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
-        parts = [_bytes(tensor) for tensor in _tensors(self._policy)]
-        numbers = [(float(_KINDS.index(type(value))), float(value or 0)) for _, _, value in _numbers(self._policy)]
-        parts.append(np.array(numbers, np.float64).reshape(-1).view(np.uint8))
-        return np.concatenate(parts).view(np.float32)
+        numbers = [(_KINDS.index(type(value)), value or 0) for _, _, value in _numbers(self._policy)]
+        arrays = [tensor.cpu().numpy() for tensor in _tensors(self._policy)] + [np.array(numbers, np.float64)]
+        stream = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
+        return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
@@ -97,23 +97,20 @@ class TianshouPolicy:
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
-        stream = np.ascontiguousarray(weights).view(np.uint8)
         tensors, numbers = list(_tensors(self._policy)), list(_numbers(self._policy))
-        sizes = [_padded(tensor) for tensor in tensors]
-        if stream.size != sum(sizes) + 16 * len(numbers):
+        *ends, size = np.cumsum([*(tensor.numel() * tensor.element_size() for tensor in tensors), 16 * len(numbers)])
+        if weights.size != -(-size // 4):
             raise ConfigError(
                 "The state of a policy is loaded by the same policy.",
-                expected=f"{(sum(sizes) + 16 * len(numbers)) // 4} numbers",
+                expected=f"{-(-size // 4)} numbers",
                 got=weights.shape,
                 remedy="Pass what weights() of a TianshouPolicy returned; publish a changed policy again.",
             )
-        start = 0
+        *parts, plain = np.split(np.ascontiguousarray(weights).view(np.uint8)[:size].copy(), ends)
         with torch.no_grad():
-            for tensor, size in zip(tensors, sizes, strict=True):
-                part = stream[start : start + tensor.numel() * tensor.element_size()].copy()
-                tensor.copy_(torch.from_numpy(part).view(tensor.dtype).view(tensor.shape))
-                start += size
-        values = stream[start:].copy().view(np.float64).reshape(-1, 2).tolist()
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
+        values = plain.copy().view(np.float64).reshape(-1, 2).tolist()
         for (holder, name, _), (kind, value) in zip(numbers, values, strict=True):
             holder[name] = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
 
@@ -219,7 +216,7 @@ def _detached(state: Any) -> Any:
 
 def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
     yield from (parameter.detach() for parameter in policy.parameters())
-    yield from policy.buffers()
+    yield from (buffer.detach() for buffer in policy.buffers())
 
 
 def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -234,16 +231,6 @@ def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
                 number = value.item() if isinstance(value, np.generic) else value
                 if type(number) in _KINDS and name != "training":
                     yield holder, name, number
-
-
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.concatenate([flat, np.zeros(_padded(tensor) - len(flat), np.uint8)])
-
-
-def _padded(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor in the vector: a multiple of four."""
-    return -(-tensor.numel() * tensor.element_size() // 4) * 4
 
 
 def _whole(number: float) -> int:

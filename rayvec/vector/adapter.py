@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -39,7 +39,7 @@ class PendingCall:
     """
 
     name: str
-    waits: dict[int, Wait] = field(default_factory=dict)
+    waits: dict[int, Wait]
     timed_out: bool = False
 
 
@@ -191,8 +191,10 @@ class PoolAdapter:
 
         def begin() -> None:
             wait = start()
-            self._pending = self._pending or PendingCall(name)
-            self._pending.waits[group] = wait
+            if self._pending is None:
+                self._pending = PendingCall(name, {group: wait})
+            else:
+                self._pending.waits[group] = wait
 
         self._guarded(begin)
 

@@ -13,17 +13,17 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree, tree_map
+from rayvec.data import Chunk, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, message
-from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
+from rayvec.errors import ConfigError, check_choice, check_count, message
+from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
-from rayvec.vector.adapter import Wait
+from rayvec.vector.adapter import PoolAdapter, Wait
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -33,13 +33,12 @@ from rayvec.vector.batching import (
     in_batch_order,
     parse_autoreset_mode,
 )
-from rayvec.vector.chunk_calls import ChunkCalls
 from rayvec.vector.driver import DriverActing
 
 __all__ = ["RayVecEnv"]
 
 
-class RayVecEnv(ChunkCalls):
+class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
     It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
@@ -127,7 +126,7 @@ class RayVecEnv(ChunkCalls):
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
-        self._done = np.zeros(self.num_envs, bool)
+        self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
         self._local_policy: tuple[Any, WeightStore] | None = None
@@ -281,6 +280,73 @@ class RayVecEnv(ChunkCalls):
         rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
         infos = [info._replace(env_id=rows[info.env_id]) for info in batch.info]
         return StepBatch(ids.copy(), *self._copied(batch), InfoMerger(len(ids)).merge(infos))
+
+    def rollout(
+        self,
+        policy: Any,
+        num_steps: int,
+        inference: Literal["worker", "driver"] = "worker",
+        seed: int | None = None,
+    ) -> Chunk:
+        """Lets a policy take steps of every environment, without contacting the driver between steps.
+
+        Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
+
+        Args:
+            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
+                been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
+                :class:`rayvec.Collector` publishes weights.
+            num_steps: T.
+            inference: Where the policy acts: in every worker over its own slice, or in this process.
+            seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
+                :meth:`reset` with one int is; without either, the noise can't be repeated.
+        """
+        self._assert_idle("rollout")
+        check_choice("inference", inference, ("worker", "driver"))
+        if seed is not None:
+            self.reset(seed=seed)
+        if inference == "worker":
+            if self._local_policy is not None and self._local_policy[0] is not policy:
+                self._local_policy[1].drop()
+                self._local_policy = None
+            if self._local_policy is None:
+                self._local_policy = policy, self.publish(policy)
+            taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
+        else:
+            taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
+        self._chunk_steps += num_steps
+        assert taken.chunk is not None
+        return taken.chunk
+
+    def rollout_workers(
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+    ) -> Rollout:
+        """Lets the workers act with a published policy; arguments as of :meth:`rollout_async`."""
+        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
+        return self.rollout_wait()
+
+    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
+        """See :class:`~rayvec.vector.adapter.PoolAdapter`."""
+        rollout = super().rollout_wait(timeout, cut)
+        self._done[:] = False  # environments whose episode has ended were reset
+        self._driver.note_absence()
+        return rollout
+
+    def rollout_driver(
+        self,
+        policy: Any,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        weights_version: int = 0,
+        cut: Cut | None = None,
+    ) -> Rollout:
+        """Acts in this process, for one group while the others step."""
+        self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+        self._done[:] = False  # every environment whose episode has ended is reset first
+        args = (policy, num_steps, first_step, noise_seed, weights_version, cut)
+        return self._guarded(lambda: self._driver.rollout(*args))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order."""

@@ -19,11 +19,9 @@ from rayvec.data.infos import ChunkInfo, ChunkInfos, InfoColumn
 
 __all__ = ["info_columns", "info_rows"]
 
-_NUMBERS = "biufc"
-
 
 class _IrregularError(Exception):
-    """A key has values of several types, or of one that is neither number, array, text nor dict."""
+    """The values of a key are not all numbers of one type, arrays of one form, texts, or dicts."""
 
 
 def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[str, Any] | None:
@@ -84,8 +82,8 @@ def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], s
             inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), array, strict=True))
             columns[key] = _columns([(block.n, block.columns) for block in inner.blocks], size)
             continue
-        if array.dtype == object:
-            array = _array(array.tolist())
+        if array.dtype == object and set(map(type, array)) != {str}:
+            raise _IrregularError
         columns[key] = np.full((size, *array.shape[1:]), None if array.dtype == object else 0, array.dtype)
         columns[key][at] = array
     return columns
@@ -96,22 +94,6 @@ def _joined(columns: list[InfoColumn]) -> NDArray[Any]:
     if len({(kind, values.dtype, values.shape[1:]) for kind, values in columns}) == 1:
         return np.concatenate([values for _, values in columns])
     return np.fromiter((value for column in columns for value in column.read()), object)
-
-
-def _array(values: list[Any]) -> NDArray[Any]:
-    types = set(map(type, values))
-    if types == {np.ndarray}:
-        if len({(value.dtype, value.shape) for value in values}) > 1 or values[0].dtype.kind not in _NUMBERS:
-            raise _IrregularError
-        return np.stack(values)
-    if types == {str}:
-        return np.array(values).astype(object)
-    if not all(kind in (bool, int, float) or issubclass(kind, np.generic) for kind in types):
-        raise _IrregularError
-    array = np.array(values)
-    if {np.dtype(kind) for kind in types} != {array.dtype} or array.dtype.kind not in _NUMBERS:
-        raise _IrregularError
-    return array
 
 
 def _check_kinds(columns: dict[str, Any], held: Any) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfo, StepBatch, tree_map
-from rayvec.data.infos import ChunkInfos
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, tree_map
 from rayvec.errors import ConfigError
 from rayvec.pools.memory import index_tree
 from rayvec.pools.restarts import RESTARTED

@@ -17,7 +17,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import numpy as np
@@ -49,10 +51,7 @@ __all__ = ["AlgorithmRank", "Reply", "patched_tianshou"]
 _LAST_LOSSES = ("_last", "_last_actor_loss")
 """Where TD3 and REDQ keep the loss of the actor's last step: a mean over the rank's rows."""
 _split = Batch.split
-
-
 _from_sequence = SequenceSummaryStats.from_sequence
-_ABSENT = object()
 
 
 @contextlib.contextmanager
@@ -82,18 +81,10 @@ def patched_tianshou(rank: AlgorithmRank, update: OnPolicyUpdate | OffPolicyUpda
         ]
     with contextlib.ExitStack() as stack:
         for holder, name, value in patches:
-            stack.callback(_restore, holder, name, vars(holder).get(name, _ABSENT))
-            setattr(holder, name, value)
+            stack.enter_context(mock.patch.object(holder, name, value, create=True))
         if isinstance(update, OffPolicyUpdate):
             stack.enter_context(rank.draws)
         yield
-
-
-def _restore(holder: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, value)
 
 
 @dataclass(frozen=True)
@@ -299,19 +290,22 @@ class AlgorithmRank:
 
     # Gradients.
 
-    def _summed_step(self, optimizer: Any) -> tuple[Any, Callable[..., None], _Listed]:
+    def _summed_step(self, optimizer: Any) -> tuple[Any, Callable[..., None], Any]:
         """Sums between the backward pass and clipping in Tianshou's ``Algorithm.Optimizer.step``."""
-        clipped = _Listed(optimizer._module.parameters())
-        both = {id(each): each for each in [*stepped(optimizer._optim), *clipped.parameters()]}
+        clipped = list(optimizer._module.parameters())  # looked up once
+        both = {id(each): each for each in [*stepped(optimizer._optim), *clipped]}
         parameters = [each for each in both.values() if each.requires_grad]
         step = optimizer.step
 
-        def summed(loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False) -> None:
-            scaled: Any = _ScaledLoss(loss, self._share, lambda: self._sum_gradients(parameters))
-            with torch._C.DisableTorchFunction():  # nothing is drawn here, and looking at every call costs time
-                step(scaled, retain_graph, create_graph)
+        def summed(loss: Any, retain_graph: bool | None = None, create_graph: bool = False) -> None:
+            def backward(**graph: Any) -> None:
+                (loss * self._share).backward(**graph)
+                self._sum_gradients(parameters)
 
-        return optimizer, summed, clipped
+            with torch._C.DisableTorchFunction():  # nothing is drawn here, and looking at every call costs time
+                step(SimpleNamespace(backward=backward), retain_graph, create_graph)
+
+        return optimizer, summed, SimpleNamespace(parameters=lambda: clipped)
 
     def _fuse(self) -> None:
         """Lets Adam step all parameters in one kernel, unless the user chose how it steps: the same up to rounding.
@@ -350,27 +344,6 @@ class AlgorithmRank:
         for parameter, total, anywhere in zip(parameters, sums[:-1], sums[-1].tolist(), strict=True):
             if anywhere:
                 parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True)
-
-
-class _Listed:
-    """A module for Tianshou to clip the gradients of, whose parameters are looked up once."""
-
-    def __init__(self, parameters: Iterator[Tensor]) -> None:
-        self._parameters = list(parameters)
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-
-class _ScaledLoss:
-    """A loss for Tianshou to call ``backward`` of: it is scaled, and its gradients are summed over all ranks."""
-
-    def __init__(self, loss: Tensor, share: float, sum_gradients: Callable[[], None]) -> None:
-        self._loss, self._share, self._sum_gradients = loss, share, sum_gradients
-
-    def backward(self, **graph: Any) -> None:
-        (self._loss * self._share).backward(**graph)  # type: ignore[no-untyped-call]
-        self._sum_gradients()
 
 
 def _differs(value: Any, before: Any) -> bool:

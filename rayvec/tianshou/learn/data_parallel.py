@@ -11,22 +11,11 @@ from typing import Any, Literal
 import cloudpickle
 import numpy as np
 import ray
+import tianshou.algorithm
 import torch
 from numpy.typing import NDArray
 from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, TrainingStats
-from tianshou.algorithm.modelfree.a2c import A2C
-from tianshou.algorithm.modelfree.c51 import C51
-from tianshou.algorithm.modelfree.ddpg import DDPG
-from tianshou.algorithm.modelfree.discrete_sac import DiscreteSAC
-from tianshou.algorithm.modelfree.dqn import DQN
-from tianshou.algorithm.modelfree.fqf import FQF
-from tianshou.algorithm.modelfree.iqn import IQN
-from tianshou.algorithm.modelfree.ppo import PPO
-from tianshou.algorithm.modelfree.qrdqn import QRDQN
-from tianshou.algorithm.modelfree.rainbow import RainbowDQN
-from tianshou.algorithm.modelfree.redq import REDQ
-from tianshou.algorithm.modelfree.sac import SAC, AutoAlpha, FixedAlpha
-from tianshou.algorithm.modelfree.td3 import TD3
+from tianshou.algorithm.modelfree.sac import AutoAlpha, FixedAlpha
 from tianshou.data import ReplayBuffer
 
 from rayvec.distributed.rank_group import RankGroup
@@ -39,22 +28,8 @@ from rayvec.tianshou.learn.shards import Ahead, Generators, OffPolicyUpdate, OnP
 
 __all__ = ["EQUAL", "DataParallel", "data_parallel"]
 
-EQUAL: tuple[type[Algorithm[Any, Any]], ...] = (
-    A2C,
-    C51,
-    DDPG,
-    DQN,
-    DiscreteSAC,
-    FQF,
-    IMPALA,
-    IQN,
-    PPO,
-    QRDQN,
-    REDQ,
-    RainbowDQN,
-    SAC,
-    TD3,
-)
+_NAMES = "A2C C51 DDPG DQN DiscreteSAC FQF IQN PPO QRDQN REDQ RainbowDQN SAC TD3"
+EQUAL: tuple[type[Algorithm[Any, Any]], ...] = (IMPALA, *(getattr(tianshou.algorithm, name) for name in _NAMES.split()))
 """The algorithms for which tests show that N ranks do what one does."""
 
 
