@@ -131,26 +131,14 @@ def tianshou(task: str, seed: int, judge: Judge) -> None:
         "training_fn": lambda epoch, steps: judge(steps, greedy),
         "show_progress": False,
     }
-    if task == "cartpole":
-        algorithm.run_training(
-            OnPolicyTrainerParams(
-                **common,
-                epoch_num_steps=50_000,
-                collection_step_num_env_steps=2_000,
-                batch_size=64,
-                update_step_num_repetitions=10,
-            )
-        )
-    else:
-        algorithm.run_training(
-            OffPolicyTrainerParams(
-                **common,
-                epoch_num_steps=24_000,
-                collection_step_num_env_steps=10,
-                batch_size=128,
-                update_step_num_gradient_steps_per_sample=0.1,
-            )
-        )
+    params: Any = OnPolicyTrainerParams(
+        **common, epoch_num_steps=50_000, collection_step_num_env_steps=2_000, batch_size=64,
+        update_step_num_repetitions=10,
+    ) if task == "cartpole" else OffPolicyTrainerParams(
+        **common, epoch_num_steps=24_000, collection_step_num_env_steps=10, batch_size=128,
+        update_step_num_gradient_steps_per_sample=0.1,
+    )  # fmt: skip
+    algorithm.run_training(params)
     judge(collector.collect_step, greedy)
 
 

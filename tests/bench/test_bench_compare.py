@@ -73,6 +73,13 @@ def test_all_peers_of_the_package(tmp_path: Path) -> None:
         assert_measured(row)
 
 
+@pytest.mark.slow
+def test_a_policy_net_acts(tmp_path: Path) -> None:
+    rows, _ = compared("floor --hidden-sizes 8", tmp_path)
+    for row in rows.values():
+        assert row["steps_per_s"] > 0 and not row["split"] and "undivided" not in row
+
+
 WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
 
 
@@ -80,7 +87,7 @@ WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
 @pytest.mark.parametrize(
     ("algorithm", "ways"),
     [
-        ("ppo", ["threads", "shared-memory"]),
+        ("ppo", ["shared-memory"]),
         pytest.param("impala", WAYS, marks=pytest.mark.slow),
         pytest.param("sac", WAYS, marks=pytest.mark.slow),
     ],

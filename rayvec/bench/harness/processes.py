@@ -23,7 +23,7 @@ class Processes:
 
     def __init__(self, make: Callable[..., Callable[[Any], Any]], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([make.__module__])  # whose imports then take place once
         self._pipes, self._processes = [], []
         for given in arguments:
             ours, theirs = context.Pipe()
