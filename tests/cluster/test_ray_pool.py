@@ -231,12 +231,12 @@ class TestAStreamThatCanNotBeConnected:
         return ports
 
     def test_another_node_is_tried(self, make_vec: Any, refused_once: list[int]) -> None:
-        env = make_vec([CountingEnv] * 4, num_nodes=2, workers_per_node=1)
+        env = make_vec([CountingEnv] * 4, nodes=2)
         assert refused_once and env.transports == ("shm", "shm")
         env.reset(seed=0)
         env.step(np.zeros(4, np.int64))
 
     def test_it_is_a_lost_node(self, make_vec: Any, refused_once: list[int]) -> None:
         with pytest.raises(NodeLostError, match="firewall") as caught:
-            make_vec([CountingEnv] * 4, num_nodes=2, workers_per_node=1, on_node_loss="raise")
+            make_vec([CountingEnv] * 4, nodes=2, on_node_loss="raise")
         assert f":{refused_once[0]}" in str(caught.value)
