@@ -1,30 +1,40 @@
 """Seconds from a fault until stepping resumes, until the driver raises, or until all processes are gone.
 
     python benchmarks/faults.py
+    python benchmarks/faults.py --only one_machine
 
 Every fault is real. Environments sleep a millisecond for a step; stepping has resumed when a step returns that has
-``info["env_restarted"]``. Nodes are simulated, and share this machine's cores with the clusters that are made.
+``info["env_restarted"]``. Nodes are simulated, and share this machine's cores with the clusters that are made. Faults
+of one machine are made without Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import tyro
 from cluster import timed
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError
 from measure import heading, simulated_cluster, tree
 
 from rayvec.bench.terminal import show_table, spread
-from rayvec.errors import NodeLostError
+from rayvec.cluster.stream import Listener, connect
+from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.testing import TimedEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -45,17 +55,46 @@ while True:
 """
 
 
-class Hanging(TimedEnv):
-    """Never comes back from a step with action 1."""
+HANG, RAISE, LARGE = 1, 2, 3
+
+
+class Failing(TimedEnv):
+    """Hangs, raises or returns an info of megabytes, as its action asks."""
+
+    action_space = spaces.Discrete(4)
 
     def __init__(self) -> None:
         super().__init__(1e-3, max_episode_steps=1000, infos=False)
 
     def step(self, action: Any) -> Any:
-        """Steps, or hangs."""
-        if action == 1:
+        """Steps, or fails."""
+        if action == HANG:
             time.sleep(3600.0)
-        return super().step(action)
+        if action == RAISE:
+            raise ValueError("asked to raise")
+        *result, info = super().step(action)
+        return *result, {"large": bytes(4 << 20)} if action == LARGE else info
+
+
+class WithChild(Failing):
+    """Forks a child that holds open whatever the worker holds open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.fork() == 0:
+            time.sleep(3600.0)
+
+
+class WithProcess(Failing):
+    """Starts a process; :meth:`child` returns its id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = subprocess.Popen(["sleep", "3600"])
+
+    def child(self) -> int:
+        """Returns the id of its process."""
+        return self._process.pid
 
 
 def stepped_on(env: RayVecEnv, cause: Callable[[], object]) -> float:
@@ -81,6 +120,135 @@ def stepping(make: Callable[[], Any], **kwargs: Any) -> RayVecEnv:
     return env
 
 
+def until(error: type[BaseException], function: Callable[[], object]) -> float:
+    """Returns how many seconds a call takes to raise an error."""
+    begin = time.perf_counter()
+    try:
+        function()
+    except error:
+        return time.perf_counter() - begin
+    raise AssertionError(f"no {error.__name__}")
+
+
+def one_machine(make: Callable[[], Any] = Failing, **kwargs: Any) -> RayVecEnv:
+    """Returns eight environments on two workers of this machine, that have stepped."""
+    env = RayVecEnv([make] * 8, num_nodes=0, workers_per_node=2, **kwargs)
+    env.reset(seed=0)
+    for _ in range(20):
+        env.step(np.zeros(8, np.int64))
+    return env
+
+
+def acts(first: int) -> Any:
+    """Returns actions of eight environments, of which the first one's is special."""
+    return np.array([first, *[0] * 7])
+
+
+def raises() -> float:
+    """An environment raises: its exception is raised, everything is closed."""
+    env = one_machine()
+    return until(ValueError, lambda: env.step(acts(RAISE)))
+
+
+def raises_and_restarts() -> float:
+    """An environment raises, `on_env_error="restart"`: the step returns."""
+    with one_machine(on_env_error="restart") as env:
+        begin = time.perf_counter()
+        *_, info = env.step(acts(RAISE))
+        assert info["env_restarted"][0]
+        return time.perf_counter() - begin
+
+
+def killed_without_restarts() -> float:
+    """A worker is killed (SIGKILL): the error."""
+    env = one_machine()
+    worker = pids(env, 0)[1]
+    env.step_async(acts(HANG))
+    os.kill(worker, signal.SIGKILL)
+    return until(WorkerLostError, env.step_wait)
+
+
+def killed_in_a_reply() -> float:
+    """A worker is killed while it sends 4 MB, and a child of its environment holds the pipe: the error."""
+    env = one_machine(WithChild)
+    worker = pids(env, 0)[1]
+    env.step_async(acts(LARGE))
+    time.sleep(0.5)
+    os.kill(worker, signal.SIGKILL)
+    return until(WorkerLostError, env.step_wait)
+
+
+def constructor_exits() -> float:
+    """A constructor forks a child and exits: the error, measured from the call."""
+
+    def exits() -> Any:
+        if os.fork() == 0:
+            time.sleep(3600.0)
+        os._exit(3)
+
+    return until(WorkerLostError, lambda: one_machine(exits))
+
+
+def constructor_hangs() -> float:
+    """A constructor hangs: the error, measured from the end of `start_timeout_s`."""
+    with one_machine():  # the fork server has started
+        return until(WorkerLostError, lambda: one_machine(lambda: time.sleep(3600.0), start_timeout_s=2.0)) - 2.0
+
+
+def crash_loop() -> float:
+    """A worker is killed again and again: the error, from the sixth time."""
+    with one_machine(on_env_error="restart") as env:
+        for _ in range(5):
+            worker = pids(env, 0)[1]
+            stepped_on(env, lambda worker=worker: os.kill(worker, signal.SIGKILL))
+            env.step(acts(0))  # new episodes begin
+        os.kill(pids(env, 0)[1], signal.SIGKILL)
+        return until(WorkerLostError, lambda: [env.step(acts(0)) for _ in range(10_000)])
+
+
+def processes_end() -> float:
+    """`close()` while environments have processes: it returns, and they are gone."""
+    env = one_machine(WithProcess)
+    children = env.call("child")
+    begin = time.perf_counter()
+    env.close()
+    while any(map(alive, children)):
+        time.sleep(0.001)
+    return time.perf_counter() - begin
+
+
+def closed_by_a_thread() -> float:
+    """Another thread closes the environments in a step that hangs: the error, after the timeout of `close(0.5)`."""
+    env = one_machine()
+    threading.Timer(0.5, env.close, kwargs={"timeout": 0.5}).start()
+    return until(ClosedEnvironmentError, lambda: env.step(acts(HANG))) - 1.0
+
+
+def interrupted() -> float:
+    """Ctrl-C in a step that takes its time: KeyboardInterrupt, everything closed."""
+    env = one_machine(lambda: TimedEnv(0.2))
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return until(KeyboardInterrupt, lambda: [env.step(acts(0)) for _ in range(100)]) - 0.5
+
+
+def fork_server_killed() -> float:
+    """The fork server is killed, `on_env_error="restart"`: its workers' environments are restarted."""
+    with one_machine(on_env_error="restart") as env:
+        return stepped_on(env, lambda: os.kill(pids(env, 0)[0], signal.SIGKILL))
+
+
+def machine_gone() -> float:
+    """A machine disappears from the network (its packets are dropped): the stream reports it."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    with contextlib.closing(Listener("127.0.0.1", b"key", lambda connection: time.sleep(60.0))) as listener:
+        with connect("127.0.0.1", listener.port, b"key") as connection:
+            attach_filter = 26
+            program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+            connection._sock.setsockopt(socket.SOL_SOCKET, attach_filter, program)
+            connection.send((8).to_bytes(8, "little"))
+            return until(OSError, connection.recv)
+
+
 def worker_killed(cluster: Any) -> float:
     """A worker process is killed (SIGKILL): its environments are restarted."""
     with stepping(timed(1e-3)) as env:
@@ -90,11 +258,27 @@ def worker_killed(cluster: Any) -> float:
 
 def environment_hangs(cluster: Any) -> float:
     """An environment hangs: its worker is replaced, measured from the end of `step_timeout_s`."""
-    with stepping(Hanging, step_timeout_s=STEP_TIMEOUT_S) as env:
+    with stepping(Failing, step_timeout_s=STEP_TIMEOUT_S) as env:
         begin = time.perf_counter()
         *_, info = env.step(np.eye(8, dtype=np.int64)[5])
         assert info["env_restarted"][5]
         return time.perf_counter() - begin - STEP_TIMEOUT_S
+
+
+def actor_killed(cluster: Any) -> float:
+    """The actor on a node is killed: its environments resume on another node."""
+    cluster.add_node(num_cpus=2)
+    with RayVecEnv([timed(1e-3)] * 8, num_nodes=2, workers_per_node=2) as env:
+        env.reset(seed=0)
+        return stepped_on(env, lambda: os.kill(pids(env, 1)[0], signal.SIGKILL))
+
+
+def node_lost_without_rehost(cluster: Any) -> float:
+    """A raylet is killed, `on_node_loss="raise"`: the error."""
+    extra = cluster.add_node(num_cpus=2)
+    with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="raise") as env:
+        env.reset(seed=0)
+        return until(NodeLostError, lambda: stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False)))
 
 
 def node_lost(cluster: Any) -> float:
@@ -142,25 +326,48 @@ def alive(pid: int) -> bool:
     return False
 
 
-CASES: dict[Callable[[Any], float], str] = {
-    worker_killed: "2",
-    environment_hangs: "2",
-    node_lost: "20",
-    no_core_left: "10",
-    driver_killed: "10",
-}
-"""Faults, and within how many seconds they are to be over."""
+ONE_MACHINE: list[Callable[[], float]] = [
+    raises,
+    raises_and_restarts,
+    killed_without_restarts,
+    killed_in_a_reply,
+    constructor_exits,
+    constructor_hangs,
+    crash_loop,
+    processes_end,
+    closed_by_a_thread,
+    interrupted,
+    fork_server_killed,
+    machine_gone,
+]
+CLUSTER: list[Callable[[Any], float]] = [
+    worker_killed,
+    environment_hangs,
+    actor_killed,
+    node_lost,
+    node_lost_without_rehost,
+    no_core_left,
+    driver_killed,
+]
 
 
-def main(repeats: int = 5) -> None:
-    """Causes every fault a few times, and prints how long each took."""
-    print(heading())
-    rows = []
-    for case, aim_s in CASES.items():
+def main(repeats: int = 5, only: Literal["all", "one_machine", "cluster"] = "all") -> None:
+    """Causes every fault a few times, and prints how long each took.
+
+    Args:
+        repeats: How often.
+        only: Faults of one machine, made without Ray, or those of a cluster.
+    """
+    logging.getLogger("rayvec").setLevel(logging.ERROR)  # every restart is logged
+    found: dict[str, list[float]] = {}
+    for here in ONE_MACHINE if only != "cluster" else []:
+        found[here.__doc__ or ""] = [here() for _ in range(repeats)]
+    for case in CLUSTER if only != "one_machine" else []:
         with simulated_cluster(0, 4, 4) as cluster:
-            found = [case(cluster) for _ in range(repeats)]
-        rows.append([(case.__doc__ or "").rstrip("."), spread(found, ".2f"), aim_s])
-    show_table("Seconds until it is over", ["fault", "s", "aim, s"], rows)
+            found[case.__doc__ or ""] = [case(cluster) for _ in range(repeats)]
+    print(heading())
+    rows = [(fault.rstrip("."), spread(times, ".2f")) for fault, times in found.items()]
+    show_table("Seconds until it is over", ["fault", "seconds"], rows)
 
 
 if __name__ == "__main__":

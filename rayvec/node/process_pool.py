@@ -297,7 +297,8 @@ class ProcessPool(PartedPool):
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the process ids of the fork server and of the workers, by node name."""
-        return {self._workers.node: [self._workers.server.pid, *(each.pid for each in self._workers.processes)]}
+        (node,) = self.topology.nodes
+        return {node.name: [self._workers.server.pid, *(each.pid for each in self._workers.processes)]}
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments, ends the workers and frees the memory. Further calls do nothing.

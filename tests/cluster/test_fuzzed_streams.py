@@ -21,12 +21,13 @@ from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from rayvec.cluster.frames import FrameFormat
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, FrameSocket, Listener, connect
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError
+from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import RAISE, Autoreset, PoolSpaces
 from rayvec.testing import CountingEnv
 from rayvec.vector.batching import InfoMerger
@@ -192,6 +193,21 @@ def ask(node: RemoteNode, data: bytes) -> None:
         ours.shutdown(socket.SHUT_RDWR)
         peer.join()
         theirs.close()
+
+
+def test_an_answer_that_can_not_be_packed_is_a_failure_for_the_driver(
+    node: NodeActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(batch: Any) -> Any:
+        raise ValueError("can't be packed")
+
+    pool, env_ids = node._running, np.arange(NUM_ENVS)
+    frames = FrameFormat(pool.layout, pool.action_layout)
+    monkeypatch.setattr(frames, "pack_answer", fails)
+    pool.ready(env_ids, begin=False)
+    frame, count = node._answer(pool, frames, lambda: env_ids)
+    assert count == NUM_ENVS and frames.unpack_answer(frame).batch is None
+    assert isinstance(node.kept(), RemoteFailure) and node.kept() is None
 
 
 def test_memory_grows_with_what_arrives_and_not_with_what_is_said() -> None:

@@ -28,8 +28,10 @@ from helpers.kinds import (
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from rayvec.cluster import remote_node
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.cluster.ray_pool import RayPool
+from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.errors import NodeLostError
 from rayvec.pools.base import Autoreset
 from rayvec.pools.serial import SerialPool
@@ -213,3 +215,28 @@ def test_a_topology_that_names_no_node_is_not_waited_for(ray_cluster: object) ->
     topology = plan_topology([FreeNode("0" * 56, "10.9.9.9", 1)], 1)
     with pytest.raises(NodeLostError, match=r"10\.9\.9\.9"):
         within(DEADLINE_S, lambda: RayPool(factory([CountingEnv]), topology))
+
+
+class TestAStreamThatCanNotBeConnected:
+    @pytest.fixture
+    def refused_once(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The first connection to a node goes to a port on which nothing listens; the ports that were meant."""
+        ports: list[int] = []
+
+        def connect_elsewhere(address: str, port: int, key: bytes) -> FrameSocket:
+            ports.append(port)
+            return connect(address, port if len(ports) > 1 else 1, key)
+
+        monkeypatch.setattr(remote_node, "connect", connect_elsewhere)
+        return ports
+
+    def test_another_node_is_tried(self, make_vec: Any, refused_once: list[int]) -> None:
+        env = make_vec([CountingEnv] * 4, nodes=2)
+        assert refused_once and env.transports == ("shm", "shm")
+        env.reset(seed=0)
+        env.step(np.zeros(4, np.int64))
+
+    def test_it_is_a_lost_node(self, make_vec: Any, refused_once: list[int]) -> None:
+        with pytest.raises(NodeLostError, match="firewall") as caught:
+            make_vec([CountingEnv] * 4, nodes=2, on_node_loss="raise")
+        assert f":{refused_once[0]}" in str(caught.value)

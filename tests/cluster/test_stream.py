@@ -151,6 +151,24 @@ def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_HANDSHAKE_S", 0.5)
 
 
+def test_a_peer_without_a_thread_is_refused_and_the_next_is_served(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == stream.STREAM_THREAD:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_or_not)
+        with stranger(listener) as sock:
+            assert not read_to_end(sock)
+    assert "can't start new thread" in caplog.text
+    assert_served(listener)
+
+
 @pytest.mark.usefixtures("short_handshake")
 def test_the_silent_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
     silent = [stranger(listener) for _ in range(5)]

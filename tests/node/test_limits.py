@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,3 +72,30 @@ def test_a_fork_that_fails_is_an_error_and_the_fork_server_stays(
         fails.unlink()
         other.step(np.zeros(1, np.int64))  # its workers have not ended
         make().close()
+
+
+def _refuse_to_load() -> None:
+    raise ValueError("not here")
+
+
+class Unloadable:
+    """A policy that can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse_to_load, ()
+
+    def __call__(self, obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+
+def test_a_policy_that_can_not_be_loaded_leaves_nothing_open_in_the_workers() -> None:
+    with closing(RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1)) as env:
+        env.reset(seed=0)
+        worker = next(iter(env.worker_pids().values()))[1]
+
+        def fail() -> int:
+            with pytest.raises(ValueError, match="not here"):
+                env.publish(Unloadable())
+            return len(os.listdir(f"/proc/{worker}/fd"))
+
+        assert fail() == fail() == fail()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from rayvec.node.pipe import MessagePipe
+from rayvec.node.pipe import MessagePipe, ProcessWatch
 
 
 def test_after_the_peer_has_gone_descriptors_stay_the_callers() -> None:
@@ -21,3 +25,52 @@ def test_after_the_peer_has_gone_descriptors_stay_the_callers() -> None:
     with pytest.raises(EOFError):
         pipe.receive()
     pipe.close()
+
+
+def test_descriptors_that_can_not_all_be_duplicated_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    pipe = MessagePipe(ours, ProcessWatch(os.getpid()))
+    before, dup = set(os.listdir("/proc/self/fd")), os.dup
+
+    def dup_once(fd: int) -> int:
+        monkeypatch.setattr(os, "dup", fails)
+        return dup(fd)
+
+    def fails(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", dup_once)
+    with pytest.raises(OSError, match="Too many open files"):
+        pipe.send(b"data", [theirs.fileno(), theirs.fileno()])
+    assert set(os.listdir("/proc/self/fd")) == before
+    theirs.close()
+    pipe.close()
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Opens as many files as the process may have."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_message_whose_descriptors_have_no_room_is_an_error_and_the_next_one_arrives() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = MessagePipe(ours), MessagePipe(theirs)
+    sender.send(b"with files", [ours.fileno(), ours.fileno()])
+    sender.send(b"without")
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        receiver.receive()
+    assert receiver.receive() == (b"without", [])
+    sender.close()
+    receiver.close()
