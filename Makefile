@@ -32,7 +32,7 @@ demo: $(STAMP) ## Train PPO on CartPole-v1 from nothing to a judged agent (SEED=
 test: $(STAMP) ## Run the tests, in minutes, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(STAMP) ## Run the slow tests too, before a release
+test-all: $(STAMP) ## Run the slow tests too, before a release, in two processes
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile
 
 coverage: $(STAMP) ## Run the tests, apart from compiled updates, and print which lines they reach, in workers too
