@@ -35,8 +35,8 @@ demo-cluster: $(STAMP) ## The same on two simulated nodes of Ray, decentralized
 test: $(STAMP) ## Run the tests, in minutes, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(STAMP) ## Run the slow tests too, before a release
-	$(BIN)/python -m pytest --all
+test-all: $(STAMP) ## Run the slow tests too, before a release, in two processes
+	$(BIN)/python -m pytest --all -n 2 --dist loadfile
 
 coverage: $(STAMP) ## Run the tests, apart from compiled updates, and print which lines they reach, in workers too
 	rm -f .coverage .coverage.*

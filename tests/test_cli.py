@@ -190,6 +190,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_private_ray_leaves_no_process(tmp_path: Path) -> None:
     settings = options({**SMALL, "num_nodes": 1, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4})

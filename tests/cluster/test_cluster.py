@@ -118,7 +118,9 @@ def run() -> Iterator[MakeDriver]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals) -> None:
     names = shm_names()
     driver = run(STEPPING)
@@ -150,7 +152,7 @@ FORKING = """
 """
 
 
-@pytest.mark.parametrize("how", ["close", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("close", marks=pytest.mark.slow), "killed"])
 def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver, how: str) -> None:
     """It holds every file that the driver held, the pipe to the reaper among them; so does who reads a log."""
     driver = run(

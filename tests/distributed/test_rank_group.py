@@ -142,7 +142,8 @@ def test_a_rank_that_stops_on_one_of_two_nodes_changes_nothing(make_group: MakeG
     check_fall(make_group(3, ranks_per_node=2, timeout_s=TIMEOUT_S), tmp_path / "fallen", 2, "SIGSTOP")
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_single_rank_that_falls_changes_nothing(make_group: MakeGroup, tmp_path: Path, how: str) -> None:
     check_fall(make_group(1, timeout_s=TIMEOUT_S), tmp_path / "fallen", 0, how)
 

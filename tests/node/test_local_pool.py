@@ -291,6 +291,7 @@ def test_a_chunk_stays_in_a_ray_that_runs(ray_cluster: object) -> None:
         assert batch.chunks == () and len(batch.stats.returns) == batch.stats.n_collected_episodes
 
 
+@pytest.mark.slow
 def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "run")
     train = ["train", "ppo", "--num-nodes", "0", "--total-steps", "1024", "--eval-episodes", "4", "--run-dir", run_dir]

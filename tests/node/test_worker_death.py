@@ -325,6 +325,7 @@ class TestPipe:
         process.wait()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # of a socket that is finalized first
 def test_an_environment_in_a_cycle_may_be_collected_while_a_session_is_opened(ray_cluster: object) -> None:
     """Its finalizer returns a share in the connection to Ray while this thread holds the lock of the sessions."""
     from rayvec.cluster import session

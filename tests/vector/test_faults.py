@@ -128,8 +128,20 @@ def told(num_envs: int, **orders: int) -> Any:
     return actions
 
 
-@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
-@pytest.mark.parametrize(("fault", "slice_of"), [(RAISE, 1), (HANG, 2), (DIE, 2)], ids=["raise", "hang", "die"])
+HANG_IS_SLOW = pytest.param(HANG, marks=pytest.mark.slow, id="hang")
+
+
+@pytest.mark.parametrize(
+    ("fault", "slice_of", "nodes"),
+    [
+        pytest.param(RAISE, 1, 1, id="raise-shm"),
+        pytest.param(RAISE, 1, 2, id="raise-shm+tcp"),
+        pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
+        pytest.param(HANG, 2, 2, id="hang-shm+tcp"),
+        pytest.param(DIE, 2, 1, id="die-shm"),
+        pytest.param(DIE, 2, 2, id="die-shm+tcp"),
+    ],
+)
 def test_only_what_is_affected_is_restarted(make_vec: Any, nodes: int, fault: int, slice_of: int) -> None:
     """The others' streams are those of a run in which nothing happened, bit for bit."""
     make = ObedientEnv
@@ -223,7 +235,7 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
 
 
 @pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
-@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+@pytest.mark.parametrize("fault", [pytest.param(RAISE, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW])
 def test_the_log_names_them_for_what_happens_in_a_chunk_too(
     make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
 ) -> None:
@@ -343,7 +355,9 @@ def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: 
         within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
 
 
-@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "nodes", [pytest.param(1, marks=pytest.mark.slow, id="one node"), pytest.param(2, id="two nodes")]
+)
 def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
     env = make_vec([slow_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
     collector = Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)
@@ -499,7 +513,7 @@ def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> N
     weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
     before = env.topology
     kill(env, 1)
-    env.rollout_async(weights, 100, 0, 0)
+    env.rollout_async(weights, 40, 0, 0)
     again = 0
     while True:
         try:

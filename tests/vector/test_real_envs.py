@@ -25,7 +25,7 @@ def quiet() -> Any:
         yield
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("env_id", IDS)
 def test_equal_to_the_last_bit(make_vec: Any, env_id: str, mode: str) -> None:
     kwargs = {"max_episode_steps": 12}
