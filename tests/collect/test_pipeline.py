@@ -59,7 +59,7 @@ def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: 
     pipeline.start(store, 4)
     assert (pipeline.first_step, pipeline.pending_steps, len(pipeline.pending)) == (0, 7, 2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(env, "rollout_wait", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(env, "rollout_wait", lambda cut: (_ for _ in ()).throw(KeyboardInterrupt()))
         pipeline.finish()
     assert (pipeline.first_step, pipeline.pending_steps) == (0, 7)
     chunks: list[Any] = [pipeline.finish().chunk]

@@ -159,10 +159,10 @@ def test_an_interrupted_wait_loses_nothing(
     """Ctrl-C while a chunk is waited for, as in a notebook; also where the next call drains."""
     wait, interrupts = counting.rollout_wait, [True, True]
 
-    def interrupted() -> Any:
+    def interrupted(cut: Any) -> Any:
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
-        return wait()
+        return wait(cut=cut)
 
     chunks = [*prefetching.collect(n_step=50).chunks]
     monkeypatch.setattr(counting, "rollout_wait", interrupted)

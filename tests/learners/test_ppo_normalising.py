@@ -73,8 +73,8 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns() -> None:
         chunk = batch.chunks[0]
         for t in range(T):
             for n in range(N):
-                if not chunk.valid[t, n]:
-                    running[n] = 0
+                if not chunk.valid[t, n]:  # it failed, or the chunk was cut and the episode continues in the next one
+                    running[n] *= not chunk.valid[t:, n].any()
                     continue
                 running[n] = 0.9 * running[n] + chunk.rew[t, n]
                 returns.append(running[n])
