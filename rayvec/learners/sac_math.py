@@ -211,19 +211,8 @@ class SACMath:
         critics = self.critic.layers(nets.critic.param)
 
         def loss(param: Tensor) -> tuple[Tensor, Tensor]:
-            outputs, alpha = self._act(param, minibatch.obs)
-            constant = alpha.detach()
-            if self.is_discrete:
-                logp = outputs.log_softmax(-1)
-                q = forward(critics, minibatch.obs).amin(0)
-                probability = logp.exp()
-                losses = (probability * (constant * logp - q)).sum(-1)
-                logp = (probability * logp).sum(-1)
-            else:
-                act, logp = _sample(outputs, noise)
-                q = forward(critics, self._critic_rows(minibatch.obs, act)).squeeze(-1).amin(0)
-                losses = constant * logp - q
-            total, entropy = (losses * minibatch.weight).sum(), -(logp * minibatch.weight).sum()
+            value, logp, alpha = self._value(critics, param, minibatch.obs, noise)
+            total, entropy = -(value * minibatch.weight).sum(), -(logp * minibatch.weight).sum()
             surplus = (entropy - self.target_entropy * minibatch.weight.sum()).detach()
             alpha_loss = (alpha * surplus).sum() if self.autotune else 0.0
             return total + alpha_loss, torch.stack([total, entropy])
@@ -240,22 +229,29 @@ class SACMath:
 
     def _target(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Returns what the critics should say, ``[B]`` (arXiv:1812.05905, equation 3; arXiv:1910.07207, 10)."""
-        outputs, alpha = self._act(nets.actor.param, minibatch.next_obs)
-        targets = self.critic.layers(nets.target)
-        if self.is_discrete:
-            logp = outputs.log_softmax(-1)
-            q = forward(targets, minibatch.next_obs).amin(0)
-            value = (logp.exp() * (q - alpha * logp)).sum(-1)
-        else:
-            act, logp = _sample(outputs, noise)
-            q = forward(targets, self._critic_rows(minibatch.next_obs, act)).squeeze(-1).amin(0)
-            value = q - alpha * logp
+        value, _, _ = self._value(self.critic.layers(nets.target), nets.actor.param, minibatch.next_obs, noise)
         return minibatch.rew + self.gamma * (1 - minibatch.terminated) * value
 
-    def _act(self, param: Tensor, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the actor's outputs for observations ``[B, D]``, and the temperature alpha, ``[1]``."""
-        layers, log_alpha = torch.split(param, [self.actor.num_params, 1])
-        return forward(self.actor.layers(layers), obs).squeeze(0), log_alpha.exp()
+    def _value(self, critics: Layers, param: Tensor, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the expected ``min Q - alpha * log pi``, the expected ``log pi``, ``[B]`` each, and alpha, ``[1]``.
+
+        Args:
+            critics: Layers of the critics.
+            param: Parameters of the actor and the logarithm of alpha; alpha is a constant of the first result.
+            obs: ``[B, D]``.
+            noise: Standard normal, ``[B, C]``.
+        """
+        flat, log_alpha = torch.split(param, [self.actor.num_params, 1])
+        outputs, alpha = forward(self.actor.layers(flat), obs).squeeze(0), log_alpha.exp()
+        if self.is_discrete:
+            logp = outputs.log_softmax(-1)
+            q = forward(critics, obs).amin(0)
+            probability = logp.exp()
+            value = (probability * (q - alpha.detach() * logp)).sum(-1)
+            return value, (probability * logp).sum(-1), alpha
+        act, logp = _sample(outputs, noise)
+        q = forward(critics, self._critic_rows(obs, act)).squeeze(-1).amin(0)
+        return q - alpha.detach() * logp, logp, alpha
 
     def _critic_rows(self, obs: Tensor, act: Tensor) -> Tensor:
         """Returns what critics read, ``[B, D + C]``, or ``[B, D]`` where they have an output for each action."""
