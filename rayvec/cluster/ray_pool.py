@@ -38,9 +38,8 @@ from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
-_PLACE_S = 10.0
-_FIRST_PLACE_S = 60.0
-"""How long cores that were free a moment ago may take to be granted, and an actor to start."""
+_PLACE_S = 60.0
+"""How long cores that were free a moment ago may take to be granted, and an actor to start on a busy machine."""
 _T = TypeVar("_T")
 
 Ask = Callable[[Node, NDArray[np.int64]], None]
@@ -124,7 +123,7 @@ class RayPool:
             for node_slice in topology.nodes:
                 self._nodes.append(_Member(self._open(node_slice)))
             for member in self._nodes:
-                member.node.wait_until_placed(_FIRST_PLACE_S)
+                member.node.wait_until_placed(_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
             spaces = [wait(None) for wait in starting]
         except BaseException:
