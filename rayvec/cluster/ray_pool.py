@@ -37,9 +37,8 @@ from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 __all__ = ["RayPool"]
 
 _CLOSE_S = 10.0
-_PLACE_S = 10.0
-_FIRST_PLACE_S = 60.0
-"""How long cores that were free a moment ago may take to be granted, and an actor to start."""
+_PLACE_S = 60.0
+"""How long cores that were free a moment ago may take to be granted, and an actor to start on a busy machine."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class RayPool(PartedPool):
             for node_slice in topology.nodes:
                 self._nodes.append(Member(self._open(node_slice)))
             for member in self._nodes:
-                member.node.wait_until_placed(_FIRST_PLACE_S)
+                member.node.wait_until_placed(_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
             spaces = [wait(None) for wait in starting]
         except BaseException:
