@@ -34,7 +34,7 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
                 raise NotReady("a node has not done its part")
         else:
             pool = node._pool
-            pool._supervisor.wait_all(pool.acting._pending[chunk].numbers, time.monotonic() + timeout_s)
+            pool._supervisor.wait_all(pool.acting._pending[chunk].commands, time.monotonic() + timeout_s)
 
 
 def parts_are_done(env: RayVecEnv, chunk: int = 0) -> bool:
