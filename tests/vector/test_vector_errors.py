@@ -276,11 +276,12 @@ class TestInput:
         assert_explained(caught.value)
         small.reset(seed=0)
 
-    def test_rollouts_with_no_policy_or_nowhere(self, small: RayVecEnv) -> None:
+    def test_rollouts_with_no_policy_or_nowhere(self, make_vec: MakeVec) -> None:
+        env = make_vec([CountingEnv] * 2)  # the last mistake closes it
         for mistake in (
-            partial(small.rollout, 5, 3),
-            partial(small.rollout, lambda obs: obs, 3, "nowhere"),
-            partial(small.rollout, None, 3, "driver"),
+            partial(env.rollout, 5, 3),
+            partial(env.rollout, lambda obs: obs, 3, "nowhere"),
+            partial(env.rollout, None, 3, "driver"),
         ):
             with pytest.raises(ConfigError) as caught:
                 mistake()
