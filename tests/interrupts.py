@@ -32,8 +32,8 @@ from helpers.waiting import shm_names
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
-_STEPS, _TOTAL_STEPS = 64, 5120
-_LOOP_S = 4.0
+_STEPS, _TOTAL_STEPS = 64, 20_480
+_LOOP_S = 6.0
 _SETTINGS = {**SMALL, "total_steps": _TOTAL_STEPS, "eval_episodes": 4, "num_nodes": 0, "checkpoint_interval_s": 0}
 _LIMIT_S = 300.0
 
@@ -128,7 +128,7 @@ class Runs:
         said, printed = command.stderr.read_text(), command.stdout.read_text()
         saved = self._saved_steps()
         assert saved >= before, (saved, before)
-        where = "before the first iteration" if saved == before else "after an iteration"
+        where = "with no new checkpoint" if saved == before else "after a new checkpoint"
         if code == 0:
             assert "greedy return" in printed, said
             self.outcomes["completed after the signal" if was_running else "completed before its signal"] += 1

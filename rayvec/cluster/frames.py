@@ -110,6 +110,7 @@ class Frames:
     def __init__(self, fields: Sequence[Field], at: int) -> None:
         self._fields = [(np.dtype(np.int64), ()), *((np.dtype(dtype), shape) for dtype, shape in fields)]
         self._row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in self._fields]
+        self._bytes_of_one = sum(self._row_bytes)
         self._at = at
         self._arrays: dict[int, list[NDArray[Any]]] = {}
         self._received = False
@@ -117,7 +118,7 @@ class Frames:
 
     def size(self, count: int) -> int:
         """Returns the size in bytes of a frame for `count` environments."""
-        return self._at + count * sum(self._row_bytes)
+        return self._at + count * self._bytes_of_one
 
     def own(self, count: int, extra_bytes: int = 0) -> list[NDArray[Any]]:
         """Returns views of :attr:`buffer` to pack ids and arrays into; it has room for `extra_bytes` after them."""
@@ -312,8 +313,10 @@ class FrameFormat:
             ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
             answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
             self._answers[count] = answer
-        if _Form(form) == _Form.PLAIN:
+        if form == _Form.PLAIN:
             return answer
+        if form != _Form.INFOS:
+            raise ValueError(f"an answer of the form {form}")
         assert answer.batch is not None
         infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at:]))
         self._check_infos(infos, set((first_id + answer.env_ids).tolist()))
