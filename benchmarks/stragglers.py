@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +88,7 @@ def run(*, factor: float, median_s: float, iterations: int, **settings: Any) -> 
             run_dir=Path(directory, "run"),
             **settings,
         )
-        config = rayvec.PPOConfig(**{**vars(config), "total_steps": iterations * config.steps_per_iteration})
+        config = replace(config, total_steps=iterations * config.steps_per_iteration)
         rayvec.train(config)
         return list(read_metrics(config.run_dir / "metrics.jsonl"))[2:iterations]  # type: ignore[operator]
 

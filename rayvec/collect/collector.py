@@ -169,9 +169,10 @@ class Collector:
                 Steps beyond it are marked as not valid and counted as surplus.
             ahead: False starts no further chunk, also with `prefetch`. Use it in the last call: the environments are
                 free afterwards, and no step is taken in vain.
-            cut: Called about every millisecond, while a chunk for `n_step` is taken, with the number of steps of all
-                environments together. Once it returns True, the environments end the chunk after their next step, and
-                the batch has what they have taken. Requires environments with ``num_nodes=0``.
+            cut: Called about every millisecond (in one process after each step), while a chunk for `n_step` is taken,
+                with the number of steps of all environments together. Once it returns True, the environments end the
+                chunk after their next step, and the batch has what they have taken. Requires environments with
+                ``num_nodes=0``.
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.

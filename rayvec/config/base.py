@@ -111,7 +111,7 @@ class TrainConfig:
 
     sync_fraction: Annotated[float, Bounds(0, 1, above=True)] = 0.6
     """With decentralized ranks: once this share of them has taken its steps, the others stop at their next step; 1: no
-    rank is stopped, and a run is repeatable."""
+    rank is stopped."""
 
     min_share: Fraction = 0.25
     """With decentralized ranks: the share of its steps that each rank takes before it may be stopped."""

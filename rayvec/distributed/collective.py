@@ -101,7 +101,7 @@ class CollectiveRanks:
             "All ranks take part in every sum.",
             expected=f"{self.size} ranks within {self._timeout_s:g} s, each connected until all are done",
             got=f"on rank {self.rank}: {str(error).splitlines()[0]}",
-            remedy="Look into the log of the other ranks; a LearnerGroup restarts its ranks",
+            remedy="Look into the log of the other ranks",
         )
 
     def close(self) -> None:

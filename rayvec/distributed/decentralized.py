@@ -13,7 +13,7 @@ import cloudpickle
 from rayvec.distributed.arrivals import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_set import RankSet
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, RankLostError
 from rayvec.learners.ranks import ClosableRanks
 
 __all__ = ["DecentralizedGroup"]
@@ -66,8 +66,9 @@ class DecentralizedGroup:
         try:
             placements = self._place(num_ranks, fewer)
             self.num_ranks = len(placements)
-            arrivals = self._arrivals = self._make_arrivals(placements)  # kept: an actor ends with its last handle
-            self._set.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)))
+            arrivals = self._arrivals = self._make_arrivals(placements)  # an actor ends with its last handle
+            late = RankLostError if fewer else ConfigError
+            self._set.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)), late)
         except BaseException:
             self._stack.close()
             raise

@@ -23,10 +23,14 @@ import cloudpickle
 import psutil
 
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
+from rayvec.errors import ConfigError
 from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.pools.base import NotReady
 
 __all__ = ["ProcessHost", "serve"]
 
+_MESSAGE_S = 60.0
+"""A rank that takes longer to send a message that it has begun is lost, in seconds."""
 _START = """
 import sys
 sys.path[:] = {path!r}
@@ -37,10 +41,11 @@ serve({fd}, {owner})
 
 @dataclass(slots=True, eq=False)
 class _Ref:
-    """A call that a rank was asked for, and its pickled result once it has ended."""
+    """A call that a rank was asked for, and its result once it has ended."""
 
     rank: RunningRank
-    result: bytes | None = None
+    has_ended: bool = False
+    result: Any = None
 
 
 @dataclass(slots=True)
@@ -77,10 +82,15 @@ class ProcessHost:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid())],
+                [
+                    sys.executable,
+                    "-c",
+                    _START.format(path=[*map(str, sys.path)], fd=theirs.fileno(), owner=os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                env={**os.environ, **_own_gpu(placement.rank, device)},
             )
         watch = ProcessWatch(process.pid)
         rank = RunningRank(placement, _Process(process, MessagePipe(ours, watch), watch), process.pid)
@@ -104,7 +114,7 @@ class ProcessHost:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ranks = list({id(ref.rank): ref.rank for ref in refs}.values())
         while True:
-            done = [ref for ref in refs if ref.result is not None or ref.rank.handle.has_ended]
+            done = [ref for ref in refs if ref.has_ended or ref.rank.handle.has_ended]
             left = None if deadline is None else deadline - time.monotonic()
             if len(done) >= num_results or (left is not None and left < 0):
                 return done
@@ -114,27 +124,28 @@ class ProcessHost:
         """Waits until a process says something or ends; takes what has come."""
         poll = select.poll()
         for each in processes:
-            each.pipe.flush()
-            poll.register(each.pipe.fileno(), select.POLLIN)
+            has_sent = each.pipe.flush()
+            poll.register(each.pipe.fileno(), select.POLLIN | (0 if has_sent else select.POLLOUT))
             poll.register(each.watch.fileno(), select.POLLIN)
         poll.poll(None if timeout_s is None else 1000 * timeout_s)
         for each in processes:
             has_ended = each.watch.ended()  # before the last look at what it said
             while each.pipe.poll():
                 try:
-                    data, _ = each.pipe.receive()
-                except EOFError:
+                    data, _ = each.pipe.receive(time.monotonic() + _MESSAGE_S)
+                except (EOFError, NotReady):
                     each.has_ended = True
                     break
-                each.calls.popleft().result = data
+                call = each.calls.popleft()
+                call.result, call.has_ended = pickle.loads(data), True
             each.has_ended |= has_ended
 
     def result(self, ref: _Ref) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         self.wait([ref], 1, None)
-        if ref.result is None:
+        if not ref.has_ended:
             raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")
-        return pickle.loads(ref.result)
+        return ref.result
 
     def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -159,7 +170,29 @@ class ProcessHost:
             rank.handle.has_ended = True
 
     def close(self) -> None:
-        """Does nothing: all that a host has are ranks."""
+        """Does nothing."""
+
+
+def _own_gpu(rank: int, device: str) -> dict[str, str]:
+    """Returns the setting that lets a rank see one GPU of its own.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
+    """
+    if device != "cuda":
+        return {}
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*filter(None, visible.split(","))]
+    if rank >= len(gpus):
+        raise ConfigError(
+            "Each rank learns on a GPU of its own.",
+            expected=f"at least {rank + 1} GPUs on this machine",
+            got=len(gpus),
+            remedy="Lower num_learners, or pass learner_device='cpu'.",
+        )
+    return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
 
 
 def _file_store(path: Path, timeout_s: float) -> Any:

@@ -56,7 +56,7 @@ class RunningRank:
 
     Attributes:
         placement: Where it runs.
-        handle: What the host knows it by.
+        handle: Its actor or process.
         pid: Its process, on its own node; 0 until it has answered.
     """
 
@@ -66,7 +66,7 @@ class RunningRank:
 
 
 class VitalSigns(NamedTuple):
-    """What a process is at.
+    """CPU time and state of a process.
 
     Attributes:
         cpu_s: CPU time that it has used, in seconds.
@@ -78,7 +78,7 @@ class VitalSigns(NamedTuple):
 
 
 def vital_signs(pid: int) -> VitalSigns:
-    """Returns what a process of this machine is at."""
+    """Returns CPU time and state of a process of this machine."""
     process = psutil.Process(pid)
     times = process.cpu_times()
     return VitalSigns(times.user + times.system, process.status() == psutil.STATUS_STOPPED)
@@ -123,7 +123,7 @@ class RankHost(Protocol):
         ...
 
     def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
-        """Returns what each rank's process is at, or None where a node does not say so in time."""
+        """Returns CPU time and state of each rank's process, or None where a node does not say so in time."""
         ...
 
     def rendezvous(self) -> AbstractContextManager[MakeStore]:

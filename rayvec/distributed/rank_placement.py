@@ -60,8 +60,8 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int) -> list[RankPlace
             "Every rank claims free cores, and with CUDA a free GPU.",
             expected=f"room for {num_ranks} rank(s)",
             got=", ".join(f"{node.host}: room for {node.capacity}" for node in nodes) or "no node that may be used",
-            remedy="Ask for fewer ranks or threads, make the group before environments claim all cores, "
-            "or pass num_cpus=0",
+            remedy="Ask for fewer ranks, workers or threads, make a LearnerGroup before environments claim all cores, "
+            "or pass num_cpus=0 to it",
         )
     unused = list(nodes)
     chosen: list[tuple[NodeCapacity, int]] = []
@@ -99,20 +99,25 @@ def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacem
         time.sleep(_LOOK_AGAIN_S)
 
 
-def rank_share(num_ranks: int, num_nodes: int | None, workers_per_node: int | None) -> tuple[int, int]:
+def rank_share(
+    num_ranks: int, num_nodes: int | None, workers_per_node: int | None, *, is_restart: bool = False
+) -> tuple[int, int]:
     """Returns how many decentralized ranks a node has at most, and how many workers each of them.
 
     Args:
         num_ranks: Number of ranks.
         num_nodes: On how many nodes; by default as many as have free cores.
         workers_per_node: Workers on each node, divided among its ranks; by default one for each of its free cores.
+        is_restart: Whether it is about ranks that replace lost ones: nodes may be missing, and cores that the lost ones
+            claimed count as free.
 
     Raises:
         ConfigError: There are fewer nodes.
     """
-    free = sorted((node.capacity for node in capacities(ResourceRequest(1, 0)) if node.capacity), reverse=True)
-    count = min(num_ranks, num_nodes or len(free))
-    if not free or (num_nodes or 0) > len(free):
+    request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
+    free = sorted((node.capacity for node in capacities(request) if node.capacity), reverse=True)
+    count = min(num_ranks, num_nodes or len(free), len(free) if is_restart else num_ranks)
+    if not free or count > len(free) or ((num_nodes or 0) > len(free) and not is_restart):
         raise ConfigError(
             "Decentralized ranks are spread over nodes with free cores.",
             expected=f"{num_nodes or 1} such node(s)",

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import RankLostError
 
@@ -37,8 +38,9 @@ class ArrivalCounter:
 
 
 def start_counter() -> Any:
-    """Starts an actor that counts; it claims no core, and ends with its last handle."""
-    actor = ray.remote(ArrivalCounter).options(num_cpus=0, max_concurrency=10_000)
+    """Starts an actor on this node that counts; it claims no core, and ends with its last handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(ArrivalCounter).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here)
     return actor.remote()
 
 

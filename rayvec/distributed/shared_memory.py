@@ -258,5 +258,5 @@ def _lost(expected: str, got: str) -> RankLostError:
         "All ranks take part in every sum.",
         expected=expected,
         got=got,
-        remedy="Look into the log of that rank; a LearnerGroup restarts its ranks",
+        remedy="Look into the log of that rank",
     )

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, message
 
-__all__ = ["EnvFactory", "EnvIdError", "env_seeds"]
+__all__ = ["EnvFactory", "EnvIdError", "env_seeds", "registered_specs"]
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -117,7 +117,7 @@ class EnvFactory:
             spec, env_fns = None, _checked_env_fns(env, num_envs, env_kwargs)
         if wrappers:
             env_fns = tuple(_Wrapped(env_fn, tuple(wrappers)) for env_fn in env_fns)
-        return cls(env_fns, spec, _registered_specs())
+        return cls(env_fns, spec, registered_specs())
 
     @property
     def num_envs(self) -> int:
@@ -218,7 +218,7 @@ def _spec_of(env_id: str) -> EnvSpec:
         ) from error
 
 
-def _registered_specs() -> tuple[EnvSpec, ...]:
+def registered_specs() -> tuple[EnvSpec, ...]:
     """Returns the specs of this process that Gymnasium alone would not know and that can travel."""
     found = []
     for spec in gymnasium.registry.values():

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
@@ -26,10 +28,12 @@ from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
+from rayvec.envs.factory import registered_specs
+from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.progress import Progress, restore
-from rayvec.training.runs import make_env, make_learner
+from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]
@@ -40,11 +44,22 @@ class RankTrainer:
 
     Args:
         config: Settings of the run, with the number of workers of this rank.
+        make_learner: Makes the learner from the spaces of one environment and the settings.
+        specs: Environments that the driver has registered.
         ranks: The ranks.
         arrivals: Which ranks have taken their steps.
     """
 
-    def __init__(self, config: TrainConfig, ranks: ClosableRanks, arrivals: Arrivals) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        make_learner: Callable[..., Learner],
+        specs: Sequence[EnvSpec],
+        ranks: ClosableRanks,
+        arrivals: Arrivals,
+    ) -> None:
+        for spec in specs:
+            gymnasium.registry.setdefault(spec.id, spec)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         self._config, self._ranks, self._first_id = config, ranks, first
         self._stragglers = Stragglers(
@@ -56,7 +71,8 @@ class RankTrainer:
         )
         self._env = make_env(config, stop - first, first)
         try:
-            self._learner = make_learner(config, self._env)
+            env = self._env
+            self._learner = make_learner(env.single_observation_space, env.single_action_space, config)
             give_ranks(self._learner, ranks)
         except BaseException:
             self._env.close()
@@ -141,8 +157,8 @@ class DecentralizedTrainer:
         parts = self._group.post("parts") if keep else None
         if ahead:
             self._pending.append(self._group.post("iterate"))
-        of_ranks: list[Iteration] = self._group.gather(self._pending.popleft())
-        iteration = _joined(of_ranks)
+        iterations: list[Iteration] = self._group.gather(self._pending.popleft())
+        iteration = _joined(iterations)
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
         return iteration
@@ -162,16 +178,16 @@ class DecentralizedTrainer:
         return Evaluation(np.concatenate(returns), np.concatenate(lens))
 
 
-def _joined(of_ranks: list[Iteration]) -> Iteration:
+def _joined(iterations: list[Iteration]) -> Iteration:
     """Returns one iteration from what each rank says of it; metrics are those of the whole on every rank."""
-    names = list(dict.fromkeys(name for each in of_ranks for name in each.times_s))
-    times_s = {name: float(np.mean([each.times_s.get(name, 0.0) for each in of_ranks])) for name in names}
+    names = list(dict.fromkeys(name for each in iterations for name in each.times_s))
+    times_s = {name: float(np.mean([each.times_s.get(name, 0.0) for each in iterations])) for name in names}
     return replace(
-        of_ranks[0],
-        stats=join_stats([each.stats for each in of_ranks]),
+        iterations[0],
+        stats=join_stats([each.stats for each in iterations]),
         times_s=times_s,
-        num_cut=sum(each.num_cut for each in of_ranks),
-        sent_bytes=sum(each.sent_bytes for each in of_ranks),
+        num_cut=sum(each.num_cut for each in iterations),
+        sent_bytes=sum(each.sent_bytes for each in iterations),
     )
 
 
@@ -194,10 +210,10 @@ def open_decentralized(
 ) -> Iterator[tuple[DecentralizedTrainer, DecentralizedGroup]]:
     """Yields a training on decentralized ranks and the ranks; arguments are those of the two.
 
-    A KeyboardInterrupt that passes ends the ranks at once.
+    An error or a KeyboardInterrupt that passes ends the ranks at once.
     """
     group = DecentralizedGroup(
-        functools.partial(RankTrainer, config),
+        functools.partial(RankTrainer, config, LEARNERS[type(config)], registered_specs()),
         config.num_learners,
         host,
         fewer=fewer,

@@ -120,7 +120,7 @@ class _Run:
     Attributes:
         progress: How far it has come.
         state: The last state that was kept.
-        num_losses: How often ranks were lost since the last iteration that succeeded.
+        num_losses: How often ranks were lost since the last checkpoint.
         how_to_resume: The command that does.
         has_begun: Whether its directory is there and it has come as far as its loop.
     """
@@ -165,16 +165,16 @@ class _Run:
         with RunLogger(self._run_dir, config, steps=progress.steps) as logger:
             with interrupts.deferred():
                 is_saved = False
-                while progress.steps < config.total_steps and (trainer.has_pending or not interrupts.requested):
+                while trainer.has_pending or (progress.steps < config.total_steps and not interrupts.requested):
                     last_step = progress.steps + config.steps_per_iteration
                     is_last = interrupts.requested or last_step >= config.total_steps
                     is_saved = is_last or time.monotonic() - saved_s >= config.checkpoint_interval_s
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved)
-                    self.num_losses = 0
                     progress.add(iteration.stats)
                     logger.log(progress.steps, iteration)
                     if iteration.state is not None:
                         self._save(iteration.state)
+                        self.num_losses = 0
                         saved_s = time.monotonic()
                 if not is_saved:
                     self._save(trainer.state())
@@ -191,15 +191,17 @@ class _Run:
         """Goes back to the last state that was kept, from which a new set of ranks continues.
 
         Raises:
-            LearnerError: Ranks are lost again and again.
+            LearnerError: Ranks are lost again and again, or before the first checkpoint.
         """
         self.num_losses += 1
-        if self.num_losses > _MOST_LOSSES:
+        if self.num_losses > _MOST_LOSSES or self.state is None:
             raise LearnerError(
-                "A run whose ranks are lost continues from the last state that was kept.",
-                expected=f"at most {_MOST_LOSSES} losses without an iteration between them",
-                got=f"another one: {error}",
-                remedy="Look for what ends the ranks, such as too little memory.",
+                "A run whose ranks are lost continues from its last checkpoint.",
+                expected="ranks that start"
+                if self.state is None
+                else f"at most {_MOST_LOSSES} losses between checkpoints",
+                got=f"a lost rank: {error}",
+                remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.progress.steps
         self.progress = Progress(**self.state["progress"]) if self.state else Progress()

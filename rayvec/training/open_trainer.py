@@ -35,13 +35,13 @@ def open_trainer(
     config = choose_engine(config)
     if config.learner_mode == "decentralized":
         host, workers = _host(config, fewer)
-        of_rank = replace(config, num_nodes=0, workers_per_node=workers, address=None)
+        rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
         limit_s = wait_limit_s(config)
-        with open_decentralized(of_rank, progress, state, host, fewer=fewer, timeout_s=limit_s) as (trainer, group):
+        with open_decentralized(rank_config, progress, state, host, fewer=fewer, timeout_s=limit_s) as (trainer, group):
             nodes = len({placement.node for placement in group.placements})
             where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-            stepped = f"{workers} worker(s)" if workers else "the rank's own process"
-            ranks = f"{group.num_ranks} rank(s), each with its share in {stepped}"
+            stepped = f"{workers} worker(s) each" if workers else "which step their own"
+            ranks = f"{group.num_ranks} rank(s), {stepped}"
             print(f"rayvec: {config.num_envs} environments {where}: {ranks}", file=sys.stderr)
             yield trainer
         return
@@ -65,7 +65,7 @@ def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
 
     host = RayHost(ResourceRequest(1, 0), config.address)
     try:
-        per_node, workers = rank_share(count, config.num_nodes, config.workers_per_node)
+        per_node, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
     except BaseException:
         host.close()
         raise

@@ -28,7 +28,7 @@ from rayvec.cluster.stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, Frame
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
-from rayvec.pools.base import RAISE, Autoreset, PoolSpaces
+from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces
 from rayvec.testing import CountingEnv
 from rayvec.vector.batching import InfoMerger
 
@@ -113,7 +113,7 @@ def test_who_listens_without_the_key_is_refused(data: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[NodeActor]:
-    node = NodeActor(node_slice(), (), RAISE)
+    node = NodeActor(node_slice(), (), NO_RESTARTS)
     spaces = node.start(factory().in_parts((0, 2, NUM_ENVS)))
     assert isinstance(spaces, PoolSpaces)
     node.allocate(spaces.observation, spaces.action)
@@ -150,7 +150,7 @@ def serve(node: NodeActor, data: bytes) -> None:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["together", "loose"])
 def remote_node(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[RemoteNode]:
-    node = RemoteNode(node_slice(ray.get_runtime_context().get_node_id()), (), RAISE, request.param)
+    node = RemoteNode(node_slice(ray.get_runtime_context().get_node_id()), (), NO_RESTARTS, request.param)
     spaces = node.start(factory())(None)
     node.allocate(spaces.observation, spaces.action)(None)
     yield node

@@ -21,6 +21,7 @@ from rayvec.distributed.rank_actor import pack
 from rayvec.distributed.rank_state import shared_state
 from rayvec.training.decentralized import RankTrainer
 from rayvec.training.progress import Progress
+from rayvec.training.runs import LEARNERS
 
 COMMON: dict[str, Any] = {"num_envs": 6, "num_nodes": 0, "workers_per_node": 0, "learners": "decentralized"}
 CONFIGS: list[TrainConfig] = [
@@ -103,7 +104,7 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
             return num_ranks if self.is_there < iteration and random.random() < 0.1 else count
 
     def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
-        trainer = RankTrainer(config, ranks, Jittery(path, ranks.rank, ranks.size))
+        trainer = RankTrainer(config, LEARNERS[type(config)], (), ranks, Jittery(path, ranks.rank, ranks.size))
         try:
             trainer.begin(Progress(), trainer.shared() or pack(shared_state(trainer._learner)), None)
             steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]

@@ -196,7 +196,7 @@ def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pyt
 def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
     tmp_path: Path, ray_cluster: Any, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three ranks on three nodes; without one node two of them have room."""
+    """Three ranks on three nodes; the others have room for them without one node."""
     extra = ray_cluster.add_node(num_cpus=1, resources={"extra": 1})
     run_dir, removed = tmp_path / "a", threading.Event()
     settings = {**SMALL, **UNCUT, "num_learners": 3, "num_nodes": 3, "workers_per_node": 1, "total_steps": 12_800}
