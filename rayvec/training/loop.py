@@ -197,9 +197,7 @@ class _Run:
         if self.num_losses > _MOST_LOSSES or self.state is None:
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
-                expected="ranks that start"
-                if self.state is None
-                else f"at most {_MOST_LOSSES} losses between checkpoints",
+                expected=f"ranks that start, and at most {_MOST_LOSSES} losses between two checkpoints",
                 got=f"a lost rank: {error}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error

@@ -28,7 +28,7 @@ from rayvec.cluster.stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, Frame
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
-from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces
+from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, deadline_in
 from rayvec.testing import CountingEnv
 from rayvec.vector.batching import InfoMerger
 
@@ -174,8 +174,9 @@ def ask(node: RemoteNode, data: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    for forgotten in (node._asked, node._asked_ids, node._answers, node._whole):
+    for forgotten in (node._asked, node._asked_ids, node._answers):
         forgotten.clear()
+    node._newest = None
     node._stream.close()
     node._connection = FrameSocket(ours)
     peer = threading.Thread(target=exchange, args=(theirs, data))
@@ -186,7 +187,8 @@ def ask(node: RemoteNode, data: bytes) -> None:
             while True:
                 node.send(env_ids, np.zeros(NUM_ENVS, np.int64), Autoreset.NEXT_STEP)
                 node.flush()
-                batch = node.recv(env_ids)
+                node.wait(env_ids, deadline_in(DEADLINE_S))
+                batch = node.take(env_ids)
                 assert batch.env_ids.tolist() == env_ids.tolist() and batch.obs.shape == (NUM_ENVS, 4)
                 InfoMerger(NUM_ENVS).merge(batch.info)
     finally:
@@ -204,7 +206,7 @@ def test_an_answer_that_can_not_be_packed_is_a_failure_for_the_driver(
     pool, env_ids = node._running, np.arange(NUM_ENVS)
     frames = FrameFormat(pool.layout, pool.action_layout)
     monkeypatch.setattr(frames, "pack_answer", fails)
-    pool.ready(env_ids, begin=False)
+    pool.observe(env_ids)
     frame, count = node._answer(pool, frames, lambda: env_ids)
     assert count == NUM_ENVS and frames.unpack_answer(frame).batch is None
     assert isinstance(node.kept(), RemoteFailure) and node.kept() is None

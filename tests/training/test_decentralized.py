@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import psutil
 import pytest
 import torch
@@ -82,6 +83,37 @@ def test_the_replay_of_each_rank_outlives_a_resume(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         rayvec.resume(run.run_dir, num_learners=1, learners=None)
     assert load_run(run.run_dir)[1]["progress"]["steps"] == 448
+
+
+class Registered(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment that only the driver registers."""
+
+
+def test_ranks_know_what_the_driver_has_registered(tmp_path: Path) -> None:
+    gymnasium.register("OfTheDriver-v0", lambda: Registered(gymnasium.make("CartPole-v1")))
+    try:
+        config = rayvec.PPOConfig(
+            **{**SMALL, **HERE, **UNCUT, "env_id": "OfTheDriver-v0", "total_steps": 64},
+            num_learners=2,
+            hidden_sizes=(512, 512),  # whose state does not fit into the buffer of a pipe
+            eval_episodes=0,
+            run_dir=tmp_path / "a",
+        )
+        assert rayvec.train(config).total_steps == 64
+    finally:
+        del gymnasium.registry["OfTheDriver-v0"]
+
+
+def test_no_iteration_is_left_out_of_the_last_checkpoint(tmp_path: Path) -> None:
+    """With variable lengths an iteration takes more steps than planned, and one has begun beyond the last."""
+    settings = {**SMALL, "num_nodes": 0, "workers_per_node": 2, "total_steps": 640, "eval_episodes": 0}
+    config = rayvec.PPOConfig(
+        **settings, learners="decentralized", variable_lengths=True, checkpoint_interval_s=1e9, run_dir=tmp_path / "a"
+    )
+    rayvec.train(config)
+    state = load_run(tmp_path / "a")[1]
+    assert state["learner"]["num_updates"] == state["progress"]["iterations"] == lines_of(tmp_path / "a")
+    assert state["learner"]["num_steps"] == state["progress"]["steps"] >= 640
 
 
 def ranks_of(command: Command) -> list[psutil.Process]:
