@@ -72,7 +72,8 @@ def _is_slow() -> bool:
     return True
 
 
-gymnasium.register("Sleeping-v0", Sleeping)
+if "Sleeping-v0" not in gymnasium.registry:  # as a script, this module is imported twice
+    gymnasium.register("Sleeping-v0", Sleeping)
 
 
 def run(*, factor: float, median_s: float, iterations: int, **settings: Any) -> list[dict[str, Any]]:

@@ -265,8 +265,9 @@ class RemoteNode:
 
     def _gather(self, env_ids: NDArray[np.int64], rows: Sequence[tuple[StepBatch, int]]) -> StepBatch:
         """Joins the rows of several answers."""
-        if np.array_equal(rows[0][0].env_ids, env_ids):
-            return rows[0][0]
+        first = rows[0][0]
+        if all(batch is first for batch, _ in rows) and np.array_equal(first.env_ids, env_ids):
+            return first
 
         def joined(name: str) -> Tree:
             parts = [tree_map(itemgetter(slice(row, row + 1)), getattr(batch, name)) for batch, row in rows]

@@ -32,6 +32,7 @@ from rayvec.cluster import remote_node
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.stream import FrameSocket, connect
+from rayvec.data import NodeSlice, StepBatch
 from rayvec.errors import NodeLostError
 from rayvec.pools.base import Autoreset
 from rayvec.pools.serial import SerialPool
@@ -240,3 +241,19 @@ class TestAStreamThatCanNotBeConnected:
         with pytest.raises(NodeLostError, match="firewall") as caught:
             make_vec([CountingEnv] * 4, nodes=2, on_node_loss="raise")
         assert f":{refused_once[0]}" in str(caught.value)
+
+
+def test_an_answer_taken_in_part_gives_no_stale_row() -> None:
+    """Environment 1 has answered again since the answer of both, of which environment 0 was not taken."""
+    node = remote_node.RemoteNode.__new__(remote_node.RemoteNode)
+    node.slice = NodeSlice("n", "127.0.0.1", (0, 2), 2)
+    node._newest = None
+
+    def answer(ids: list[int], step: float) -> StepBatch:
+        flags = np.zeros(len(ids), bool)
+        return StepBatch(np.array(ids), np.full((len(ids), 1), step), np.full(len(ids), step), flags, flags, ())
+
+    both, again = answer([0, 1], 1.0), answer([1], 2.0)
+    node._answers = {0: (both, 0), 1: (again, 0)}
+    batch = node.take(np.array([0, 1]))
+    assert batch.obs[:, 0].tolist() == batch.rew.tolist() == [1.0, 2.0] and node._answers == {}
