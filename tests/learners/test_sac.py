@@ -311,10 +311,8 @@ def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval:
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # once in a process
-def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_runs_eagerly_and_says_so_once() -> None:
     from torch._inductor import config as inductor
-
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
 
     def add(into: Tensor, what: Tensor) -> Tensor:
         into.add_(what)
@@ -323,7 +321,8 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(monkeypatch: pytest
     function = Compiled(add)
     total = torch.zeros(7)
     with (
-        torch.compiler.config.patch(force_disable_caches=True),  # an alias: monkeypatch could not undo it
+        torch.compiler.config.patch(force_disable_caches=True),  # monkeypatch could undo neither of the two
+        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
         pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned,
     ):
         assert function(total, torch.ones(7)).tolist() == [2.0] * 7
