@@ -119,7 +119,7 @@ class _Run:
 
     Attributes:
         progress: How far it has come.
-        state: The last state that was kept.
+        state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
         how_to_resume: The command that does.
         has_begun: Whether its directory is there and it has come as far as its loop.
@@ -149,10 +149,12 @@ class _Run:
         begin_run_dir(self._run_dir, self._config, self._complete(state))
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state of a trainer with the progress; remembers it as the one to continue from."""
+        """Returns the state of a trainer with the progress; keeps it where lost ranks would continue from it."""
         self.progress.wall_s = time.monotonic() - self._began_s
-        self.state = {**state, "progress": asdict(self.progress)}
-        return self.state
+        complete = {**state, "progress": asdict(self.progress)}
+        if self._config.learner_mode == "decentralized":
+            self.state = complete
+        return complete
 
     def train(self, trainer: RunTrainer, interrupts: Interrupts) -> Evaluation | None:
         """Makes the iterations that are left, with checkpoints, and evaluates.
