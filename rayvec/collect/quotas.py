@@ -5,22 +5,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EPISODE_CHUNK_STEPS", "EpisodeQuotas"]
+__all__ = ["EPISODE_CHUNK_STEPS", "EpisodeQuotas", "episode_quotas"]
 
 EPISODE_CHUNK_STEPS = 64
 """Steps of a chunk where episodes are counted: few, so that little is stepped beyond the last episode."""
+
+
+def episode_quotas(n_episode: int, num_envs: int) -> NDArray[np.int64]:
+    """Returns how many of a number of episodes each environment plays: the first ones play one more, if need be."""
+    return n_episode // num_envs + (np.arange(num_envs) < n_episode % num_envs).astype(np.int64)
 
 
 class EpisodeQuotas:
     """Gives each environment its share of a number of episodes beforehand.
 
     Args:
-        n_episode: Episodes in all; the first environments take one more where it is not divisible.
+        n_episode: Episodes in all; see :func:`episode_quotas`.
         num_envs: N.
     """
 
     def __init__(self, n_episode: int, num_envs: int) -> None:
-        self._left = n_episode // num_envs + (np.arange(num_envs) < n_episode % num_envs).astype(np.int64)
+        self._left = episode_quotas(n_episode, num_envs)
 
     def next_steps(self) -> int:
         """Returns how many steps the next chunk has; 0 once every environment has ended its episodes."""

@@ -118,7 +118,7 @@ class TrainConfig:
 
     variable_lengths: bool = False
     """With decentralized ranks: environments need not take equally many steps; an iteration ends once they have taken
-    its steps together, so that one slow environment holds up nobody."""
+    its steps together, so that one slow environment does not delay the others."""
 
     learner_device: Literal["cpu", "cuda"] = "cpu"
     """Device that computes updates; with "cuda" and several ranks, each rank has a GPU of its own."""

@@ -86,7 +86,7 @@ class IMPALAConfig(TrainConfig):
                 "A decentralized rank collects with the newest weights, and ends its chunk when the others are ready.",
                 expected="no prefetch with learners='decentralized'",
                 got="prefetch=True",
-                remedy="Leave prefetch out.",
+                remedy="Leave prefetch out; a run that was written with it stays central.",
             )
         if self.num_minibatches > self.num_envs:
             raise ConfigError(

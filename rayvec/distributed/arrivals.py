@@ -1,6 +1,6 @@
 """Which ranks have taken the steps of an iteration: what straggler mitigation goes by.
 
-A rank that has its steps says so and then waits for the others, whose environments may be slower. Nobody waits inside
+A rank that has its steps says so and then waits for the others, whose environments may be slower. No rank waits inside
 a sum for environments, so the time limit of sums stays that of computing.
 """
 
@@ -91,7 +91,7 @@ class Stragglers:
     Args:
         arrivals: Who has arrived.
         size: Number of ranks.
-        sync_fraction: In (0, 1]; 1 stops nobody.
+        sync_fraction: In (0, 1]; 1 stops no rank.
         min_share: In [0, 1].
         variable_lengths: Whether environments may take different numbers of steps.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,6 @@ from rayvec.learners.ranks import ClosableRanks
 __all__ = ["DecentralizedGroup"]
 
 _CLOSE_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 class DecentralizedGroup:
@@ -64,7 +61,7 @@ class DecentralizedGroup:
         self._stack.callback(host.close)
         self._stack.callback(self._set.end)
         try:
-            placements = self._place(num_ranks, fewer)
+            placements = host.place(num_ranks, fewer=fewer)
             self.num_ranks = len(placements)
             arrivals = self._arrivals = self._make_arrivals(placements)  # an actor ends with its last handle
             late = RankLostError if fewer else ConfigError
@@ -72,16 +69,6 @@ class DecentralizedGroup:
         except BaseException:
             self._stack.close()
             raise
-
-    def _place(self, num_ranks: int, fewer: bool) -> list[RankPlacement]:
-        while True:
-            try:
-                return self._host.place(num_ranks)
-            except ConfigError:
-                if not fewer or num_ranks == 1:
-                    raise
-            num_ranks -= 1
-            logger.warning("there is no room for all ranks: trying %d", num_ranks)
 
     def _make_arrivals(self, placements: Sequence[RankPlacement]) -> MakeArrivals:
         if not placements[0].node_id:
@@ -95,11 +82,6 @@ class DecentralizedGroup:
     def placements(self) -> tuple[RankPlacement, ...]:
         """Where the ranks are."""
         return self._set.placements
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Processes of the ranks, each on its own node."""
-        return tuple(rank.pid for rank in self._set.ranks)
 
     def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Asks every rank to call a method of its object, after the calls before; `gather` returns the results.

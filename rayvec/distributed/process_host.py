@@ -9,7 +9,6 @@ import pickle
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,16 +23,15 @@ import psutil
 
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.errors import ConfigError
+from rayvec.node.fork_server import python_command
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
 
 __all__ = ["ProcessHost", "serve"]
 
 _MESSAGE_S = 60.0
-"""A rank that takes longer to send a message that it has begun is lost, in seconds."""
+"""A rank that takes more seconds than this to send the rest of a message is lost."""
 _START = """
-import sys
-sys.path[:] = {path!r}
 from rayvec.distributed.process_host import serve
 serve({fd}, {owner})
 """
@@ -41,7 +39,7 @@ serve({fd}, {owner})
 
 @dataclass(slots=True, eq=False)
 class _Ref:
-    """A call that a rank was asked for, and its result once it has ended."""
+    """A requested call, and its result once the call has ended."""
 
     rank: RunningRank
     has_ended: bool = False
@@ -50,13 +48,13 @@ class _Ref:
 
 @dataclass(slots=True)
 class _Process:
-    """A rank's process, and the calls that it has not ended.
+    """A rank's process, and its pending calls.
 
     Attributes:
         process: The process.
         pipe: The pipe to it.
         watch: The watch on it.
-        calls: The calls that it has not ended, oldest first.
+        calls: The pending calls, oldest first.
         has_ended: Whether the process has ended.
     """
 
@@ -73,7 +71,7 @@ class ProcessHost:
     A rank ends with this process, however that ends.
     """
 
-    def place(self, num_ranks: int) -> list[RankPlacement]:
+    def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Places all ranks here."""
         return [RankPlacement(rank, num_ranks, "", "127.0.0.1", rank, num_ranks, 0, 1) for rank in range(num_ranks)]
 
@@ -82,11 +80,7 @@ class ProcessHost:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _START.format(path=[*map(str, sys.path)], fd=theirs.fileno(), owner=os.getpid()),
-                ],
+                python_command(_START.format(fd=theirs.fileno(), owner=os.getpid())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone

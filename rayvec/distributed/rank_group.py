@@ -49,7 +49,7 @@ __all__ = ["RankGroup"]
 _MOST_LOSSES = 3
 _PAUSE_S = 1.0
 _T = TypeVar("_T")
-_Call = tuple[str, list[tuple[Any, ...]]]
+_Call = tuple[str, Sequence[tuple[Any, ...]] | None]
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class RankGroup:
             LearnerError: Ranks were lost again and again.
             Exception: What the method raised, its ``__cause__`` a `LearnerError` with the remote traceback.
         """
-        call = name, [()] * self.num_ranks if args is None else list(args)
+        call = name, args
 
         def work() -> tuple[list[Any], Any]:
             calls = self._set.begin(*call)

@@ -87,8 +87,12 @@ def vital_signs(pid: int) -> VitalSigns:
 class RankHost(Protocol):
     """Starts ranks, each a :class:`~rayvec.distributed.rank_actor.RankActor` in a process, and calls their methods."""
 
-    def place(self, num_ranks: int) -> list[RankPlacement]:
+    def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Decides where ranks run.
+
+        Args:
+            num_ranks: Number of ranks.
+            fewer: Whether fewer ranks, at least one, may be placed where there is no room for all.
 
         Raises:
             ConfigError: There is too little room for them.

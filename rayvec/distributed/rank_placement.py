@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import ray
 
+from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError
 
@@ -27,6 +29,7 @@ class ResourceRequest:
         per_node: The most ranks of a node; None for as many as fit.
         nodes: Ids of the nodes that may be used; None for all.
         avoid_nodes: Ids of nodes that may not be used.
+        num_nodes: Over how many nodes ranks are spread evenly; None for as few as possible.
     """
 
     num_cpus: int
@@ -34,6 +37,7 @@ class ResourceRequest:
     per_node: int | None = None
     nodes: Collection[str] | None = None
     avoid_nodes: Collection[str] = ()
+    num_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,10 @@ class NodeCapacity:
     capacity: int
 
 
-def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int) -> list[RankPlacement]:
+def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None) -> list[RankPlacement]:
     """Places ranks on as few nodes as possible, since those of one node sum fastest; of equal nodes on the first.
+
+    With `num_nodes`, it spreads them evenly over the largest nodes, if these have room.
 
     Raises:
         ConfigError: The nodes have too little capacity.
@@ -54,6 +60,8 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int) -> list[RankPlace
     >>> nodes = [NodeCapacity("a", "10.0.0.1", 1), NodeCapacity("b", "10.0.0.2", 2)]
     >>> [placement.host for placement in place_ranks(nodes, 3)]
     ['10.0.0.2', '10.0.0.2', '10.0.0.1']
+    >>> [placement.host for placement in place_ranks(nodes, 2, num_nodes=2)]
+    ['10.0.0.2', '10.0.0.1']
     """
     if sum(node.capacity for node in nodes) < num_ranks:
         raise ConfigError(
@@ -63,8 +71,8 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int) -> list[RankPlace
             remedy="Ask for fewer ranks, workers or threads, make a LearnerGroup before environments claim all cores, "
             "or pass num_cpus=0 to it",
         )
+    chosen = _spread(nodes, num_ranks, num_nodes) if num_nodes else []
     unused = list(nodes)
-    chosen: list[tuple[NodeCapacity, int]] = []
     while (left := num_ranks - sum(count for _, count in chosen)) > 0:
         node = next((each for each in unused if each.capacity >= left), None) or max(unused, key=lambda n: n.capacity)
         unused.remove(node)
@@ -76,8 +84,22 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int) -> list[RankPlace
     ]
 
 
-def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacement]:
+def _spread(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int) -> list[tuple[NodeCapacity, int]]:
+    """Returns the largest nodes with an even share of the ranks each; none if a share does not fit."""
+    largest = sorted(nodes, key=lambda node: -node.capacity)[:num_nodes]
+    shares = sorted((stop - start for start, stop in pairwise(even_bounds(num_ranks, num_nodes))), reverse=True)
+    chosen = list(zip(largest, shares, strict=False))
+    fits = len(chosen) == num_nodes and all(node.capacity >= share for node, share in chosen)
+    return chosen if fits else []
+
+
+def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = False) -> list[RankPlacement]:
     """Places ranks on the connected cluster; waits for at most 10 s until claims that were just returned are free.
+
+    Args:
+        num_ranks: Number of ranks.
+        request: What each claims.
+        fewer: Whether fewer ranks, at least one, may be placed where there is no room for all.
 
     Raises:
         ConfigError: The cluster has too little capacity.
@@ -85,7 +107,8 @@ def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacem
     deadline = time.monotonic() + _PLACE_S
     while True:
         try:
-            return place_ranks(capacities(request), num_ranks)
+            nodes = capacities(request)
+            return place_ranks(nodes, num_ranks, request.num_nodes)
         except ConfigError:
             if request.num_gpus and not ray.cluster_resources().get("GPU"):
                 raise ConfigError(
@@ -95,6 +118,8 @@ def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacem
                     remedy="Pass device='cpu', or add nodes with GPUs",
                 ) from None
             if time.monotonic() >= deadline:
+                if fewer and (room := sum(node.capacity for node in nodes)):
+                    return place_ranks(nodes, room)
                 raise
         time.sleep(_LOOK_AGAIN_S)
 
@@ -102,7 +127,7 @@ def find_placements(num_ranks: int, request: ResourceRequest) -> list[RankPlacem
 def rank_share(
     num_ranks: int, num_nodes: int | None, workers_per_node: int | None, *, is_restart: bool = False
 ) -> tuple[int, int]:
-    """Returns how many decentralized ranks a node has at most, and how many workers each of them.
+    """Returns over how many nodes decentralized ranks are spread, and how many workers each rank has.
 
     Args:
         num_ranks: Number of ranks.
@@ -126,7 +151,7 @@ def rank_share(
         )
     per_node = -(-num_ranks // count)
     cores = free[count - 1] if workers_per_node is None else workers_per_node
-    return per_node, 0 if workers_per_node == 0 else max(1, cores // per_node)
+    return count, 0 if workers_per_node == 0 else max(1, cores // per_node)
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:

@@ -71,7 +71,7 @@ class RankSet:
                 "Every rank gets its cores, and with CUDA a GPU, soon after the group asks for it.",
                 expected=f"{len(pending)} rank(s) that run within {limit_s:g} s",
                 got=f"no answer yet from {', '.join(missing)}",
-                remedy="End what claimed cores or GPUs at the same time, or pass a longer timeout_s to a slow cluster",
+                remedy="End what claimed cores or GPUs at the same time, or try again when the cluster is less busy",
             )
         offers = self.gather(pending)
         for rank, offer in zip(self.ranks, offers, strict=True):

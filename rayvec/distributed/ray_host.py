@@ -26,24 +26,21 @@ class RayHost:
     Args:
         request: What each rank claims, and where.
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
-
-    Attributes:
-        request: What each rank claims, and where.
     """
 
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
-        self.request = request
+        self._request = request
         self._session = RaySession(address)
 
-    def place(self, num_ranks: int) -> list[RankPlacement]:
+    def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
-        return find_placements(num_ranks, self.request)
+        return find_placements(num_ranks, self._request, fewer=fewer)
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         options = {
-            "num_cpus": self.request.num_cpus,
-            "num_gpus": self.request.num_gpus,
+            "num_cpus": self._request.num_cpus,
+            "num_gpus": self._request.num_gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.node_id, soft=False),

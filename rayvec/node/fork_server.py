@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Self
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 
-__all__ = ["ForkServer", "serve"]
+__all__ = ["ForkServer", "python_command", "serve"]
 
 _PID = struct.Struct("<q")
 _END_S = 5.0
@@ -46,13 +46,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Each worker uses one thread for linear algebra, because there is already a worker for every core."""
 _START = """
-import os, sys
+import os
 if os.fork():
     os._exit(0)
-sys.path[:] = {path!r}
 from rayvec.node.fork_server import serve
 serve({fd}, {owner}, {preload!r}, is_root=True)
 """
+
+
+def python_command(code: str) -> list[str]:
+    """Returns the command that executes code in a new interpreter with the flags and the ``sys.path`` of this one."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", f"import sys\nsys.path[:] = {[*map(str, sys.path)]!r}\n{code}"]
 
 
 class ForkServer:
@@ -108,10 +113,10 @@ class ForkServer:
     @classmethod
     def _start_root(cls, preload: Sequence[str], timeout_s: float) -> Self:
         ours, theirs = socket.socketpair()
-        command = _START.format(path=sys.path, fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
+        code = _START.format(fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
         with theirs:  # the root is not a child of this process, which would have to reap it
             subprocess.run(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", command],  # type: ignore[attr-defined]
+                python_command(code),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **_ONE_THREAD},

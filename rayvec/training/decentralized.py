@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 
+from rayvec.collect.quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
 from rayvec.data.partition import even_bounds
@@ -83,8 +84,14 @@ class RankTrainer:
         return tuple(rank_local_state(self._learner))
 
     def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:
-        """Continues from a state; the learner's is packed."""
-        restore(self._learner, unpack(learner_state))
+        """Continues from a state.
+
+        Args:
+            progress: How far the run has come.
+            learner_state: What all ranks share and what belongs to this rank, packed.
+            collector_state: State of the collector.
+        """
+        restore(self._learner, {name: part for each in learner_state for name, part in unpack(each).items()})
         self._trainer = Trainer(
             self._config,
             self._env,
@@ -143,7 +150,8 @@ class DecentralizedTrainer:
         learner_state = state["learner"] if state else unpack(group.run("shared")[0])
         shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
         collector_state = state["collector"] if state else None
-        group.run("begin", [(progress, pack({**shared, **local}), collector_state) for local in rank_local])
+        packed = pack(shared)
+        group.run("begin", [(progress, (packed, pack(local)), collector_state) for local in rank_local])
 
     @property
     def has_pending(self) -> bool:
@@ -169,10 +177,9 @@ class DecentralizedTrainer:
 
     def evaluate(self) -> Evaluation:
         """See :class:`~rayvec.training.trainer.RunTrainer`. Each environment plays what it would with one process."""
-        config, count = self._config, self._config.eval_episodes
-        of_envs = count // config.num_envs + (np.arange(config.num_envs) < count % config.num_envs)
-        bounds = even_bounds(config.num_envs, self._group.num_ranks)
-        shares = [int(of_envs[low:high].sum()) for low, high in pairwise(bounds)]
+        quotas = episode_quotas(self._config.eval_episodes, self._config.num_envs)
+        bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
+        shares = [int(quotas[low:high].sum()) for low, high in pairwise(bounds)]
         parts: list[Evaluation] = self._group.run("evaluate", [(share,) for share in shares])
         returns, lens = zip(*((each.returns, each.lens) for each in parts), strict=True)
         return Evaluation(np.concatenate(returns), np.concatenate(lens))

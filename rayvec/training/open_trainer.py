@@ -60,15 +60,15 @@ def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
     if config.num_nodes == 0:
         cores = len(os.sched_getaffinity(0)) if config.workers_per_node is None else config.workers_per_node
         return ProcessHost(), 0 if config.workers_per_node == 0 else max(1, cores // count)
-    from rayvec.distributed.rank_placement import ResourceRequest, rank_share  # these import Ray
+    from rayvec.cluster.session import RaySession  # these import Ray
+    from rayvec.distributed.rank_placement import ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
-    host = RayHost(ResourceRequest(1, 0), config.address)
+    session = RaySession(config.address)
     try:
-        per_node, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
-    except BaseException:
-        host.close()
-        raise
-    num_cpus = max(workers, config.learner_threads)
-    host.request = ResourceRequest(num_cpus, int(config.learner_device == "cuda"), None if fewer else per_node)
-    return host, workers
+        nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
+        num_cpus, num_gpus = max(workers, config.learner_threads), int(config.learner_device == "cuda")
+        request = ResourceRequest(num_cpus, num_gpus, num_nodes=None if fewer else nodes)
+        return RayHost(request, config.address), workers
+    finally:
+        session.release()

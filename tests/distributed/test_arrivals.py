@@ -90,7 +90,9 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
     class Jittery(SharedArrivals):
         """Some ranks are late by chance, and some arrive at the same time."""
 
-        is_there = 0
+        def __init__(self, path: str, rank: int, size: int) -> None:
+            super().__init__(path, rank, size)
+            self.is_there, self.random = 0, random.Random(rank)
 
         def arrive(self, iteration: int) -> None:
             if iteration % 3 == 0:
@@ -99,14 +101,14 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
             self.is_there = iteration
 
         def num_arrived(self, iteration: int) -> int:
-            time.sleep(random.choice([0, 0, 0.0005]))
+            time.sleep(self.random.choice([0, 0, 0.0005]))
             count = super().num_arrived(iteration)
-            return num_ranks if self.is_there < iteration and random.random() < 0.1 else count
+            return num_ranks if self.is_there < iteration and self.random.random() < 0.1 else count
 
     def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
         trainer = RankTrainer(config, LEARNERS[type(config)], (), ranks, Jittery(path, ranks.rank, ranks.size))
         try:
-            trainer.begin(Progress(), trainer.shared() or pack(shared_state(trainer._learner)), None)
+            trainer.begin(Progress(), [pack(shared_state(trainer._learner))], None)
             steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]
             return shared_state(trainer._learner), ranks.num_sums, steps
         finally:

@@ -263,8 +263,8 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
     (free,) = capacities(ResourceRequest(1, 0, nodes=[there]))
     taken: list[Any] = []
 
-    def find_and_take(num_ranks: int, request: ResourceRequest) -> Any:
-        placements = find_placements(num_ranks, request)
+    def find_and_take(num_ranks: int, request: ResourceRequest, **kwargs: Any) -> Any:
+        placements = find_placements(num_ranks, request, **kwargs)
         place = NodeAffinitySchedulingStrategy(there, soft=False)
         taken.append(ray.remote(Holder).options(num_cpus=free.capacity, scheduling_strategy=place).remote())
         ray.get(taken[0].hold.remote())

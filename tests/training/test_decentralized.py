@@ -239,8 +239,8 @@ def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
         if what == "node":
             ray_cluster.remove_node(extra, allow_graceful=False)
         else:
-            actors = [each for each in psutil.process_iter(["cmdline"]) if "ray::RankActor" in each.info["cmdline"][:1]]
-            actors[0].kill()
+            ours = psutil.Process().children(recursive=True)
+            next(each for each in ours if each.cmdline()[:1] and "ray::RankActor" in each.cmdline()[0]).kill()
         removed.set()
 
     threading.Thread(target=strike, daemon=True).start()
