@@ -167,6 +167,7 @@ def environments(repeats: int) -> None:
 def learning(repeats: int) -> None:
     """Prints the mean return of all training episodes and the greedy return, with and without mitigation."""
     results: dict[float, list[float]] = {0.5: [], 1.0: []}
+    greedy: dict[float, list[float]] = {0.5: [], 1.0: []}
     for seed in range(1, repeats + 1):
         for fraction, values in results.items():
             with tempfile.TemporaryDirectory() as directory:
@@ -188,15 +189,16 @@ def learning(repeats: int) -> None:
                 lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
                 total = sum(line["return_mean"] * line["episodes"] for line in lines if line["episodes"])
                 values.append(total / sum(line["episodes"] for line in lines))
+                greedy[fraction].append(result.eval_return_mean)
                 cut = sum(line["ranks_cut"] for line in lines) / len(lines)
                 print(
                     f"seed {seed}, sync_fraction {fraction}: return {values[-1]:.1f} in training, "
                     f"{result.eval_return_mean:.1f} greedy; ranks stopped in an iteration: {cut:.2f}"
                 )
-    means = {fraction: statistics.mean(values) for fraction, values in results.items()}
-    errors = {fraction: statistics.stdev(values) / repeats**0.5 for fraction, values in results.items()}
-    for fraction, mean in means.items():
-        print(f"sync_fraction {fraction}: {mean:.1f} ± {errors[fraction]:.1f} (standard error of {repeats} seeds)")
+    for name, found in (("in training", results), ("greedy", greedy)):
+        for fraction, values in found.items():
+            error = statistics.stdev(values) / repeats**0.5
+            print(f"{name}, sync_fraction {fraction}: {statistics.mean(values):.1f} ± {error:.1f} (standard error)")
 
 
 class _Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -1,4 +1,4 @@
-"""Which ranks have taken the steps of an iteration: what straggler mitigation goes by.
+"""Straggler mitigation: counts the ranks that have taken the steps of an iteration, and stops the others.
 
 A rank that has its steps says so and then waits for the others, whose environments may be slower. No rank waits inside
 a sum for environments, so the time limit of sums stays that of computing.
@@ -30,20 +30,20 @@ class Arrivals(Protocol):
         ...
 
     def num_arrived(self, iteration: int) -> int:
-        """Returns how many ranks have, without waiting; it may be a few milliseconds behind.
+        """Returns how many ranks have arrived, without waiting. The count may be a few milliseconds old.
 
         Raises:
-            RankLostError: What counts them is gone.
+            RankLostError: The process that counts them has ended.
         """
         ...
 
 
 MakeArrivals = Callable[[int, int], Arrivals]
-"""Returns what a rank sees of the arrivals, given its number and the number of ranks."""
+"""Makes the `Arrivals` of a rank, given its number and the number of ranks."""
 
 
 class SharedArrivals:
-    """Arrivals of the ranks of one machine: each writes the number of its iteration into memory that all see.
+    """Arrivals of the ranks of one machine. Each writes the number of its iteration into memory that all share.
 
     Args:
         path: Of the memory.

@@ -1,7 +1,7 @@
 """One iteration of a training: collect steps, update the learner, publish its weights.
 
-The same loop body runs in the driver and on every decentralized rank. A rank differs in what it has besides: its share
-of the environments, the ranks that its learner sums with, and the rule for stragglers.
+The same loop body runs in the driver and on every decentralized rank. A rank has its share of the environments, other
+ranks with which its learner sums, and the rule for stragglers.
 """
 
 from __future__ import annotations
