@@ -77,6 +77,7 @@ class ProcessHost:
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        environment = {**os.environ, **_own_gpu(placement.rank, device)}
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -84,7 +85,7 @@ class ProcessHost:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
-                env={**os.environ, **_own_gpu(placement.rank, device)},
+                env=environment,
             )
         watch = ProcessWatch(process.pid)
         rank = RunningRank(placement, _Process(process, MessagePipe(ours, watch), watch), process.pid)
