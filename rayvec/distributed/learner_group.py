@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from torch import nn
 
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LearnerGroup:
-    """A learner on several ranks, each a Ray actor, which divide every batch among themselves.
+    """A learner on several ranks, Ray actors or processes of this machine, which divide every batch among themselves.
 
     All ranks together compute what one learner computes from the whole batch. They begin with the weights of rank 0,
     each gets a range of the batch's environments, and gradients are summed before they are clipped, so that all ranks
@@ -49,6 +48,7 @@ class LearnerGroup:
         nodes: Ray's ids of the nodes that may be used; by default all.
         avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
         timeout_s: How long ranks wait for each other, in seconds.
+        num_nodes: 0 runs the ranks as processes of this machine, without Ray. Unset: as Ray actors.
         address: Of a running Ray cluster.
 
     Raises:
@@ -68,6 +68,7 @@ class LearnerGroup:
         nodes: Collection[str] | None = None,
         avoid_nodes: Collection[str] = (),
         timeout_s: float = 60.0,
+        num_nodes: Literal[0] | None = None,
         address: str | None = None,
     ) -> None:
         self.num_learners = check_count("num_learners", num_learners)
@@ -87,6 +88,7 @@ class LearnerGroup:
             nodes=nodes,
             avoid_nodes=avoid_nodes,
             timeout_s=timeout_s,
+            num_nodes=num_nodes,
             address=address,
         )
 
@@ -123,7 +125,7 @@ class LearnerGroup:
         if batch.chunk_refs:
             shards = list(split_refs(batch, self.num_learners))
         else:
-            shards = [ray.put(shard) for shard in split_batch(batch, self.num_learners)]
+            shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
         metrics, self._weights = self._group.run("update", [(shard,) for shard in shards])[0]
         if self._num_starts != self._group.num_starts:
             self._num_starts = self._group.num_starts
@@ -212,6 +214,8 @@ class _RankLearner:
 
 def _fetch(ref: Any) -> Chunk:
     """Returns a chunk from the object store; raises a LearnerError where it was lost with its node or process."""
+    import ray  # only chunks of Ray's nodes are in an object store
+
     try:
         chunk: Chunk = ray.get(ref)
     except ray.exceptions.ObjectLostError as error:

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: placed, connected, called together, and restarted from a checkpoint when one is lost.
+"""Ranks that are placed, connected, called together, and restarted from a checkpoint when one is lost.
 
 A `RankGroup` knows nothing of learning. It makes one object on every rank with a function ``make(ranks)``, where
 `ranks` is this rank's :class:`~rayvec.learners.ranks.Ranks`, and calls methods of these objects::
@@ -20,27 +20,28 @@ The objects keep these rules:
 An argument that is a Ray object reference is fetched by the rank that gets it. A reference inside a list or tuple
 stays a reference, which the object may fetch itself.
 
-After every `run` the group puts rank 0's state in the object store, as its checkpoint, while the caller continues.
-When a rank is lost (its process or its node ended, it hangs, or it did not take part in a sum in time), the group
-ends all ranks, restarts them from the checkpoint, and repeats the calls since. After more than three losses in a row
-it raises a `LearnerError`. An exception that an object's method raises is raised by `run` with its own type; the group
-is then as it was before the call.
+The group keeps rank 0's state outside the ranks, as its checkpoint, while the caller continues: after every `run`,
+or, where the next call has to wait for that, so rarely that waiting takes at most 2 % of the time. When a rank is
+lost (its process or its node ended, it hangs, or it did not take part in a sum in time), the group ends all ranks,
+restarts them from the checkpoint, and repeats the calls since. After more than three losses in a row it raises a
+`LearnerError`. An exception that an object's method raises is raised by `run` with its own type; the group is then as
+it was before the call.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 
+from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_actor import pack, unpack
-from rayvec.distributed.rank_host import RankPlacement
-from rayvec.distributed.rank_placement import ResourceRequest
+from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_set import RankSet
-from rayvec.distributed.ray_host import RayHost
 from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count
 from rayvec.learners.ranks import Ranks
 
@@ -48,6 +49,10 @@ __all__ = ["RankGroup"]
 
 _MOST_LOSSES = 3
 _PAUSE_S = 1.0
+_WAIT_SHARE = 0.02
+"""The share of the time that a caller waits for checkpoints, at most."""
+_MOST_CALLS = 16
+"""The most calls that are repeated after a loss; their arguments are kept until then."""
 _T = TypeVar("_T")
 _Call = tuple[str, Sequence[tuple[Any, ...]] | None]
 
@@ -68,6 +73,8 @@ class RankGroup:
         avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
         timeout_s: How long ranks wait for each other, in seconds; it must exceed the longest time that one rank
             computes while another waits for it. Ranks whose processes use no CPU time for half as long are lost, too.
+        num_nodes: 0 runs the ranks as processes of this machine, without Ray; the settings of cores and nodes have no
+            effect then. Unset: as Ray actors.
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
 
     Raises:
@@ -88,6 +95,7 @@ class RankGroup:
         nodes: Collection[str] | None = None,
         avoid_nodes: Collection[str] = (),
         timeout_s: float = 60.0,
+        num_nodes: Literal[0] | None = None,
         address: str | None = None,
     ) -> None:
         self.num_ranks = check_count("num_ranks", num_ranks)
@@ -96,15 +104,20 @@ class RankGroup:
         if ranks_per_node is not None:
             check_count("ranks_per_node", ranks_per_node)
         self._make = cloudpickle.dumps(make)
-        cpus = threads if num_cpus is None else num_cpus
-        request = ResourceRequest(cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes)
         self._checkpoint: Any = None
         self._pending_checkpoint: Any = None
         self._calls_since_checkpoint: list[_Call] = []
+        self._waited_s = 0.0
+        self._kept_s = -math.inf
         self._num_losses = 0
         self._num_starts = 0
         self._closed = False
-        self._host = RayHost(request, address)
+        cpus = threads if num_cpus is None else num_cpus
+        self._host = (
+            _ray_host(cpus, device, ranks_per_node, nodes, avoid_nodes, address)
+            if num_nodes is None
+            else _process_host(num_nodes, address)
+        )
         self._set = RankSet(self._host, device, threads, timeout_s)
         try:
             self._retry_on_rank_loss(lambda: None)
@@ -127,12 +140,17 @@ class RankGroup:
         """Number of times that all ranks were started: 1, and 1 more for each restart."""
         return self._num_starts
 
-    def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+    def put(self, value: Any) -> Any:
+        """Returns what stands for a value in the arguments of several ranks."""
+        return self._host.put(value)
+
+    def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None, *, keep: bool = False) -> list[Any]:
         """Calls a method on all ranks together, which may change what they hold; returns each rank's result.
 
         Args:
             name: Of the method.
             args: Positional arguments for each rank; none by default.
+            keep: Whether the caller asks for the state next, so that a rank sends it right after the call.
 
         Raises:
             LearnerError: Ranks were lost again and again.
@@ -142,7 +160,7 @@ class RankGroup:
 
         def work() -> tuple[list[Any], Any]:
             calls = self._set.begin(*call)
-            checkpoint = self._state_of_rank_0()  # it runs right after the call
+            checkpoint = self._state_of_rank_0() if keep or self._is_checkpoint_due() else None
             return self._set.gather(calls), checkpoint
 
         results, self._pending_checkpoint = self._retry_on_rank_loss(work)
@@ -161,7 +179,14 @@ class RankGroup:
 
     def state_dict(self) -> Any:
         """Returns the state that all ranks share, in the driver's own memory. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: unpack(self._host.result(self._checkpoint)))
+
+        def work() -> Any:
+            if self._calls_since_checkpoint:
+                self._pending_checkpoint = self._state_of_rank_0()
+                self._finish_checkpoint()
+            return unpack(self._host.result(self._checkpoint))
+
+        return self._retry_on_rank_loss(work)
 
     def load_state_dict(self, state: Mapping[str, Any], rank_local: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Gives all ranks the same state, and each rank its entry of `rank_local` besides. Raises as `run` does."""
@@ -204,11 +229,19 @@ class RankGroup:
                 self._num_losses = 0
                 return result
 
+    def _is_checkpoint_due(self) -> bool:
+        """Whether to keep the state after the next call, by how long the caller waited for the last one."""
+        since_s = time.monotonic() - self._kept_s
+        return since_s >= self._waited_s / _WAIT_SHARE or len(self._calls_since_checkpoint) >= _MOST_CALLS - 1
+
     def _finish_checkpoint(self) -> None:
-        """Waits until the state after the last call lies where it outlives all ranks."""
+        """Waits until a state that was asked for lies where it outlives all ranks."""
         if self._pending_checkpoint is not None:
+            began_s = time.monotonic()
             self._set.answers([self._pending_checkpoint])
             self._keep(self._pending_checkpoint)
+            self._kept_s = time.monotonic()
+            self._waited_s = self._kept_s - began_s
 
     def _keep(self, checkpoint: Any) -> None:
         self._checkpoint, self._pending_checkpoint, self._calls_since_checkpoint = checkpoint, None, []
@@ -260,6 +293,31 @@ class RankGroup:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _process_host(num_nodes: int, address: str | None) -> RankHost:
+    if num_nodes != 0 or address is not None:
+        raise ConfigError(
+            "num_nodes=0 runs ranks as processes of this machine, without Ray.",
+            expected="num_nodes=0 and no address, or no num_nodes",
+            got=f"num_nodes={num_nodes!r}, address={address!r}",
+            remedy="Leave num_nodes out to run the ranks on Ray.",
+        )
+    return ProcessHost()
+
+
+def _ray_host(
+    num_cpus: int,
+    device: str,
+    ranks_per_node: int | None,
+    nodes: Collection[str] | None,
+    avoid_nodes: Collection[str],
+    address: str | None,
+) -> RankHost:
+    from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
+    from rayvec.distributed.ray_host import RayHost
+
+    return RayHost(ResourceRequest(num_cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes), address)
 
 
 def _crash_loop(error: RankLostError) -> LearnerError:

@@ -84,7 +84,7 @@ def begin_collecting(
         inference=config.inference,
         seed=config.seed,
         prefetch=in_workers and config.collects_ahead,
-        by_reference=in_workers and config.learner_mode in ("shared", "dedicated"),
+        by_reference=in_workers and config.num_nodes != 0 and config.learner_mode in ("shared", "dedicated"),
     )
     if state is not None:
         restore(collector, state)

@@ -62,11 +62,11 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     """Returns `config` with ``num_nodes=0`` (this machine, without Ray) where nothing asks for Ray.
 
     Ray is used if `num_nodes` is 1 or more, an address is given (`config.address` or ``RAY_ADDRESS``), Ray is
-    initialised in this process, or the learner has ranks apart from the environments.
+    initialised in this process, or the learner has nodes of its own.
     """
     is_initialized = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    has_ranks_on_ray = config.learner_mode in ("shared", "dedicated")
-    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or is_initialized or has_ranks_on_ray
+    has_nodes = config.learner_mode == "dedicated"
+    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or is_initialized or has_nodes
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
@@ -134,11 +134,12 @@ def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
 
 @contextlib.contextmanager
 def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
-    """Yields the learner of a run with its initial weights: in this process, or as ranks on Ray.
+    """Yields the learner of a run with its initial weights: in this process, or as ranks.
 
-    Ranks on other nodes than the environments claim their cores. On the same nodes they share the cores of the
-    environments' workers. Workers wait while the ranks learn, except where steps are collected ahead (SAC and IMPALA):
-    there, dedicated nodes or fewer workers keep workers and ranks from competing for cores.
+    With ``num_nodes=0`` and no address, ranks are processes of this machine, else they are on Ray. Ranks on other
+    nodes than the environments claim their cores. On the same nodes they share the cores of the environments'
+    workers. Workers wait while the ranks learn, except where steps are collected ahead (SAC and IMPALA): there,
+    dedicated nodes or fewer workers keep workers and ranks from competing for cores.
     """
     build = _learner_builder(config, env)
     with torch_threads(config.learner_threads):
@@ -153,7 +154,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
                 got="num_nodes=0, which is this machine without Ray",
                 remedy="Pass num_nodes=1 or more, or learners='shared'.",
             )
-        from rayvec.distributed.learner_group import LearnerGroup  # imports Ray, which one learner does without
+        from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(
             build,
@@ -163,6 +164,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
             timeout_s=wait_limit_s(config),
             num_cpus=None if is_dedicated else 0,
             avoid_nodes=[node.node_id for node in env.topology.nodes] if is_dedicated else (),
+            num_nodes=0 if config.num_nodes == 0 and config.address is None else None,
             address=config.address,
         )
         with contextlib.closing(group):

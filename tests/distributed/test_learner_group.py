@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,16 @@ def test_two_ranks_of_ppo_equal_a_learner(ppo_group: rayvec.LearnerGroup) -> Non
 
 def test_two_ranks_of_impala_equal_a_learner(make_group: MakeGroup) -> None:
     check_equal(make_group(2, lambda: make_impala(DISCRETE)), make_impala(DISCRETE))
+
+
+def test_two_ranks_without_ray_equal_a_learner_also_when_one_is_killed(make_group: MakeGroup) -> None:
+    group, learner = make_group(2, num_nodes=0), make_learner(DISCRETE)
+    for number, batch in enumerate(make_batches(DISCRETE, 4)):
+        if number == 2:
+            os.kill(group.group.pids[1], signal.SIGKILL)
+        assert group.update(batch) == pytest.approx(learner.update(batch), rel=1e-3, abs=1e-5)
+        assert distance(group.weights(), learner.weights()) < 1e-6
+    assert group.group.num_starts == 2
 
 
 @pytest.mark.slow

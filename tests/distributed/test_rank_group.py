@@ -1,7 +1,8 @@
-"""Ranks as Ray actors: how they connect, what the group does when one is lost, and which settings it refuses."""
+"""Ranks: how they connect, what the group does when one is lost, and which settings it refuses."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,10 +37,10 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
         group.close()
 
 
-@pytest.fixture(scope="module")
-def group(ray_cluster: object) -> Iterator[RankGroup]:
-    """Three ranks that share memory; every test begins by loading a state."""
-    with RankGroup(Adder, 3, timeout_s=TIMEOUT_S) as group:
+@pytest.fixture(scope="module", params=[None, 0], ids=["Ray", "processes"])
+def group(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Three ranks that share memory, on Ray and without it; every test begins by loading a state."""
+    with RankGroup(Adder, 3, timeout_s=TIMEOUT_S, num_nodes=request.param) as group:
         yield group
 
 
@@ -154,6 +155,20 @@ def test_ranks_that_compute_longer_than_the_timeout_are_left_alone(make_group: M
     assert group.num_starts == 1
 
 
+@pytest.mark.parametrize("num_calls", [1, 2, 20])
+def test_calls_since_the_checkpoint_are_repeated(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    monkeypatch.setattr("rayvec.distributed.rank_group._WAIT_SHARE", 1e-9)  # as few checkpoints as there may be
+    group = make_group(2, num_nodes=0, timeout_s=TIMEOUT_S)
+    for _ in range(num_calls):
+        group.run("add", [(1.0,)] * 2)
+    os.kill(group.pids[1], 9)
+    assert group.run("add", [(1.0,)] * 2) == [[2.0 * (num_calls + 1)] * 3] * 2
+    assert group.state_dict()["total"].tolist() == [2.0 * (num_calls + 1)] * 3
+    assert group.num_starts == 2
+
+
 def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) -> None:
     begin(group)
     group.run("add", [(1.0,)] * 3)
@@ -181,6 +196,7 @@ def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
 ) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_set._ANSWER_S", TIMEOUT_S)
+    monkeypatch.setattr("rayvec.distributed.rank_group._WAIT_SHARE", math.inf)  # a checkpoint after every call
     mark = tmp_path / "mark"
     group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=TIMEOUT_S)
     mark.write_text(where)
@@ -191,7 +207,8 @@ def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without
 
 def test_ranks_that_share_memory_listen_on_no_socket_of_their_own(group: RankGroup) -> None:
     actor = ray.remote(Owner).options(num_cpus=0).remote()
-    ports_of_an_actor = listening_ports(ray.get(actor.pid.remote()))
+    is_on_ray = bool(group.placements[0].node_id)
+    ports_of_an_actor = listening_ports(ray.get(actor.pid.remote())) if is_on_ray else ()
     assert [len(listening_ports(pid)) for pid in group.pids] == [len(ports_of_an_actor)] * 3
     ray.kill(actor)
 
@@ -240,6 +257,8 @@ def test_a_make_that_raises_is_raised(ray_cluster: object) -> None:
         ({"num_ranks": 0}, "num_ranks is a count"),
         ({"threads": 0}, "threads is a count"),
         ({"ranks_per_node": 0}, "ranks_per_node is a count"),
+        ({"num_nodes": 1}, "runs ranks as processes of this machine"),
+        ({"num_nodes": 0, "address": "auto"}, "runs ranks as processes of this machine"),
         ({"device": "tpu"}, "device has a fixed set of values"),
         ({"device": "cuda"}, r"needs a GPU for each rank.* Got: none\."),
     ],

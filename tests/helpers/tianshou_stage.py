@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-
 from rayvec.learners.ranks import Ranks
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
 
@@ -52,6 +50,8 @@ class OneRank:
         self.state_dict = self._rank.state_dict
         self.load_state_dict = self._rank.load_state_dict
 
-    def run(self, name: str, arguments: list[tuple[Any, Any]]) -> list[Any]:
-        [(update, shard)] = arguments
-        return [getattr(self._rank, name)(ray.get(update) if isinstance(update, ray.ObjectRef) else update, shard)]
+    def put(self, value: Any) -> Any:
+        return value
+
+    def run(self, name: str, arguments: list[tuple[Any, Any]], *, keep: bool) -> list[Any]:
+        return [getattr(self._rank, name)(*arguments[0])]

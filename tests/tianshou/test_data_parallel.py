@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -49,12 +49,12 @@ def slow_unless(is_smoke: bool, *values: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def parallel(ray_cluster: object) -> Iterator[Parallel]:
-    """Makes algorithms data-parallel on ranks that are started once for each number of them."""
+    """Makes algorithms data-parallel on ranks that are started once for each number of them; two run without Ray."""
     groups: dict[int, RankGroup] = {}
 
     def make(algorithm: Any, num_ranks: int, averages: bool = True) -> Any:
         if num_ranks not in groups:
-            groups[num_ranks] = RankGroup(Stage, num_ranks, num_cpus=1)
+            groups[num_ranks] = RankGroup(Stage, num_ranks, num_cpus=1, num_nodes=0 if num_ranks == 2 else None)
         group = groups[num_ranks]
         group.run("begin", [(pickle_algorithm(algorithm), averages)] * num_ranks)
         return wrap(algorithm, group)
@@ -478,15 +478,21 @@ class TestErrorsOnRanks:
 
 
 class TestLostRanks:
-    @pytest.mark.parametrize(("name", "how"), [("sac", "SIGKILL"), slow_unless(False, "ppo", "SIGSTOP")])
-    def test_lost_in_an_update(self, ray_cluster: object, tmp_path: Any, name: str, how: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "how", "num_nodes"),
+        [("sac", "SIGKILL", None), ("sac", "SIGKILL", 0), slow_unless(False, "ppo", "SIGSTOP", None)],
+    )
+    def test_lost_in_an_update(
+        self, ray_cluster: object, tmp_path: Any, name: str, how: str, num_nodes: Literal[0] | None
+    ) -> None:
         """All are started again as they were before the update, which is done again: no number changes."""
         plain, struck = kit.make(name), kit.make(name)
         kit.updates(plain, kit.fill(plain), count=3)
         mark = tmp_path / "struck"
         struck.critic.register_module("falls", kit.Falls(str(mark), 4, signal.Signals[how]))
         struck.critic.register_forward_hook(kit.fall)
-        with data_parallel(struck, 2, num_cpus=0, timeout_s=60 if how == "SIGKILL" else 15) as other:
+        timeout_s = 60 if how == "SIGKILL" else 15
+        with data_parallel(struck, 2, num_cpus=0, timeout_s=timeout_s, num_nodes=num_nodes) as other:
             pids = other.group.pids
             kit.updates(other, kit.fill(other), count=3)
             assert int(mark.read_text()) in pids
@@ -502,9 +508,8 @@ class TestLostRanks:
     def test_ranks_wait_a_minute_unless_told_otherwise(self) -> None:
         assert inspect.signature(data_parallel).parameters["timeout_s"].default == 60
 
-    @pytest.mark.slow
-    def test_ranks_end_when_the_algorithm_is_collected(self, ray_cluster: object) -> None:
-        other = data_parallel(kit.make("dqn"), 1, num_cpus=0)
+    def test_ranks_end_when_the_algorithm_is_collected(self) -> None:
+        other = data_parallel(kit.make("dqn"), 1, num_nodes=0)
         kit.updates(other, kit.fill(other), count=1)
         pid = other.group.pids[0]
         del other

@@ -16,7 +16,7 @@ def chosen(**settings):
 assert chosen() == 0
 assert chosen(num_nodes=2) == 2
 assert chosen(address="host:6379") is None
-assert chosen(num_learners=2) is None and chosen(learners="dedicated") is None
+assert chosen(num_learners=2) == 0 and chosen(learners="dedicated") is None
 os.environ["RAY_ADDRESS"] = "host:6379"
 assert chosen() is None and chosen(num_nodes=0) == 0
 del os.environ["RAY_ADDRESS"]
@@ -28,6 +28,7 @@ from rayvec.cli import main
 small = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-steps 64 --eval-episodes 4 --run-dir a".split()
 assert main(["train", "ppo", *small]) == 0
 assert main(["eval", "a", "--episodes", "4"]) == 0
+assert main(["train", "ppo", *small[:-1], "b", "--num-learners", "2"]) == 0
 assert "ray" not in sys.modules
 """
 
@@ -36,6 +37,6 @@ def test_train_and_eval_use_ray_only_if_something_asks_for_it(tmp_path: Path) ->
     """In a process of its own, where Ray is not initialised."""
     command = [sys.executable, "-c", DECISIONS + COMMANDS]
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert done.stderr.count("rayvec: 4 environments on this machine, without Ray\n") == 2
+    assert done.stderr.count("rayvec: 4 environments on this machine, without Ray\n") == 3
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert f"mean return {result['eval_return_mean']:.2f}" in done.stdout

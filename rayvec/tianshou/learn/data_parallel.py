@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
-import ray
 import tianshou.algorithm
 import torch
 from numpy.typing import NDArray
@@ -41,9 +40,10 @@ def data_parallel(
     learner_threads: int = 1,
     num_cpus: int | None = None,
     timeout_s: float = 60.0,
+    num_nodes: Literal[0] | None = None,
     address: str | None = None,
 ) -> Any:
-    """Returns an algorithm whose updates are computed by several learner ranks (Ray actors) together.
+    """Returns an algorithm whose updates are computed by several learner ranks together.
 
     It has the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
     use it like `algorithm`. Its ``update`` sends every rank a contiguous part of the buffer, or of the sampled
@@ -67,6 +67,7 @@ def data_parallel(
         learner_threads: How many threads torch may use on each rank.
         num_cpus: Cores that each rank claims from Ray; by default as many as `learner_threads`.
         timeout_s: How long ranks wait for each other, in seconds.
+        num_nodes: 0 runs the ranks as processes of this machine, without Ray. Unset: as Ray actors.
         address: Of a running Ray cluster.
 
     Returns:
@@ -92,16 +93,12 @@ def data_parallel(
         threads=learner_threads,
         num_cpus=num_cpus,
         timeout_s=timeout_s,
+        num_nodes=num_nodes,
         address=address,
     )
     parallel = wrap(algorithm, group, device)
-    weakref.finalize(parallel, _end, group)
+    weakref.finalize(parallel, group.close)
     return parallel
-
-
-def _end(group: RankGroup) -> None:
-    if ray.is_initialized():  # otherwise the ranks have ended with Ray, and a call would start another Ray
-        group.close()
 
 
 def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
@@ -209,8 +206,8 @@ class DataParallel:
         if not self._state.is_at(self._on_ranks):  # weights or optimizers were changed between updates
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
-        sent = ray.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
-        return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards]))
+        sent = self._group.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
+        return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards], keep=True))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Loads what an update changed."""
