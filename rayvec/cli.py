@@ -70,7 +70,7 @@ class Train:
         values = {name: getattr(self.settings, name) for name in field_names(cls)}
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
         if run_dir is None:
-            config = cls(**values)
+            config = cls(**{name: value for name, value in values.items() if name in mentioned})
             from rayvec.training.loop import train
 
             result = train(config)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import yaml
 
+from rayvec.config.presets import PRESETS, PresetMeta
 from rayvec.config.schema import Bounds, check, describe, field_names, plain
 from rayvec.errors import ConfigError
 
@@ -57,8 +58,10 @@ stopped or lengths vary (`sync_fraction`, `variable_lengths`), it is chance whic
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(metaclass=PresetMeta):
     """The settings that every run has, whatever its algorithm.
+
+    A setting that is not passed has the value of the preset, if that has one, or else its default.
 
     Raises:
         ConfigError: A value has the wrong type, is outside its bounds, or contradicts another setting.
@@ -68,6 +71,10 @@ class TrainConfig:
 
     env_id: str = "CartPole-v1"
     """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
+
+    preset: Literal["auto", "none", "classic", "box2d", "mujoco", "atari"] = "auto"
+    """Settings tuned to a kind of environment, in place of the defaults; what you set yourself counts first. "auto":
+    by env_id, where a preset is known for it."""
 
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments for the environment's constructor."""
@@ -89,7 +96,7 @@ class TrainConfig:
 
     num_nodes: Annotated[int, Bounds(0)] | None = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
-    is initialised, an address is given or the learner has ranks; else 0."""
+    is initialised, an address is given or learners="dedicated"; else 0."""
 
     workers_per_node: Annotated[int, Bounds(0)] | None = None
     """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
@@ -140,6 +147,14 @@ class TrainConfig:
                 expected="an id that Gymnasium knows",
                 got="an empty string",
                 remedy='Pass one, for example env_id="CartPole-v1".',
+            )
+        presets = [name for name in PRESETS.get(self.algorithm, {}) if name.islower()]
+        if self.preset not in ("none", *presets):
+            raise ConfigError(
+                "A preset has settings for some algorithms.",
+                expected=f"none{''.join(f', {name}' for name in presets)} for {self.algorithm}",
+                got=self.preset,
+                remedy="Leave preset out, or pass preset='none' for the defaults.",
             )
         if self.num_learners > self.num_envs:
             raise ConfigError(

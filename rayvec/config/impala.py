@@ -21,9 +21,6 @@ class IMPALAConfig(TrainConfig):
 
     algorithm: ClassVar[str] = "impala"
 
-    total_steps: Count = 300_000
-    """Environment steps to train for, rounded up to whole iterations."""
-
     num_steps: Count = 32
     """Steps that each environment takes in an iteration."""
 

@@ -21,22 +21,22 @@ class PPOConfig(TrainConfig):
 
     algorithm: ClassVar[str] = "ppo"
 
-    num_steps: Count = 64
+    num_steps: Count = 128
     """Steps that each environment takes in an iteration."""
 
-    learning_rate: Positive = 2.5e-3
+    learning_rate: Positive = 2.5e-4
     """Step size of Adam at the start."""
 
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0 over the run."""
 
-    gamma: Fraction = 0.98
+    gamma: Fraction = 0.99
     """Discount for each step."""
 
-    gae_lambda: Fraction = 0.9
+    gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
 
-    num_epochs: Count = 8
+    num_epochs: Count = 4
     """Passes over an iteration's steps."""
 
     minibatch_size: Count = 256
@@ -45,13 +45,13 @@ class PPOConfig(TrainConfig):
     clip_coef: Positive = 0.2
     """How far the ratio of action probabilities may move from 1 before its gradient is clipped."""
 
-    clip_value_loss: bool = False
+    clip_value_loss: bool = True
     """Clip the change of the value by clip_coef too."""
 
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
 
-    entropy_coef: NonNegative = 0.0
+    entropy_coef: NonNegative = 0.01
     """Weight of the entropy bonus."""
 
     max_grad_norm: Positive = 0.5

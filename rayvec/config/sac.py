@@ -25,7 +25,7 @@ class SACConfig(TrainConfig):
     env_id: str = "Pendulum-v1"
     """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
 
-    total_steps: Count = 20_000
+    total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""
 
     num_envs: Count = 4
@@ -59,7 +59,7 @@ class SACConfig(TrainConfig):
     tau: Fraction = 0.005
     """Share of the critics that is mixed into the target critics at every update."""
 
-    policy_lr: Positive = 1e-3
+    policy_lr: Positive = 3e-4
     """Step size of Adam for the actor."""
 
     q_lr: Positive = 1e-3
@@ -80,13 +80,13 @@ class SACConfig(TrainConfig):
     target_entropy_scale: Fraction = 0.5
     """Target entropy of Discrete actions, as a share of the largest possible entropy."""
 
-    policy_interval: Count = 1
+    policy_interval: Count = 2
     """Updates of the critics between two updates of the actor, which then takes as many steps at once."""
 
     num_critics: Count = 2
     """Number of critics; targets use the smallest of their values."""
 
-    hidden_sizes: tuple[Count, ...] = (128, 128)
+    hidden_sizes: tuple[Count, ...] = (256, 256)
     """Units in each hidden layer of the actor and the critics."""
 
     compile: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -147,6 +148,8 @@ class _Run:
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
         begin_run_dir(self._run_dir, self._config, self._complete(state))
+        if self._config.preset != "none":
+            print(f"rayvec: settings of the preset {self._config.preset}", file=sys.stderr)
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a trainer with the progress; keeps it where lost ranks would continue from it."""

@@ -1,0 +1,125 @@
+"""Presets: settings that are tuned to a kind of environment, by name and by the environment's id.
+
+PPO's for Box2D, MuJoCo and Atari and SAC's for MuJoCo are the usual ones, of CleanRL and RL Baselines3 Zoo, at the
+numbers of environments that suit a few cores.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["PRESETS", "PresetMeta", "preset_of"]
+
+_NAMES = {
+    "classic": r"CartPole|Acrobot|MountainCar|MountainCarContinuous|Pendulum",
+    "box2d": r"LunarLander|LunarLanderContinuous|BipedalWalker|BipedalWalkerHardcore",
+    "mujoco": r"Ant|HalfCheetah|Hopper|Humanoid|HumanoidStandup|InvertedPendulum|InvertedDoublePendulum|Pusher|Reacher"
+    r"|Swimmer|Walker2d",
+    "atari": r"ALE/\w+",
+}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "ppo": {
+        "classic": {
+            "num_steps": 64,
+            "learning_rate": 2.5e-3,
+            "gamma": 0.98,
+            "gae_lambda": 0.9,
+            "num_epochs": 8,
+            "minibatch_size": 256,
+            "entropy_coef": 0.0,
+            "clip_value_loss": False,
+        },
+        "Pendulum": {
+            "total_steps": 200_000,
+            "num_steps": 256,
+            "learning_rate": 1e-3,
+            "gamma": 0.9,
+            "gae_lambda": 0.95,
+            "num_epochs": 10,
+        },
+        "box2d": {
+            "total_steps": 1_000_000,
+            "num_steps": 1024,
+            "learning_rate": 1e-3,
+            "gamma": 0.999,
+            "gae_lambda": 0.98,
+            "minibatch_size": 256,
+            "clip_value_loss": False,
+        },
+        "mujoco": {
+            "total_steps": 1_000_000,
+            "num_envs": 8,
+            "num_steps": 256,
+            "learning_rate": 3e-4,
+            "num_epochs": 10,
+            "minibatch_size": 64,
+            "entropy_coef": 0.0,
+            "normalize_obs": True,
+            "normalize_reward": True,
+        },
+        "atari": {
+            "env_kwargs": {"frameskip": 1},
+            "wrappers": ("rayvec.wrappers:atari",),
+            "total_steps": 10_000_000,
+            "num_envs": 8,
+            "minibatch_size": 256,
+            "clip_coef": 0.1,
+            "clip_reward": 1.0,
+        },
+    },
+    "sac": {
+        "classic": {
+            "total_steps": 20_000,
+            "policy_lr": 1e-3,
+            "policy_interval": 1,
+            "hidden_sizes": (128, 128),
+        },
+        "box2d": {"total_steps": 300_000, "learning_starts": 5_000},
+        "mujoco": {"total_steps": 1_000_000, "num_steps": 1, "learning_starts": 5_000},
+    },
+    "impala": {
+        "classic": {"total_steps": 300_000},
+        "box2d": {"total_steps": 2_000_000, "gamma": 0.999, "num_envs": 32},
+        "atari": {
+            "env_kwargs": {"frameskip": 1},
+            "wrappers": ("rayvec.wrappers:atari",),
+            "total_steps": 10_000_000,
+            "num_envs": 32,
+            "num_steps": 20,
+            "learning_rate": 6e-4,
+            "normalize_reward": False,
+            "clip_reward": 1.0,
+        },
+    },
+}
+"""Settings by algorithm, then by preset; those under the name of an environment come on top of its preset's."""
+
+
+def preset_of(env_id: str, algorithm: str) -> str:
+    """Returns the name of the preset for an environment, or "none" where the algorithm has none for it.
+
+    >>> preset_of("CartPole-v1", "ppo"), preset_of("ale_py:ALE/Breakout-v5", "ppo"), preset_of("Maze-v0", "ppo")
+    ('classic', 'atari', 'none')
+    """
+    name, known = _base_name(env_id), PRESETS.get(algorithm, {})
+    return next((preset for preset in _NAMES if preset in known and re.fullmatch(_NAMES[preset], name)), "none")
+
+
+def _base_name(env_id: str) -> str:
+    return re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
+
+
+class PresetMeta(type):
+    """Lets the settings of a preset take the place of defaults: what is passed to the constructor counts first."""
+
+    def __call__(cls, **given: Any) -> Any:
+        """Makes settings; `preset` is replaced by the name of the one that applies."""
+        algorithm, env_id = getattr(cls, "algorithm", ""), str(given.get("env_id", getattr(cls, "env_id", "")))
+        fitting, preset = preset_of(env_id, algorithm), given.get("preset", "auto")
+        if preset == "auto":
+            preset = fitting
+        presets = PRESETS.get(algorithm, {})
+        own = presets.get(_base_name(env_id), {}) if preset == fitting else {}
+        return super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})

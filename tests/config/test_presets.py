@@ -1,0 +1,98 @@
+"""Presets: which one applies, what counts before it, and where it is written down."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+
+from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.config import CONFIGS
+from rayvec.config.presets import PRESETS
+from rayvec.errors import ConfigError
+
+CLEANRL = {
+    "num_steps": 128,
+    "learning_rate": 2.5e-4,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "num_epochs": 4,
+    "clip_coef": 0.2,
+    "clip_value_loss": True,
+    "entropy_coef": 0.01,
+    "value_coef": 0.5,
+    "max_grad_norm": 0.5,
+    "anneal_lr": True,
+    "normalize_advantage": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "env_id", "preset"),
+    [
+        (PPOConfig, "CartPole-v1", "classic"),
+        (PPOConfig, "LunarLander-v3", "box2d"),
+        (PPOConfig, "HalfCheetah-v5", "mujoco"),
+        (PPOConfig, "gymnasium.envs.mujoco:Hopper-v4", "mujoco"),
+        (PPOConfig, "ale_py:ALE/Breakout-v5", "atari"),
+        (SACConfig, "ale_py:ALE/Breakout-v5", "none"),
+        (IMPALAConfig, "LunarLander-v3", "box2d"),
+        (PPOConfig, "MyCartPole-v1", "none"),
+        (PPOConfig, "module:Class", "none"),
+    ],
+)
+def test_the_preset_of_an_environment_applies_by_itself(kind: Any, env_id: str, preset: str) -> None:
+    config = kind(env_id=env_id)
+    assert config.preset == preset
+    for name, value in PRESETS[kind.algorithm].get(preset, {}).items():
+        assert getattr(config, name) == value
+
+
+def test_defaults_are_those_of_cleanrl() -> None:
+    for config in (PPOConfig(env_id="Maze-v0"), PPOConfig(preset="none")):
+        assert {name: getattr(config, name) for name in CLEANRL} == CLEANRL
+
+
+def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kind() -> None:
+    assert PPOConfig(gamma=0.99).gamma == 0.99
+    assert PPOConfig(env_id="Pendulum-v1").gamma == PRESETS["ppo"]["Pendulum"]["gamma"] == 0.9
+    assert PPOConfig(env_id="Pendulum-v1", gamma=0.95).gamma == 0.95
+    assert PPOConfig(env_id="Maze-v0", preset="classic").gamma == 0.98
+    assert PPOConfig(env_id="Pendulum-v1", preset="mujoco").gamma == 0.99
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, SACConfig, IMPALAConfig])
+def test_every_preset_is_valid_and_goes_through_yaml_pickle_and_replace(kind: Any) -> None:
+    for preset in ("none", *(name for name in PRESETS[kind.algorithm] if name.islower())):
+        config = kind(env_id="Maze-v0", preset=preset)
+        assert TrainConfig.from_yaml(config.to_yaml()) == config == pickle.loads(pickle.dumps(config))
+        assert replace(config, seed=2, env_id="CartPole-v1") == replace(config, env_id="CartPole-v1", seed=2)
+        assert replace(config, env_id="CartPole-v1").preset == preset
+
+
+def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(TrainConfig):
+        algorithm: ClassVar[str] = "own"
+
+    monkeypatch.setitem(CONFIGS, "own", Own)
+    assert Own().preset == "none"
+    with pytest.raises(ConfigError, match=r"Expected: none for own\. Got: classic"):
+        Own(preset="classic")
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset", "error"),
+    [
+        (PPOConfig, "mujoko", "'classic' | 'box2d' | 'mujoco'"),
+        (PPOConfig, None, "'classic' | 'box2d' | 'mujoco'"),
+        (PPOConfig, [], "'classic' | 'box2d' | 'mujoco'"),
+        (SACConfig, "atari", "none, classic, box2d, mujoco for sac"),
+    ],
+)
+def test_an_unknown_preset_is_refused(kind: Any, preset: Any, error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(preset=preset)
+    assert error in str(caught.value)
