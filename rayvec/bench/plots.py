@@ -20,6 +20,7 @@ __all__ = ["plot_scaling"]
 Row = dict[str, Any]
 _COLORS = {
     "rayvec-worker": "#0b5fa5",
+    "rayvec-decentralized": "#00876c",
     "rayvec-driver": "#56a3dd",
     "tianshou-ray": "#c23b22",
     "tianshou-subproc": "#e08214",

@@ -22,6 +22,8 @@ __all__ = ["cells", "chunk_length", "run"]
 
 ENOUGH = 0.8
 """Share of the ideal that independent processes must reach for a cell to say anything."""
+_CHUNKED = ("rayvec-worker", "rayvec-decentralized")
+_ADAPTERS = {"rayvec-driver": "rayvec", "rayvec-worker": "rayvec", "rayvec-decentralized": "decentralized"}
 _CHUNK_S, _MOST_CHUNK_STEPS = 2.0, 128
 Cell = tuple[int, str, float]
 """Nodes, way and step duration of a row."""
@@ -31,7 +33,7 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
     """Measures the missing cells, prints the table, writes JSON, CSV and plots."""
     check(given)
     jitter_sigma(given.jitter)
-    check_any(given, "nodes", "step_duration", "inference")
+    check_any(given, "nodes", "step_duration", "inference", "learners")
     check_peers(given.peer, SCALING_PEERS)
     settings, results = _begin(given, mentioned)
     check(settings)
@@ -84,7 +86,9 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
 
 def cells(settings: Scaling) -> Iterator[Cell]:
     """Yields nodes, way and step duration of each row; the floor's come last for each number of nodes."""
-    ways = [f"rayvec-{where}" for where in settings.inference] + [name for name in settings.peer if name != "floor"]
+    ways = [f"rayvec-{where}" for where in settings.inference if "driver" in settings.learners]
+    ways += ["rayvec-decentralized"] * ("decentralized" in settings.learners)
+    ways += [name for name in settings.peer if name != "floor"]
     for count in sorted(set(settings.nodes)):
         for way in [*ways, "floor"]:
             for step_s in sorted(set(settings.step_duration), reverse=True):
@@ -92,12 +96,12 @@ def cells(settings: Scaling) -> Iterator[Cell]:
 
 
 def chunk_length(settings: Scaling, way: str, step_s: float) -> int:
-    """Returns T of a chunk: about two seconds' worth, at most 128 steps, unless chosen; 1 outside the workers.
+    """Returns T of a chunk: about two seconds' worth, at most 128 steps, unless chosen; 1 without chunks.
 
     >>> [chunk_length(Scaling(), "rayvec-worker", step_s) for step_s in (1.0, 0.1, 0.001)]
     [2, 20, 128]
     """
-    if way != "rayvec-worker":
+    if way not in _CHUNKED:
         return 1
     return settings.chunk_steps or min(_MOST_CHUNK_STEPS, max(1, round(_CHUNK_S / step_s)))
 
@@ -179,7 +183,7 @@ class _Stepper:
 
     def _measure_way(self, floor: PeerProcess, way: str, todo: list[Cell]) -> None:
         settings = self._settings
-        with self._started("rayvec" if way.startswith("rayvec-") else way, way) as (process, started):
+        with self._started(_ADAPTERS.get(way, way), way) as (process, started):
             if "missing" in started:
                 self._note(f"{short_name(way)}: not installed ({started['missing']})")
                 return
@@ -210,7 +214,7 @@ class _Stepper:
                 "obs_size": settings.obs_size,
             },
             "inference": way.removeprefix("rayvec-") if way.startswith("rayvec-") else "driver",
-            "prefetch": way == "rayvec-worker",
+            "prefetch": way in _CHUNKED,
             "address": self._nodes.address,
         }
 
@@ -243,13 +247,14 @@ class _Stepper:
                 "step_duration_s": step_s,
                 "way": short_name(way),
                 "transport": started["transport"],
-                "chunk_steps": chunk_length(self._settings, way, step_s) if way == "rayvec-worker" else None,
+                "chunk_steps": chunk_length(self._settings, way, step_s) if way in _CHUNKED else None,
                 **row,
                 "steps_per_s_per_core": row["steps_per_s"] / self._cores,
                 "ideal_steps_per_s": ideal,
                 "efficiency": row["steps_per_s"] / ideal,
                 "floor_efficiency": floor_efficiency,
                 "marked": floor_efficiency < ENOUGH,
+                "network_bytes_per_step": windows[-1].get("network_bytes_per_step", 0.0),
                 "split": {state: statistics.fmean(split.get(state, 0.0) for split in splits) for state in STATES},
                 "start_s": started["start_s"],
                 "simulated": self._nodes.simulated,
@@ -265,8 +270,19 @@ def _show(settings: Scaling, results: Results) -> None:
     jitter = f", jitter {settings.jitter}" if settings.jitter else ""
     show_table(
         f"Environments that {work}, one for each core{jitter}; efficiency = steps/s over (cores / step duration),\n"
-        "floor = independent processes, T = steps of chunks, prefetched",
-        ("nodes x cores", "step, s", "", "transport", "steps/s", "per core", "ideal", "efficiency", "of floor"),
+        "floor = independent processes, T = steps of chunks, prefetched; B/step = bytes between nodes for each step",
+        (
+            "nodes x cores",
+            "step, s",
+            "",
+            "transport",
+            "steps/s",
+            "per core",
+            "ideal",
+            "efficiency",
+            "B/step",
+            "of floor",
+        ),
         [_texts(row) for row in rows],
     )
     ours = [row for row in rows if row["way"] != "floor"]
@@ -295,5 +311,6 @@ def _texts(row: dict[str, Any]) -> tuple[str, ...]:
         number(row["steps_per_s_per_core"]),
         f"{row['ideal_steps_per_s']:,.0f}",
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
+        f"{row.get('network_bytes_per_step', 0.0):.1f}",
         "" if row["way"] == "floor" else spread(row["of_floor_all"], ".3f"),
     )

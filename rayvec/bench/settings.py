@@ -37,6 +37,10 @@ class Scaling:
     inference: tuple[Literal["driver", "worker"], ...] = ("driver", "worker")
     """Where rayvec's policy acts: in the driver at every step, or in the workers for whole chunks."""
 
+    learners: tuple[Literal["driver", "decentralized"], ...] = ("driver",)
+    """Where steps go: to the driver, as inference says; or to one decentralized rank on each node, which sums
+    gradients with the others."""
+
     peer: tuple[str, ...] = ("gymnasium-async",)
     """Measured beside rayvec: gymnasium-sync, gymnasium-async, or module:name of an adapter that Python can import.
     The floor (independent processes) is always measured."""

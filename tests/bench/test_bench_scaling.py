@@ -26,6 +26,7 @@ from rayvec.errors import ConfigError
 
 TINY = (
     "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.1 --chunk-steps 8 --peer gymnasium-sync"
+    " --learners driver decentralized"
 ).split()
 ROW = {
     "nodes": int,
@@ -65,7 +66,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
         assert "--resume" in command.stderr.read_text() and "Traceback" not in command.stderr.read_text()
         assert_nothing_left(command)
     before = json.loads((out / "scaling.json").read_text())["rows"]
-    assert 1 <= len(before) < 4
+    assert 1 <= len(before) < 5
     again = tmp_path / "again"
     again.mkdir()
     with running(["bench", "scaling", "--resume", str(out / "scaling.json")], again) as command:
@@ -76,10 +77,12 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     assert_schema(content)
     assert content["rows"][: len(before)] == before and "--step-duration 0.002" in content["command"]
     ways = {row["way"]: row for row in content["rows"]}
-    assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-driver", "rayvec-worker"]
+    assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-decentralized", "rayvec-driver", "rayvec-worker"]
     assert ways["rayvec-driver"]["transport"] == "tcp x 1"
     assert all(row["split"]["unattributed"] <= 0.05 for row in ways.values())
     assert ways["rayvec-worker"]["split"]["inference"] > 0
+    assert ways["rayvec-worker"]["network_bytes_per_step"] > 30
+    assert ways["rayvec-decentralized"]["network_bytes_per_step"] == 0  # of one rank
     assert "simulated nodes of 2 cores on this machine" in printed and "tcp x 1" in printed
     with (out / "scaling.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(content["rows"])

@@ -13,6 +13,7 @@ ADAPTERS = {
     "floor": f"{_HERE}.floors:Floor",
     "cluster-floor": f"{_HERE}.floors:ClusterFloor",
     "rayvec": f"{_HERE}.ours:Ours",
+    "decentralized": f"{_HERE}.decentralized:Decentralized",
     "simulated-nodes": f"{_HERE}.simulated:SimulatedNodes",
     "process-pool": f"{_HERE}.ours:BarePool",
     "gymnasium-sync": f"{_HERE}.vectors:SyncVector",

@@ -105,10 +105,11 @@ class Host:
                 inference.append(inference_s)
         used = {name: after - used_s[name] for name, after in self._used_s().items()}  # before the nodes are queried
         node_s, worker_s = np.subtract(self._machines.kinds_cpu_s(adapter.node_pids), nodes_s)
+        network_bytes = adapter.network_bytes() / (steps / len(calls))
         adapter.settle()  # a pending chunk ends after the window and is not counted
         adapter.rest()
         found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), "split": None}
-        found |= used | {"node_cpu_s": node_s, "worker_cpu_s": worker_s}
+        found |= used | {"node_cpu_s": node_s, "worker_cpu_s": worker_s, "network_bytes_per_step": network_bytes}
         if with_split and (clocks := self._clocks(calls[0][0])):
             found |= _divide(adapter, clocks, calls, inference, used["driver_cpu_s"] / len(calls))
         return found

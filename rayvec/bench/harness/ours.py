@@ -122,6 +122,15 @@ class Ours(Adapter):
         per_env = self._chunk.extras["inference_s"].sum(0)
         return np.array([per_env[ids].sum() for ids in self._worker_ids])
 
+    def network_bytes(self) -> int:
+        """Bytes of the last call between nodes: chunks of other nodes than the driver's, or actions and answers."""
+        nodes = zip(self.env.topology.nodes, self.env.transports, strict=True)
+        remote = [node.worker_bounds for node, transport in nodes if transport == "tcp"]
+        if self._chunk is not None:
+            sent = [self._chunk.columns(bounds[0], bounds[-1]) for bounds in remote]
+            return sum(len(pickle.dumps(chunk, protocol=5)) for chunk in sent)
+        return sum(map(len, self._pack_frames()[1:])) * len(remote) if remote else 0
+
     def packing_s(self) -> float:
         """Seconds that a call packs and unpacks, timed separately on data of the same size."""
         obs_layout, num_nodes = ArrayLayout.of(self.env.single_observation_space), len(self.node_pids)
@@ -136,16 +145,24 @@ class Ours(Adapter):
             return _median_s(once)
         if "tcp" not in self.transport or obs_layout is None:  # in shared memory, or objects, which are pickled
             return 0.0
-        frames = FrameFormat(obs_layout, ArrayLayout.of(self.env.single_action_space))
-        ids = np.arange(self.num_envs // num_nodes)
-        flags = np.zeros(len(ids), bool)
-        answer = StepBatch(ids, obs_layout.empty((len(ids),)), np.zeros(len(ids)), flags, flags)
 
         def frame() -> None:
-            frames.unpack_request(frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0])
-            frames.unpack_answer(bytearray(frames.pack_answer(answer)[0]))
+            frames, request, answer = self._pack_frames()
+            frames.unpack_request(request)
+            frames.unpack_answer(bytearray(answer))
 
         return num_nodes * _median_s(frame)
+
+    def _pack_frames(self) -> tuple[FrameFormat, Any, Any]:
+        """Returns the format, and the request and the answer of a step on one node; observations are arrays."""
+        obs_layout = ArrayLayout.of(self.env.single_observation_space)
+        assert obs_layout is not None
+        frames = FrameFormat(obs_layout, ArrayLayout.of(self.env.single_action_space))
+        ids = np.arange(self.num_envs // len(self.node_pids))
+        flags = np.zeros(len(ids), bool)
+        answer = StepBatch(ids, obs_layout.empty((len(ids),)), np.zeros(len(ids)), flags, flags)
+        request = frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0]
+        return frames, request, frames.pack_answer(answer)[0]
 
     def close(self) -> None:
         """Ends it."""

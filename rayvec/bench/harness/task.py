@@ -120,6 +120,10 @@ class Adapter(ABC):
         """Seconds of inference of each worker in the last call; None where that is not known."""
         return None
 
+    def network_bytes(self) -> int:
+        """Bytes that crossed from node to node in the last call, as far as messages of rayvec count."""
+        return 0
+
     def packing_s(self) -> float:
         """Seconds of packing in each call, where known."""
         return 0.0
