@@ -75,7 +75,7 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
             "A run writes into a directory of its own.",
             expected="a path where a directory can be made",
             got=f"{run_dir} ({error.strerror})",
-            remedy="Pass another run_dir.",
+            remedy="Pass another run_dir, on a disk with free space that you may write to.",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

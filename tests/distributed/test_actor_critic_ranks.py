@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import BOX, DISCRETE, distance
-from helpers.ranks_kit import N, make_batches, make_impala, make_learner
+from helpers.actor_critic_kit import BOX, DISCRETE, OBS, distance, make_chunk
+from helpers.ranks_kit import STATS, N, make_batches, make_impala, make_learner
 from helpers.thread_ranks import Apart, ThreadRanks, learn_on_ranks, on_ranks, shard
 from torch import Tensor
 
+from rayvec.data import Batch
+from rayvec.data.chunk_ops import join_chunks
 from rayvec.errors import ConfigError, LearnerError
+from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.policy import Policy
 
 Metrics = list[dict[str, float]]
 TWO_RANKS = [[0, 3, N], [0, 6, N], [0, 0, N]]
@@ -76,6 +82,41 @@ def test_without_sums_they_differ(make: Any) -> None:
     parameters, _ = learn(make_one, DISCRETE, [0, 3, N], 5, kind=Apart)
     assert distance(parameters[0], expected) > 1e-3
     assert not torch.equal(*parameters)
+
+
+@LEARNERS
+@pytest.mark.parametrize(
+    ("dtype", "num_updates", "tolerance"),
+    [(torch.float64, 5, 1e-12), pytest.param(torch.float32, 50, 1e-5, marks=pytest.mark.slow)],
+)
+def test_ranks_that_were_cut_equal_one_with_the_union_of_their_steps(
+    make: Any, dtype: torch.dtype, num_updates: int, tolerance: float
+) -> None:
+    """Each rank has the chunk that it took, of a length of its own; one learner has all of them, joined."""
+    lengths = np.random.default_rng(0).integers(1, 9, (num_updates, 3))
+    policy, widths = Policy(make_actor_critic(OBS, DISCRETE, (16, 16), seed=1)), (2, 3, 2)
+    taken = [
+        [
+            replace(make_chunk(policy, 3 * number + rank, num_steps=int(steps), num_envs=width), env_ids=ids)
+            for rank, (steps, width, ids) in enumerate(zip(row, widths, np.split(np.arange(7), [2, 5]), strict=True))
+        ]
+        for number, row in enumerate(lengths)
+    ]
+
+    def learn_with(ranks: ThreadRanks) -> Any:
+        learner = make(DISCRETE, dtype)
+        learner.ranks = ranks
+        for chunks in taken:
+            learner.update(Batch((chunks[ranks.rank],), STATS))
+        return learner.state_dict()["parameters"]
+
+    one = make(DISCRETE, dtype)
+    for chunks in taken:
+        one.update(Batch((join_chunks(chunks),), STATS))
+    parameters = on_ranks(3, learn_with)
+    assert distance(parameters[0], one.state_dict()["parameters"]) <= tolerance
+    assert all(torch.equal(each, parameters[0]) for each in parameters)
+    assert distance(parameters[0], make(DISCRETE, dtype).state_dict()["parameters"]) > 0.01
 
 
 @pytest.mark.parametrize("settings", [{"target_kl": 1e-3}, {"normalize_advantage": False}, {"clip_value_loss": True}])
