@@ -184,12 +184,14 @@ class Categorical:
         return chosen.reshape(by_env), np.add.reduce(logp.reshape(by_env), 1).astype(np.float32)
 
     def _tensor_table(self, params: Tensor) -> Tensor:
-        if self._columns is None:
+        if len(set(self.sizes)) == 1:
             return params.view(-1, len(self.sizes), self.sizes[0])
+        from torch import split, stack
         from torch.nn.functional import pad
 
-        table: Tensor = pad(params, (0, 1), value=_NO_LOGIT)[..., self._columns]
-        return table
+        largest = max(self.sizes)  # an index by an array could not be compiled
+        parts = zip(split(params, list(self.sizes), -1), self.sizes, strict=True)
+        return stack([pad(part, (0, largest - size), value=_NO_LOGIT) for part, size in parts], -2)
 
 
 @dataclass(frozen=True)

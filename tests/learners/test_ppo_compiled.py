@@ -15,6 +15,8 @@ from rayvec.learners.compiling import Compiled
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 
+UNEQUAL = spaces.MultiDiscrete([3, 5])
+
 
 def learn_both_ways(action_space: spaces.Space[Any], gaps: bool) -> tuple[Any, Any]:
     """Two updates, eager and then compiled; with gaps in the batches, minibatches differ in size."""
@@ -29,14 +31,32 @@ def learn_both_ways(action_space: spaces.Space[Any], gaps: bool) -> tuple[Any, A
 
 @pytest.mark.parametrize(
     ("action_space", "gaps"),
-    [(DISCRETE, False), *(pytest.param(space, True, marks=pytest.mark.slow) for space in (DISCRETE, BOX))],
-    ids=["discrete", "discrete with gaps", "box with gaps"],
+    [(DISCRETE, False), *(pytest.param(space, True, marks=pytest.mark.slow) for space in (DISCRETE, BOX, UNEQUAL))],
+    ids=["discrete", "discrete with gaps", "box with gaps", "unequal choices with gaps"],
 )
 def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any], gaps: bool) -> None:
     (weights, metrics), (others, other_metrics) = learn_both_ways(action_space, gaps)
     np.testing.assert_allclose(others, weights, atol=2e-5)
     for ours, theirs in zip(other_metrics, metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "action_space",
+    [DISCRETE, BOX, UNEQUAL, spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(3)],
+    ids=str,
+)
+def test_every_space_is_one_graph(
+    action_space: spaces.Space[Any], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Traced whole, but not translated to C++, which takes half a minute."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda function, *, options, **rest: compile_(function, backend="eager", **rest)
+    )
+    (weights, _), (others, _) = learn_both_ways(action_space, gaps=False)
+    np.testing.assert_allclose(others, weights, atol=2e-5)
+    assert not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
