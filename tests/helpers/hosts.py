@@ -116,6 +116,11 @@ class Host:
         self._space.ip("rule", "del", "pref", "0")
         self._space.ip("rule", "add", "pref", "50", "iif", "eth0", *ports, "blackhole")
 
+    def limit(self, cpu_max: str, memory_max: str) -> None:
+        """Shows processes the limits of a control group, as those of a container see them. Nothing enforces them."""
+        write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
+        self.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
+
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on the host, as leader of its own group."""
         return subprocess.Popen(
@@ -219,9 +224,14 @@ class Cluster:
         """The other hosts."""
         return self.network.hosts[1:]
 
-    def join(self, host: Host) -> None:
-        """Starts Ray on a host; one after another, since raylets that start together can fail."""
-        host.environment |= self.network.environment
+    def join(self, host: Host, *before: str) -> None:
+        """Starts Ray on a host; one after another, since raylets that start together can fail.
+
+        Args:
+            host: Which.
+            before: Words before the command, such as ``prlimit``.
+        """
+        host.environment = {**self.network.environment, **host.environment}
         is_head = host is self.head
         where = ["--head", f"--port={_PORT}", "--include-dashboard=false"] if is_head else [f"--address={self.address}"]
         ports = ["--node-manager-port=6400", "--object-manager-port=6401"]
@@ -229,6 +239,7 @@ class Cluster:
         directory.mkdir()
         sizes = [f"--num-cpus={self._cpus}", "--object-store-memory=80000000", "--memory=2000000000"]
         host.run(
+            *before,
             *_RAY,
             "start",
             *where,
