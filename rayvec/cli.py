@@ -10,21 +10,14 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import itertools
-import os
-import platform
-import resource
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Union
 
 import tyro
 
-import rayvec
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.schema import Bounds, check, field_names
@@ -142,51 +135,25 @@ class Bench:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Print what rayvec would run on: versions, cores, limits, and the nodes of Ray."""
+    """Check this machine and every node of a Ray cluster as a run would use them, and say what to do.
+
+    Each line begins with ok, warning or error. The exit code is 1 if there is an error: a run would fail.
+    """
 
     address: str | None = None
     """Address of a Ray cluster; unset: RAY_ADDRESS, or else a private cluster that is started to test Ray."""
 
-    def run(self, mentioned: frozenset[str]) -> None:
-        """Prints a line for each finding."""
-        for finding in itertools.chain(_versions(), _limits(), _cluster(self.address)):
-            print(finding, flush=True)
+    env_id: str | None = None
+    """Environment to make on each node; its step duration is measured, and the best setting predicted."""
 
+    json: bool = False
+    """Print one JSON document instead of lines."""
 
-def _versions() -> Iterator[str]:
-    yield f"python      {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield f"rayvec      {rayvec.__version__}"
-    for package in ("ray", "gymnasium", "torch", "numpy", "tianshou"):
-        yield f"{package:11} {importlib.metadata.version(package)}"
+    def run(self, mentioned: frozenset[str]) -> int:
+        """Prints a line for each finding; returns 1 if one is an error."""
+        from rayvec.doctor.report import report
 
-
-def _limits() -> Iterator[str]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield f"cores       {len(os.sched_getaffinity(0))} of {os.cpu_count()} usable by this process"
-    yield f"open files  {soft} allowed, can be raised to {hard}" + (" (few: ulimit -n 65536)" if soft < 4096 else "")
-    shared = shutil.disk_usage("/dev/shm")
-    yield f"/dev/shm    {shared.free / 2**30:.1f} GiB free of {shared.total / 2**30:.1f} GiB"
-
-
-def _cluster(address: str | None) -> Iterator[str]:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from rayvec.cluster.session import RaySession
-
-    session = RaySession(address)
-    try:
-        where = address or os.environ.get("RAY_ADDRESS") or "a private local cluster"
-        yield f"ray         answers: {where}"
-        niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
-        for node in (node for node in ray.nodes() if node["Alive"]):
-            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            nice = ray.get(niceness.options(scheduling_strategy=here).remote())
-            advice = " (a busy driver starves them: start Ray with RAY_worker_niceness=0)" if nice else ""
-            cores = node["Resources"].get("CPU", 0)
-            yield f"node        {node['NodeManagerAddress']}: {cores:.0f} cores, workers at nice {nice}{advice}"
-    finally:
-        session.release()
+        return report(self.address, self.env_id, as_json=self.json)
 
 
 Command = (
@@ -208,7 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with Interrupts():
             command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
-            command.run(_mentioned(args))
+            return command.run(_mentioned(args)) or 0
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
@@ -218,7 +185,6 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
-    return 0
 
 
 def _print_error(text: str, error: BaseException) -> None:

@@ -29,6 +29,7 @@ ROOMS = [
     "tianshou",
     "rayvec",  # the public names, all of them lazy
     "bench",
+    "doctor",
     "cli",
 ]
 """Packages and modules at the top of rayvec; each imports only what stands before it, lazily too."""

@@ -142,7 +142,9 @@ class ProcessHost:
             raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")
         return ref.result
 
-    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
+    def signs(
+        self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[_Ref] = ()
+    ) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         try:
             return [vital_signs(rank.pid) for rank in ranks]

@@ -126,8 +126,13 @@ class RankHost(Protocol):
         """
         ...
 
-    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
-        """Returns CPU time and state of each rank's process, or None where a node does not say so in time."""
+    def signs(
+        self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
+    ) -> list[VitalSigns] | None:
+        """Returns CPU time and state of each rank's process, or None where a node does not say so in time.
+
+        A node that the network no longer reaches says nothing. So the first result of a `pending` call ends the wait.
+        """
         ...
 
     def rendezvous(self) -> AbstractContextManager[MakeStore]:

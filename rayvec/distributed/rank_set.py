@@ -138,7 +138,8 @@ class RankSet:
         """Waits for so many results as long as no rank hangs."""
         pause_s, before = self._timeout_s / 2, None
         while len(done := self._host.wait(refs, num_results, pause_s)) < num_results:
-            signs = self._host.signs(self.ranks, max(self._timeout_s, _ANSWER_S))
+            pending = [each for each in refs if each not in done]
+            signs = self._host.signs(self.ranks, max(self._timeout_s, _ANSWER_S), pending)
             if signs and before:
                 pairs = list(zip(self.ranks, before, signs, strict=True))
                 stopped = [rank for rank, then, now in pairs if then.is_stopped and now.is_stopped]

@@ -16,6 +16,7 @@ from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
+from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RayHost"]
 
@@ -71,7 +72,9 @@ class RayHost:
                 raise
             raise lost(ref[0], f"{type(error).__name__}: {reason}") from error
 
-    def signs(self, ranks: Sequence[RunningRank], timeout_s: float) -> list[VitalSigns] | None:
+    def signs(
+        self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
+    ) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         measured = [
             ray.remote(vital_signs)
@@ -79,8 +82,14 @@ class RayHost:
             .remote(rank.pid)
             for rank in ranks
         ]
+        missing, results, deadline = list(measured), [_ref(each) for each in pending], deadline_in(timeout_s)
+        while missing:
+            done, _ = ray.wait([*missing, *results], num_returns=1, timeout=seconds_until(deadline))
+            if not done or done[0] in results:
+                return None
+            missing.remove(done[0])
         try:
-            return ray.get(measured, timeout=timeout_s)
+            return ray.get(measured)
         except ray.exceptions.RayError:
             return None  # the result of the rank says what is wrong
 

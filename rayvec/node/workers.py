@@ -24,14 +24,14 @@ from rayvec.node.worker import STACK_SIGNAL, WorkerSpec
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["WorkerProcess", "Workers", "worker_name"]
+__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "Workers", "worker_name"]
 
 _END_S = 5.0
 _DUMP_S = 1.0
 _STACK_BYTES = 1 << 16
-_FILES_OF_A_WORKER = 5
+FILES_OF_A_WORKER = 5
 """The pipe, the process, the file for its stack, and two pieces of chunk memory."""
-_SPARE_FILES = 64
+SPARE_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Workers:
         self._preload = preload
         self._turn = threading.RLock()  # a restart and the end may come from different threads
         self._closed = False
-        _allow_open_files(_FILES_OF_A_WORKER * len(factories))
+        _allow_open_files(FILES_OF_A_WORKER * len(factories))
         self.server = self._open_server()
         self._specs = [
             WorkerSpec(k, worker_bounds[k], factory, node, restart_policy) for k, factory in enumerate(factories)
@@ -253,10 +253,10 @@ def _allow_open_files(count: int) -> None:
         ConfigError: The hard limit does not allow so many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES
+    needed = len(os.listdir("/proc/self/fd")) + count + SPARE_FILES
     if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
         raise ConfigError(
-            f"A pool keeps {_FILES_OF_A_WORKER} files open for each worker.",
+            f"A pool keeps {FILES_OF_A_WORKER} files open for each worker.",
             expected=f"a limit of at least {needed} open files",
             got=f"a hard limit of {hard}",
             remedy="Raise the limit (ulimit -Hn shows it), or use fewer workers.",

@@ -1,0 +1,353 @@
+"""Hosts on one machine: each has its own network, processes, host name and /dev/shm, and a cable to a common switch.
+
+A host is a set of Linux namespaces that the kernel removes when the host's first process ends. That process reads from
+a pipe, and ends when the test process closes the pipe or dies. Nothing has a name outside, so hosts of several test
+runs do not see each other, and none of them can be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 240.0  # Ray starts in 5 s on a quiet machine
+_PREFIX = "10.77.0"
+_EPHEMERAL = (32768, 60999)
+_RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+_PORT = 6379
+_ALIVE = """
+import json, ray
+ray.init("auto", log_to_driver=False, logging_level="ERROR")
+print(json.dumps([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]))
+"""
+
+
+@functools.cache
+def why_not() -> str:
+    """Returns why this machine can't make hosts, or an empty string."""
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"needs the programs {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    try:
+        with Network(1) as network:
+            network.hosts[0].run("true")
+    except (subprocess.CalledProcessError, RuntimeError) as error:
+        return f"needs network and process namespaces: {getattr(error, 'stderr', '') or error}".strip()
+    return ""
+
+
+class _Namespaces:
+    """Namespaces that exist as long as their first process."""
+
+    def __init__(self, *flags: str, setup: str) -> None:
+        script = f"{setup} && echo ready && exec env --ignore-signal=CHLD cat"  # so that no zombies stay
+        self._holder = subprocess.Popen(
+            ["unshare", *flags, "--fork", "--kill-child", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "ready\n":
+            raise RuntimeError(self._holder.communicate()[1])
+        self.pid = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()[0]
+
+    def ip(self, *arguments: str) -> None:
+        """Runs ``ip`` in the network of the namespaces."""
+        subprocess.run(["nsenter", "-t", self.pid, "-n", "ip", *arguments], check=True, capture_output=True, text=True)
+
+    def end(self) -> None:
+        """Ends the first process, and with it all others and the namespaces."""
+        if self._holder.returncode is None:
+            self._holder.communicate(timeout=DEADLINE_S)
+
+
+class Host:
+    """A host; made by :class:`Network`.
+
+    Attributes:
+        name: Its host name.
+        address: Its IP address.
+        environment: What its processes have in their environment besides that of this process.
+    """
+
+    def __init__(self, number: int, switch: _Namespaces, environment: dict[str, str], shm_mib: int = 256) -> None:
+        self.name, self.address = f"h{number}", f"{_PREFIX}.{number + 1}"
+        self.environment = dict(environment)
+        self._switch, self._cable = switch, f"v{number}"
+        setup = f"hostname {self.name} && mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && ip link set lo up"
+        self._space = _Namespaces("--net", "--pid", "--mount", "--mount-proc", "--uts", setup=setup)
+        switch.ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._space.pid)
+        switch.ip("link", "set", self._cable, "master", "switch", "up")
+        self._space.ip("address", "add", f"{self.address}/24", "dev", "eth0")
+        self._space.ip("link", "set", "eth0", "up")
+        self._space.ip("route", "add", "default", "via", f"{_PREFIX}.254")  # by which Ray finds its own address
+
+    def unplug(self) -> None:
+        """Pulls the cable: what is sent gets lost, and nobody is told."""
+        self._switch.ip("link", "set", self._cable, "down")
+
+    def plug(self) -> None:
+        """Plugs the cable in again."""
+        self._switch.ip("link", "set", self._cable, "up")
+
+    def block(self) -> None:
+        """Drops what other hosts send to the ports of streams, as a firewall would. Ray has fixed ports below them."""
+        both = "-".join(map(str, _EPHEMERAL))
+        ports = ("ipproto", "tcp", "sport", both, "dport", both)
+        self._space.ip("rule", "add", "pref", "100", "lookup", "local")  # the kernel's own rule would come first
+        self._space.ip("rule", "del", "pref", "0")
+        self._space.ip("rule", "add", "pref", "50", "iif", "eth0", *ports, "blackhole")
+
+    def limit(self, cpu_max: str, memory_max: str) -> None:
+        """Shows processes the limits of a control group, as those of a container see them. Nothing enforces them."""
+        write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
+        self.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
+
+    def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """Starts a process on the host, as leader of its own group."""
+        return subprocess.Popen(
+            ["nsenter", "-t", self._space.pid, "-n", "-m", "-p", "-u", *command],
+            env={**_environment(), **self.environment, **options.pop("environment", {})},
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the host to its end; by default it must succeed."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = self.popen(*command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
+            try:
+                code = process.wait(DEADLINE_S)
+            except BaseException:  # after success, daemons that it has started go on
+                kill_group(process)
+                raise
+            out.seek(0), err.seek(0)
+            done = subprocess.CompletedProcess(command, code, out.read(), err.read())
+        assert not check or code == 0, f"{' '.join(command)} on {self.name}: exit code {code}\n{done.stderr}"
+        return done
+
+    def python(self, code: str, *arguments: str) -> Any:
+        """Runs Python code on the host; returns the last line that it prints, as JSON."""
+        return json.loads(self.run(sys.executable, "-c", code, *arguments).stdout.splitlines()[-1])
+
+    def end(self) -> None:
+        """Ends the host and all of its processes at once, as a power cut does."""
+        self._space.end()
+
+
+class Network:
+    """A switch and hosts.
+
+    Args:
+        num_hosts: How many.
+        environment: What processes of all hosts have in their environment.
+    """
+
+    def __init__(self, num_hosts: int, environment: dict[str, str] | None = None) -> None:
+        self.environment = environment or {}
+        self.hosts: list[Host] = []
+        address = f"ip address add {_PREFIX}.254/24 dev switch"
+        setup = f"ip link add switch type bridge && ip link set switch up && {address}"
+        self._switch = _Namespaces("--net", setup=setup)
+        try:
+            for _ in range(num_hosts):
+                self.add()
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, **options: Any) -> Host:
+        """Adds a host."""
+        self.hosts.append(Host(len(self.hosts), self._switch, self.environment, **options))
+        return self.hosts[-1]
+
+    def close(self) -> None:
+        """Ends all hosts and the switch."""
+        for host in self.hosts:
+            host.end()
+        self._switch.end()
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Cluster:
+    """A Ray cluster with a token, whose head is the first host of a network.
+
+    Args:
+        network: Its hosts.
+        directory: For the files of Ray.
+        cpus: Cores that each host has in Ray.
+    """
+
+    def __init__(self, network: Network, directory: Path, cpus: int = 2) -> None:
+        self.network, self._directory, self._cpus = network, directory, cpus
+        self.address = f"{network.hosts[0].address}:{_PORT}"
+        network.environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ADDRESS": self.address,
+            "RAY_worker_niceness": "0",
+        }
+        for host in network.hosts:
+            self.join(host)
+
+    @property
+    def head(self) -> Host:
+        """The host of the head, on which drivers run."""
+        return self.network.hosts[0]
+
+    @property
+    def others(self) -> list[Host]:
+        """The other hosts."""
+        return self.network.hosts[1:]
+
+    def join(self, host: Host, *before: str) -> None:
+        """Starts Ray on a host; one after another, since raylets that start together can fail.
+
+        Args:
+            host: Which.
+            before: Words before the command, such as ``prlimit``.
+        """
+        host.environment = {**self.network.environment, **host.environment}
+        is_head = host is self.head
+        where = ["--head", f"--port={_PORT}", "--include-dashboard=false"] if is_head else [f"--address={self.address}"]
+        ports = ["--node-manager-port=6400", "--object-manager-port=6401"]
+        directory = self._directory / f"{host.name}-{secrets.token_hex(2)}"
+        directory.mkdir()
+        sizes = [f"--num-cpus={self._cpus}", "--object-store-memory=80000000", "--memory=2000000000"]
+        host.run(
+            *before,
+            *_RAY,
+            "start",
+            *where,
+            *ports,
+            *sizes,
+            f"--node-ip-address={host.address}",
+            f"--temp-dir={directory}",
+            "--disable-usage-stats",
+        )
+
+    def alive(self) -> list[str]:
+        """Returns the addresses of the hosts that the head takes for alive."""
+        found: list[str] = self.head.python(_ALIVE)
+        return found
+
+    def replace(self, host: Host) -> Host:
+        """Replaces a host that a fault has broken by a new one, which joins the cluster."""
+        host.end()
+        new = self.network.add()
+        self.network.hosts.remove(host)
+        self.join(new)
+        return new
+
+
+class Program:
+    """A Python program that runs on a host and prints lines of JSON.
+
+    Args:
+        host: Where.
+        path: The program.
+        arguments: Of the program.
+    """
+
+    def __init__(self, host: Host, path: Path, *arguments: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")
+        self.process = host.popen(
+            sys.executable,
+            str(path),
+            *arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):  # Ray prints too
+                    self._lines.put(line)
+        self._lines.put(None)
+
+    @property
+    def log(self) -> str:
+        """What the program has written to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def line(self, limit_s: float = DEADLINE_S) -> Any:
+        """Returns the next line; fails if none comes in time or the program has ended."""
+        try:
+            line = self._lines.get(timeout=limit_s)
+        except queue.Empty:
+            line = None
+        assert line is not None, f"no line within {limit_s:g} s, exit code {self.process.poll()}:\n{self.log[-4000:]}"
+        return json.loads(line)
+
+    def until(self, limit_s: float = DEADLINE_S, **wanted: Any) -> Any:
+        """Returns the next line that has these values; skips others."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            line = self.line(max(0.0, deadline_s - time.monotonic()))
+            if wanted.items() <= line.items():
+                return line
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for `condition`; fails if the program ends before, or if it takes too long."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline_s, self.log[-4000:]
+            time.sleep(0.05)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        kill_group(self.process)
+        self._reader.join()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def cluster_of(num_hosts: int, **options: Any) -> Iterator[Cluster]:
+    """Yields a Ray cluster on so many hosts, and removes all of it."""
+    with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as directory:
+        with Network(num_hosts) as network:
+            yield Cluster(network, Path(directory), **options)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Kills a process that leads a group, and the group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait(DEADLINE_S)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -1,0 +1,69 @@
+"""`rayvec doctor` on a cluster with planted faults: each is found and explained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.hosts import Cluster, cluster_of, why_not
+
+import rayvec
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_not()), reason=f"hosts in namespaces: {why_not()}"),
+]
+DOCTOR = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())", "doctor"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A head in order, a host that is a narrow container, and one with other versions behind a firewall."""
+    with cluster_of(1) as cluster:
+        narrow = cluster.network.add(shm_mib=32)
+        narrow.limit("50000 100000", "1000000000")
+        narrow.environment["RAY_worker_niceness"] = "15"
+        cluster.join(narrow, "prlimit", "--nofile=1024:1024")
+        other = cluster.network.add()
+        package = Path(rayvec.__file__).parent
+        shutil.copytree(package, tmp_path / "rayvec", ignore=shutil.ignore_patterns("__pycache__"))
+        init = tmp_path / "rayvec" / "__init__.py"
+        init.write_text(init.read_text().replace(f'"{rayvec.__version__}"', '"0.0.9"'))
+        (tmp_path / "numpy-1.26.4.dist-info").mkdir()
+        (tmp_path / "numpy-1.26.4.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 1.26.4\n")
+        other.environment["PYTHONPATH"] = str(tmp_path)
+        cluster.join(other)
+        other.block()
+        yield cluster
+
+
+def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
+    done = cluster.head.run(*DOCTOR, "--address", cluster.address, check=False)
+    print(done.stdout)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    _, narrow, other = (host.address for host in cluster.network.hosts)
+    for address, level, check, words in (
+        (narrow, "warning", "cores", ["2 in Ray", "quota of 0.5", "--num-cpus=1"]),
+        (narrow, "warning", "memory", ["limit of 954 MiB", "raise the limit of the container"]),
+        (narrow, "warning", "niceness", ["nice 15", "RAY_worker_niceness=0"]),
+        (narrow, "warning", "open files", ["1024 allowed", "ulimit -n 65536"]),
+        (narrow, "warning", "/dev/shm", ["32 MiB", "--shm-size"]),
+        (other, "error", "versions", ["rayvec 0.0.9", rayvec.__version__, "Install the same versions"]),
+        (other, "error", "versions", ["numpy 1.26.4", "Install the same versions"]),
+        (other, "error", "port there", [cluster.head.address, "firewall"]),
+    ):
+        start = f"{level:7}  {address:15}  {check:11}"
+        assert any(line.startswith(start) and all(word in line for word in words) for line in lines), (start, words)
+    head = [line for line in lines if f"  {cluster.head.address} " in line]
+    assert head and all(line.startswith("ok") for line in head)
+    environment = cluster.head.run(*DOCTOR, "--address", cluster.address, "--env-id=CartPole-v1", "--json", check=False)
+    report = json.loads(environment.stdout)
+    assert report["level"] == "error"
+    timed = [each["node"] for each in report["findings"] if each["check"] == "environment" and each["level"] == "ok"]
+    assert cluster.head.address in timed and narrow in timed
