@@ -19,7 +19,7 @@ SMALL = {
     "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
     "sb3_ppo.py": (1024, 5),
-    "sb3_sac.py": (960, 2),
+    "sb3_sac.py": (160, 2),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),
