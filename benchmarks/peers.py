@@ -94,6 +94,15 @@ def stable_baselines3(task: Task) -> Foreign:
     return Foreign(env, task.num_envs, "pipe", task.actions())
 
 
+def rayvec_stable_baselines3(task: Task) -> Foreign:
+    """Makes rayvec's vector environment for Stable-Baselines3, without Ray."""
+    from rayvec.stable_baselines3 import RayVecEnv
+
+    env = RayVecEnv([task.make] * task.num_envs, num_nodes=0, workers_per_node=task.workers)
+    env.reset()
+    return Foreign(env, task.num_envs, "shm", task.actions())
+
+
 def envpool(task: Task) -> Foreign:
     """Makes EnvPool's own environment of that name, which its threads step.
 
@@ -230,7 +239,8 @@ class Rllib(Adapter):
 rllib = Rllib
 
 NAMES = (
-    *("tianshou_subproc", "tianshou_shmem", "tianshou_ray", "stable_baselines3", "envpool"),
+    *("tianshou_subproc", "tianshou_shmem", "tianshou_ray"),
+    *("stable_baselines3", "rayvec_stable_baselines3", "envpool"),
     *("pufferlib_serial", "pufferlib", "torchrl", "rllib"),
 )
 

@@ -18,6 +18,8 @@ SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
+    "sb3_ppo.py": (1024, 5),
+    "sb3_sac.py": (160, 2),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),
@@ -36,7 +38,10 @@ def test_none_is_left_out() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if "tianshou" in name or "cluster" in name else name for name in SMALL],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith(("tianshou", "cluster", "sb3")) else name
+        for name in SMALL
+    ],
 )
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -77,3 +82,15 @@ def test_five_lines_differ_from_the_script_for_tianshou_alone(name: str) -> None
     code = "\n".join([*removed, source.split('"""', 2)[2]])
     assert "rayvec" not in code
     assert not {"Collector", "SubprocVectorEnv"} - set(re.findall(r"\w+", "\n".join(removed)))
+
+
+@pytest.mark.parametrize("name", ["sb3_ppo.py", "sb3_sac.py"])
+def test_one_line_differs_from_the_script_for_stable_baselines3_alone(name: str) -> None:
+    """The diff that the docs show undoes everything of rayvec, and nothing else."""
+    source = (EXAMPLES / name).read_text()
+    page = (EXAMPLES.parent / "docs" / "stable-baselines3.md").read_text()
+    diff = page.split(f"`examples/{name}`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
+    (added,) = [line[1:] for line in diff if line.startswith("+")]
+    (removed,) = [line[1:] for line in diff if line.startswith("-")]
+    assert source.count(f"{added}\n") == 1
+    assert "rayvec" not in source.split('"""', 2)[2].replace(added, removed)

@@ -11,7 +11,7 @@ import pytest
 
 import rayvec
 
-HEAVY = ("ray", "torch", "gymnasium", "tianshou", "matplotlib", "tensorboard", "pandas")
+HEAVY = ("ray", "torch", "gymnasium", "tianshou", "stable_baselines3", "matplotlib", "tensorboard", "pandas")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -32,6 +32,8 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec.node.worker", {"gymnasium"}),
         ("import rayvec.tianshou; dir(rayvec.tianshou)", set()),
         ("import rayvec.tianshou.env.pool_env", {"gymnasium"}),
+        ("import rayvec.stable_baselines3; dir(rayvec.stable_baselines3)", set()),
+        ("import rayvec.stable_baselines3.worker_env", {"gymnasium"}),
         ("import rayvec; rayvec.Policy", {"gymnasium"}),
         ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
         ("import rayvec; rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0, workers_per_node=0).close()", {"gymnasium"}),

@@ -1,0 +1,268 @@
+"""RayVecEnv: environments on a cluster or on this machine, as a vector environment of Stable-Baselines3."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv
+
+from rayvec.data import StepBatch, Tree, tree_map
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import ConfigError, message
+from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
+from rayvec.pools.restarts import RESTARTED
+from rayvec.stable_baselines3.worker_env import WorkerEnv
+from rayvec.vector.adapter import PoolAdapter
+
+__all__ = ["RayVecEnv"]
+
+Indices = int | Iterable[int] | None
+
+
+class RayVecEnv(PoolAdapter, VecEnv):
+    """Environments on every core of a Ray cluster or of this machine, as one Stable-Baselines3 vector environment.
+
+    It replaces ``SubprocVecEnv`` and ``DummyVecEnv``: observations, infos and errors are theirs, and rewards are
+    ``float32 [N]``, as those of ``DummyVecEnv``. Environments are made on the workers, so only the callables must be
+    picklable. No cores are claimed from Ray: training and evaluation environments may share them.
+
+    Args:
+        env_fns: One callable for each environment.
+        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray.
+        workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
+            process steps the environments one after another, as ``DummyVecEnv`` does.
+        step_timeout_s: As for :class:`rayvec.RayVecEnv`.
+        start_timeout_s: As for :class:`rayvec.RayVecEnv`.
+        on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed ends the episode: reward
+            0, ``info["TimeLimit.truncated"]``, ``info["env_restarted"]``, and the last true observation in
+            ``info["terminal_observation"]``. The observation is the first of the restarted environment.
+        on_node_loss: As for :class:`rayvec.RayVecEnv`.
+        preload: As for :class:`rayvec.RayVecEnv`. ``("stable_baselines3",)`` where the callables use its wrappers.
+        address: As for :class:`rayvec.RayVecEnv`.
+
+    Raises:
+        ConfigError: Settings that can't work, observations that no array holds, or a cluster that is too small.
+        ValueError: Two callables return the same environment.
+        RuntimeError: The environments' spaces differ.
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
+        step_timeout_s: float | None = None,
+        start_timeout_s: float = 300.0,
+        on_env_error: Literal["raise", "restart"] = "raise",
+        on_node_loss: Literal["rehost", "raise"] = "rehost",
+        preload: Sequence[str] = (),
+        address: str | None = None,
+    ) -> None:
+        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
+        factory = EnvFactory.build(env_fns, wrappers=(WorkerEnv,))
+        self._everyone = np.arange(factory.num_envs)
+        self._open(
+            factory,
+            num_nodes=num_nodes,
+            workers_per_node=workers_per_node,
+            restart_policy=restart_policy,
+            on_node_loss=on_node_loss,
+            preload=preload,
+            address=address,
+            claim_cpus=False,
+        )
+        found = self._pool.spaces
+        self._guarded(lambda: self._allocate(found))
+        self._plain_actions = not isinstance(found.action, (spaces.Dict, spaces.Tuple))
+        super().__init__(factory.num_envs, found.observation, found.action)
+
+    def _allocate(self, found: PoolSpaces) -> None:
+        """Checks the environments and allocates the arrays."""
+        _check_spaces(found)
+        self._pool.allocate(found.observation, found.action)
+        if self._pool.layout is None:
+            raise ConfigError(
+                "Stable-Baselines3 stores observations in arrays.",
+                expected="a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of them",
+                got=found.observation,
+                remedy="Convert the observations by a wrapper.",
+            )
+        identities = self._pool.call("env_identity", (), {}, self._everyone)(None)
+        for node in self.topology.nodes:
+            for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+                if len(set(identities[start:stop])) < stop - start:
+                    raise ValueError(
+                        message(
+                            "Each callable makes an environment of its own.",
+                            expected=f"{stop - start} environments in one worker",
+                            got="the same environment from several callables",
+                            remedy="Make the environment inside the callable: lambda: gymnasium.make(...).",
+                        )
+                    )
+
+    def reset(self) -> Any:
+        """Resets all environments, with the seeds and options that were set since the last reset.
+
+        A step that is pending is waited for, and its result is dropped.
+
+        Returns:
+            Observations, tree of ``[N, *obs_shape]``. :attr:`reset_infos` holds the infos.
+        """
+        self._assert_running()
+        if self._pending is not None and self._pending.name == "step":
+            self._wait("step", None)
+        self._assert_idle("reset")
+        obs = self._guarded(self._reset)
+        self._reset_seeds()
+        self._reset_options()
+        return obs
+
+    def _reset(self) -> Tree:
+        """Resets those environments together that have the same options."""
+        groups: list[tuple[dict[str, Any], list[int]]] = []
+        for env_id, options in enumerate(self._options):
+            same = [ids for known, ids in groups if known is options or _same(known, options)]
+            if same:
+                same[0].append(env_id)
+            else:
+                groups.append((options, [env_id]))
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        for options, members in groups:
+            ids = np.array(members)
+            self._pool.reset(ids, [self._seeds[i] for i in members], options or None)
+            for info in self._pool.recv(ids).info:
+                self.reset_infos[info.env_id] = info.info
+        self._pool.observe(self._everyone)
+        return tree_map(np.copy, self._pool.recv(self._everyone).obs)
+
+    def step_async(self, actions: Any) -> None:
+        """Starts a step of every environment; :meth:`step_wait` returns its result.
+
+        Args:
+            actions: One action for each environment: an array ``[N, *act_shape]``, or a list.
+        """
+        self._assert_idle("step_async")
+        if len(actions) != self.num_envs:
+            raise ConfigError(
+                "Every environment takes one action.",
+                expected=f"{self.num_envs} actions",
+                got=f"{len(actions)}",
+                remedy="Pass one action for each environment, stacked.",
+            )
+        if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
+            actions = [actions[i] for i in range(self.num_envs)]
+
+        def start() -> Callable[[float | None], StepBatch]:
+            self._pool.send(self._everyone, actions, Autoreset.SAME_STEP)
+            return lambda timeout_s: self._pool.recv(self._everyone, timeout_s=timeout_s)
+
+        self._start("step", start)
+
+    def step_wait(self) -> tuple[Any, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
+        """Waits for :meth:`step_async`.
+
+        Returns:
+            Observations, tree of ``[N, *obs_shape]``; rewards, ``float32 [N]``; whether an episode ended, ``bool [N]``;
+            infos. Where an episode ended, the observation is the first of the next one, the info holds the last one
+            (``terminal_observation``), and :attr:`reset_infos` the info of the reset.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+        """
+        batch: StepBatch = self._wait("step", None)
+        done = batch.terminated | batch.truncated
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for env_id, info, _, final_info in batch.info:
+            infos[env_id] = info if final_info is None else final_info
+        for info, cut in zip(infos, (batch.truncated & ~batch.terminated).tolist(), strict=True):
+            info["TimeLimit.truncated"] = cut
+        for env_id, info, final_obs, final_info in batch.info:
+            if final_info is not None:
+                infos[env_id]["terminal_observation"] = final_obs
+                self.reset_infos[env_id] = {key: value for key, value in info.items() if key != RESTARTED}
+        return tree_map(np.copy, batch.obs), batch.rew.astype(np.float32), done, infos
+
+    def close(self) -> None:
+        """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
+        self._pending = None
+        if not self.closed:
+            self._close_pool()
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """Returns an attribute of some environments, each from the outermost wrapper that has it.
+
+        Raises:
+            AttributeError: An environment does not have it.
+        """
+        return self._call("get_env_attr", (attr_name,), indices)
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Returns whether all environments have an attribute."""
+        return all(self._call("has_env_attr", (attr_name,), None))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Sets an attribute of the outermost wrapper of some environments, all to the same value."""
+        self._call("set_env_attr", (attr_name, value), indices)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Calls a method of some environments; returns the results."""
+        return self._call("call_env", (method_name, method_args, method_kwargs), indices)
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
+        """Returns whether environments have a wrapper of a class."""
+        return self._call("is_env_wrapped", (wrapper_class,), indices)
+
+    def get_images(self) -> Sequence[NDArray[Any] | None]:
+        """Returns what each environment renders, where its render mode is ``"rgb_array"``; else warns."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+                stacklevel=2,
+            )
+            return [None] * self.num_envs
+        return self.env_method("render")
+
+    def _call(self, name: str, args: tuple[Any, ...], indices: Indices) -> list[Any]:
+        self._assert_idle(name)
+        ids = self._everyone if indices is None else self._everyone[np.atleast_1d(np.array(_listed(indices), np.int64))]
+        if len(set(ids.tolist())) < len(ids):
+            return [value for env_id in ids.tolist() for value in self._call(name, args, env_id)]
+        if len(ids) == 0:
+            return []
+        return self._guarded(lambda: self._pool.call(name, args, {}, ids)(None), KeyboardInterrupt)
+
+
+def _listed(indices: int | Iterable[int]) -> int | list[int]:
+    return list(indices) if isinstance(indices, Iterable) else indices
+
+
+def _same(options: dict[str, Any], others: dict[str, Any]) -> bool:
+    try:
+        return bool(options == others)
+    except ValueError:  # arrays among them
+        return False
+
+
+def _check_spaces(found: PoolSpaces) -> None:
+    """Raises ``RuntimeError`` unless one observation space and one action space hold for all environments."""
+    misfit = found.misfit(found.observation)
+    for kind, env_id in (("observation", misfit), ("action", found.actions_differ)):
+        if env_id is not None:
+            raise RuntimeError(
+                message(
+                    f"Environments that are stepped together share one {kind} space.",
+                    expected="that of environment 0",
+                    got=f"another in environment {env_id}",
+                    remedy="Make them equal by a wrapper.",
+                )
+            )

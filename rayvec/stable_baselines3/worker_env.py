@@ -1,0 +1,74 @@
+"""The worker's half of the adapter: the methods that Stable-Baselines3 calls on single environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+from rayvec.errors import ConfigError
+
+__all__ = ["WorkerEnv"]
+
+
+class WorkerEnv(gymnasium.Env[Any, Any]):
+    """An environment with the methods that the adapter calls beside Gymnasium's.
+
+    Args:
+        env: The environment.
+
+    Raises:
+        ConfigError: It is no ``gymnasium.Env``.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                "Each callable makes one environment.",
+                expected="a gymnasium.Env",
+                got=f"{type(env).__module__}.{type(env).__qualname__}",
+                remedy="Convert older environments with shimmy.",
+            )
+        self._env = env
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+        self.metadata = env.metadata
+        self.render_mode = env.render_mode
+        self.step = env.step  # type: ignore[method-assign]  # no call in between, at every step
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Resets, with options only where there are some, as Stable-Baselines3 does."""
+        return self._env.reset(seed=seed, options=options) if options else self._env.reset(seed=seed)
+
+    def close(self) -> None:
+        """Closes."""
+        self._env.close()
+
+    def get_env_attr(self, name: str) -> Any:
+        """Returns an attribute of the outermost wrapper that has it."""
+        return self._env.get_wrapper_attr(name)
+
+    def has_env_attr(self, name: str) -> bool:
+        """Returns whether the environment or a wrapper has an attribute."""
+        return self._env.has_wrapper_attr(name)
+
+    def set_env_attr(self, name: str, value: Any) -> None:
+        """Sets an attribute of the outermost wrapper."""
+        setattr(self._env, name, value)
+
+    def call_env(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the outermost wrapper that has it."""
+        return self._env.get_wrapper_attr(name)(*args, **kwargs)
+
+    def is_env_wrapped(self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]]) -> bool:
+        """Returns whether one of the wrappers is of a class."""
+        env: Any = self._env
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, wrapper_class):
+                return True
+            env = env.env
+        return False
+
+    def env_identity(self) -> int:
+        """Returns a number that two environments of one process share only if they are the same object."""
+        return id(self._env.unwrapped)
