@@ -19,6 +19,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
+from numpy.typing import NDArray
 
 from rayvec.collect.quotas import episode_quotas
 from rayvec.config import TrainConfig
@@ -109,6 +110,14 @@ class RankTrainer:
         iteration.sent_bytes = self._ranks.sent_bytes - before
         return iteration
 
+    def weights(self) -> NDArray[np.float32] | None:
+        """Returns the acting weights, on rank 0."""
+        return self._learner.weights() if self._ranks.rank == 0 else None
+
+    def num_eval_episodes(self) -> int:
+        """Returns how many episodes all ranks play in an evaluation."""
+        return self._trainer.num_eval_episodes
+
     def shared(self) -> Any:
         """Returns what all ranks share of the learner's state, packed, on rank 0."""
         return pack(shared_state(self._learner)) if self._ranks.rank == 0 else None
@@ -158,17 +167,20 @@ class DecentralizedTrainer:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         return bool(self._pending)
 
-    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
+    def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         if not self._pending:
             self._pending.append(self._group.post("iterate"))
         parts = self._group.post("parts") if keep else None
+        weights = self._group.post("weights") if evaluate else None
         if ahead:
             self._pending.append(self._group.post("iterate"))
         iterations: list[Iteration] = self._group.gather(self._pending.popleft())
         iteration = _joined(iterations)
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
+        if weights is not None:
+            iteration.weights = self._group.gather(weights)[0]
         return iteration
 
     def state(self) -> dict[str, Any]:
@@ -177,7 +189,7 @@ class DecentralizedTrainer:
 
     def evaluate(self) -> Evaluation:
         """See :class:`~rayvec.training.trainer.RunTrainer`. Each environment plays what it would with one process."""
-        quotas = episode_quotas(self._config.eval_episodes, self._config.num_envs)
+        quotas = episode_quotas(self._group.run("num_eval_episodes")[0], self._config.num_envs)
         bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
         shares = [int(quotas[low:high].sum()) for low, high in pairwise(bounds)]
         parts: list[Evaluation] = self._group.run("evaluate", [(share,) for share in shares])

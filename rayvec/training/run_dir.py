@@ -5,6 +5,8 @@ runs/<name>/
 ├── metrics.jsonl          a line for each iteration
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from
+├── best.pt                with eval_interval_steps: the weights of the best evaluation
+├── checkpoints/           with rayvec.CheckpointHistory: older checkpoints
 ├── learning_curve.png     return against steps
 └── result.json            totals, and the greedy evaluation
 """
@@ -19,16 +21,21 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
-from rayvec.training.progress import check_state
+from rayvec.training.progress import Progress, check_state
 
-__all__ = ["begin_run_dir", "free_run_dir", "load_run", "locked", "save_checkpoint", "save_result"]
+__all__ = ["begin_run_dir", "free_run_dir", "load_run", "locked", "save_best", "save_checkpoint", "save_result"]
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -116,6 +123,11 @@ def _busy(run_dir: Path) -> ConfigError:
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
     """Replaces the checkpoint of a run; see `rayvec.training.checkpoint.save`."""
     checkpoint.save(run_dir / "checkpoint.pt", state)
+
+
+def save_best(run_dir: Path, weights: NDArray[np.float32], progress: Progress) -> None:
+    """Replaces ``best.pt``: acting weights, and how far the run had come with them."""
+    checkpoint.save(run_dir / "best.pt", {"weights": torch.from_numpy(weights), "progress": asdict(progress)})
 
 
 def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], returns: Sequence[float]) -> None:

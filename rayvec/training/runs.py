@@ -23,6 +23,7 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.wrappers import StaggeredStart
 
 __all__ = [
     "LEARNERS",
@@ -82,7 +83,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         config.env_id,
         num_envs or config.num_envs,
         env_kwargs=config.env_kwargs,
-        wrappers=[_function(name) for name in config.wrappers],
+        wrappers=[*map(_function, config.wrappers), *([StaggeredStart] if config.stagger_starts else [])],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
