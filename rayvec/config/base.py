@@ -51,6 +51,7 @@ ADJUSTABLE = (
     "eval_steps",
     "eval_interval_steps",
     "log_interval_steps",
+    "track",
 )
 """Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
@@ -144,6 +145,9 @@ class TrainConfig:
     log_interval_steps: Count = 1
     """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
     iterations."""
+
+    track: Literal["wandb", "mlflow"] | None = None
+    """Tracker that metrics go to as well: Weights & Biases or MLflow, which are extras."""
 
     stagger_starts: bool = False
     """Truncate the first episode of each environment after a number of steps between 1 and the environment's time

@@ -177,8 +177,8 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.close(failed=error is not None)
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def log(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Logs one iteration, which `progress` counts already.
@@ -246,12 +246,10 @@ class RunLogger:
             self._publish({"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std})
             self._greedy = (self._progress.steps, evaluation.return_mean)
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self) -> None:
         """Writes what is not yet written, closes the files and the bar, and draws the learning curve."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._draw)
-            if self._tracker is not None:
-                stack.callback(self._tracker.close, failed=failed)
             stack.callback(self._metrics.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)

@@ -19,10 +19,11 @@ from rayvec.errors import LearnerError, RankLostError
 from rayvec.training.callbacks import BestModel, RunContext, call, check_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
-from rayvec.training.loggers import RunLogger
+from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
+from rayvec.training.trackers import check_tracker, open_tracker
 from rayvec.training.trainer import RunTrainer
 
 __all__ = ["TrainResult", "resume", "train"]
@@ -103,6 +104,7 @@ def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
     check_callbacks(callbacks)
+    check_tracker(config)
     run = _Run(config, run_dir, state, callbacks)
     is_done = False
     with contextlib.ExitStack() as stack:
@@ -112,6 +114,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
             try:
                 with open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0) as trainer:
                     interrupts.check()
+                    run.open_tracker(stack)
                     if run.state is None:
                         run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
@@ -151,6 +154,7 @@ class _Run:
         self.how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
         self._config, self._run_dir = config, run_dir
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
+        self._tracker: Tracker | None = None
         self._began_s = time.monotonic() - progress.wall_s
 
     @contextlib.contextmanager
@@ -162,6 +166,12 @@ class _Run:
             if self.has_begun:
                 error.add_note(self.how_to_resume)
             raise
+
+    def open_tracker(self, stack: contextlib.ExitStack) -> None:
+        """Opens the tracker, if there is one and it is not open yet; `stack` closes it."""
+        if self._tracker is None:
+            opened = open_tracker(self._config, self._run_dir, self.context.progress.tracker_run)
+            self._tracker, self.context.progress.tracker_run = stack.enter_context(opened)
 
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
@@ -183,7 +193,10 @@ class _Run:
         """
         self.has_begun = True
         config, context, progress, saved_s = self._config, self.context, self.context.progress, time.monotonic()
-        with RunLogger(self._run_dir, config, progress) as logger, open_evaluator(config, progress.steps) as evaluator:
+        with (
+            RunLogger(self._run_dir, config, progress, self._tracker) as logger,
+            open_evaluator(config, progress.steps) as evaluator,
+        ):
             with interrupts.deferred():
                 is_saved = False
                 while trainer.has_pending or (progress.steps < config.total_steps and not self._ends(interrupts)):

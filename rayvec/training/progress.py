@@ -19,7 +19,7 @@ __all__ = ["WINDOW", "Progress", "begin_collecting", "check_state", "restore"]
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
 
-_SINCE_WINDOWS = {"recent_returns", "recent_lens", "eval_return", "best_return"}
+_SINCE_WINDOWS = {"recent_returns", "recent_lens", "eval_return", "best_return", "tracker_run"}
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Progress:
         recent_lens: Their lengths in steps.
         eval_return: Mean return of the latest greedy evaluation.
         best_return: Largest mean return of the greedy evaluations.
+        tracker_run: Tracker and its name for this run, such as "wandb/x7k2".
     """
 
     steps: int = 0
@@ -45,6 +46,7 @@ class Progress:
     recent_lens: list[int] = field(default_factory=list)
     eval_return: float | None = None
     best_return: float | None = None
+    tracker_run: str | None = None
 
     def add(self, stats: CollectStats) -> None:
         """Counts an iteration."""
