@@ -92,6 +92,10 @@ class TrainConfig:
     run_dir: Path | None = None
     """Directory of the run, which must not exist; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
+    init_from: Path | None = None
+    """Directory of a run with the same network, whose weights training begins with, statistics of observations
+    included. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
+
     num_nodes: Annotated[int, Bounds(0)] | None = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
     is initialised, an address is given or the learner has ranks; else 0."""

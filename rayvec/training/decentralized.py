@@ -34,6 +34,7 @@ from rayvec.envs.factory import registered_specs
 from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
+from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.trainer import Iteration, Trainer
@@ -129,6 +130,7 @@ class RankTrainer:
             torch.from_numpy(self._learner.weights()),
             shared_state(self._learner),
             self._trainer.collector.state_dict(),
+            self._trainer.spaces,
         )
         return pack((shared if is_first else None, rank_local_state(self._learner)))
 
@@ -156,7 +158,7 @@ class DecentralizedTrainer:
     ) -> None:
         self._config, self._group = config, group
         self._pending: deque[list[Any]] = deque()
-        learner_state = state["learner"] if state else unpack(group.run("shared")[0])
+        learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))
         shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
         collector_state = state["collector"] if state else None
         packed = pack(shared)
@@ -212,9 +214,9 @@ def _joined(iterations: list[Iteration]) -> Iteration:
 
 def _joined_state(packed: list[Any]) -> dict[str, Any]:
     parts = [unpack(each) for each in packed]
-    weights, shared, collector_state = parts[0][0]
+    weights, shared, collector_state, spaces = parts[0][0]
     learner = join_state(shared, [local for _, local in parts])
-    return {"weights": weights, "learner": learner, "collector": collector_state}
+    return {"weights": weights, "learner": learner, "collector": collector_state, "spaces": spaces}
 
 
 @contextlib.contextmanager

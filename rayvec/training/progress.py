@@ -98,9 +98,9 @@ def begin_collecting(
     Raises:
         CheckpointError: `state` is that of another collector.
     """
-    has_published = state is not None and state.get("version", 0) > 0
-    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_published)
-    if has_published:
+    has_learned = config.init_from is not None or (state is not None and state.get("version", 0) > 0)
+    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_learned)
+    if has_learned:
         policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
     collector = Collector(

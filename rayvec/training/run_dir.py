@@ -35,7 +35,16 @@ from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
 from rayvec.training.progress import Progress, check_state
 
-__all__ = ["begin_run_dir", "free_run_dir", "load_run", "locked", "save_best", "save_checkpoint", "save_result"]
+__all__ = [
+    "begin_run_dir",
+    "free_run_dir",
+    "load_config",
+    "load_run",
+    "locked",
+    "save_best",
+    "save_checkpoint",
+    "save_result",
+]
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -153,6 +162,17 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: There is no checkpoint, or it is damaged.
     """
+    config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
+    check_state(state)
+    return config, state
+
+
+def load_config(run_dir: Path) -> TrainConfig:
+    """Returns the settings of a run.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
+    """
     try:
         text = (run_dir / "config.yaml").read_text(encoding="utf-8")
     except OSError as error:
@@ -162,6 +182,4 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
             got=error.strerror,
             remedy="Pass the directory of a run, such as one below runs/.",
         ) from None
-    config, state = TrainConfig.from_yaml(text), checkpoint.load(run_dir / "checkpoint.pt")
-    check_state(state)
-    return config, state
+    return TrainConfig.from_yaml(text)

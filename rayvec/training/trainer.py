@@ -21,6 +21,7 @@ from rayvec.distributed.arrivals import Stragglers
 from rayvec.learners.base import Learner
 from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
 from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Iteration", "RunTrainer", "Trainer"]
@@ -134,7 +135,15 @@ class Trainer:
             "weights": torch.from_numpy(self._learner.weights()),
             "learner": self._learner.state_dict(),
             "collector": self.collector.state_dict(),
+            "spaces": self.spaces,
         }
+
+    @property
+    def spaces(self) -> list[Any] | None:
+        """The spaces of one environment in the form of a checkpoint; None if they have none."""
+        env = self._env
+        described = [space_to_plain(space) for space in (env.single_observation_space, env.single_action_space)]
+        return None if None in described else described
 
     @property
     def num_eval_episodes(self) -> int:
