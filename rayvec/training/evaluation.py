@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_weights
 from rayvec.training.runs import make_env, make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -153,23 +153,31 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator]:
             raise
 
 
-def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = None, **changes: Any) -> Evaluation:
-    """Evaluates the last checkpoint of a run.
+def evaluate_run(
+    run_dir: Path,
+    *,
+    num_episodes: int = 100,
+    seed: int | None = None,
+    checkpoint: str = "checkpoint.pt",
+    **changes: Any,
+) -> Evaluation:
+    """Evaluates a checkpoint of a run.
 
     Args:
         run_dir: Directory of the run.
         num_episodes: How many episodes to play.
         seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
+        checkpoint: File in that directory, by default the last checkpoint; as of :func:`rayvec.load`.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: Its checkpoint is missing or damaged.
     """
-    config, state = load_run(run_dir)
+    config, weights = load_weights(run_dir, checkpoint)
     config = config.adjusted(**changes)
     config = config if seed is None else replace(config, seed=seed)
     with open_env(config) as env:
         module = make_learner(replace(config, learner_device="cpu"), env).module
-        policy = greedy_policy(module, state["weights"].numpy())
+        policy = greedy_policy(module, weights)
         return evaluate(env, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)

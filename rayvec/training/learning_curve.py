@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ BLUE, ORANGE = "#4477aa", "#ee7733"
 
 
 def plot_learning_curve(
-    metrics: Iterable[Mapping[str, Any]], path: Path, title: str, greedy: tuple[int, float] | None = None
+    metrics: Iterable[Mapping[str, Any]], path: Path | BinaryIO, title: str, greedy: tuple[int, float] | None = None
 ) -> None:
     """Draws returns against environment steps: of training episodes, with a smoothed line, and of evaluations.
 
@@ -26,7 +27,7 @@ def plot_learning_curve(
 
     Args:
         metrics: Lines of a metrics file; those in which no episode ended have no point.
-        path: The PNG file.
+        path: The PNG file, or an open file.
         title: The title.
         greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
@@ -63,7 +64,7 @@ def plot_learning_curve(
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    with written_whole(path) as file:
+    with written_whole(path) if isinstance(path, Path) else contextlib.nullcontext(path) as file:
         figure.savefig(file, format="png")
 
 

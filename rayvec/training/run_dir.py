@@ -16,9 +16,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -40,10 +43,12 @@ __all__ = [
     "free_run_dir",
     "load_config",
     "load_run",
+    "load_weights",
     "locked",
     "save_best",
     "save_checkpoint",
     "save_result",
+    "versions",
 ]
 
 
@@ -150,9 +155,18 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
     """
     run = {"algorithm": config.algorithm, "env_id": config.env_id, "seed": config.seed}
     values = {name: None if value != value else value for name, value in totals.items()}
-    text = json.dumps({**run, **values, "eval_returns": list(returns)}, indent=2, allow_nan=False, default=str)
+    text = json.dumps(
+        {**run, **values, "eval_returns": list(returns), "versions": versions()}, indent=2, allow_nan=False, default=str
+    )
     with written_whole(run_dir / "result.json") as file:
         file.write((text + "\n").encode())
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that results depend on."""
+    packages = ("ray", "gymnasium", "torch", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), "rayvec": sys.modules["rayvec"].__version__, **found}
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -165,6 +179,17 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
     config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
     check_state(state)
     return config, state
+
+
+def load_weights(run_dir: Path, name: str) -> tuple[TrainConfig, NDArray[np.float32]]:
+    """Returns the settings of a run and the acting weights of one of its checkpoints, such as ``best.pt``.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    config, state = load_config(run_dir), checkpoint.load(run_dir / name)
+    return config, state["weights"].numpy()
 
 
 def load_config(run_dir: Path) -> TrainConfig:
