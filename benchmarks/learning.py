@@ -36,6 +36,7 @@ from measure import heading
 from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
+from rayvec.training.learning_curve import episode_mean
 
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
 INTERRUPTED = 130
@@ -152,7 +153,7 @@ def interquartile_mean(values: NDArray[np.float64]) -> float:
 def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the mean return of the episodes that ended around each point of `grid`, in steps; NaN without any."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    points = [(line["steps"], line["return_mean"], line["episodes"]) for line in lines if line["episodes"]]
+    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]
     steps, returns, episodes = np.array(points, np.float64).reshape(-1, 3).T
     near = np.abs(steps - grid[:, None]) <= grid[-1] / 40
     counts = near @ episodes

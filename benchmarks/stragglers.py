@@ -24,6 +24,7 @@ import tyro
 from gymnasium import spaces
 
 import rayvec
+from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 
 _SLOW_PLACE, _SLOW_FACTOR, _MEDIAN_S = "RAYVEC_SLOW_PLACE", "RAYVEC_SLOW_FACTOR", "RAYVEC_MEDIAN_S"
@@ -151,7 +152,7 @@ def environments(repeats: int) -> None:
             lines = run(**common, **way)  # type: ignore[arg-type]
             rates[name].append(statistics.median(line["steps_per_s"] for line in lines))
             if way["variable_lengths"]:
-                returns += [(line["return_mean"], line["episodes"]) for line in lines if line["episodes"]]
+                returns += [(episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]
     base = statistics.median(rates["15 fast ones alone"])
     for name, values in rates.items():
         middle = statistics.median(values)
@@ -187,7 +188,7 @@ def learning(repeats: int) -> None:
                 )
                 result = rayvec.train(config)
                 lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
-                total = sum(line["return_mean"] * line["episodes"] for line in lines if line["episodes"])
+                total = sum(line["return_sum"] for line in lines)
                 values.append(total / sum(line["episodes"] for line in lines))
                 greedy[fraction].append(result.eval_return_mean)
                 cut = sum(line["ranks_cut"] for line in lines) / len(lines)

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from rayvec.data import StepBatch as StepBatch
     from rayvec.distributed.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies.policy import Policy as Policy
+    from rayvec.training.agent import Agent as Agent
+    from rayvec.training.agent import load as load
+    from rayvec.training.callbacks import BestModel as BestModel
+    from rayvec.training.callbacks import CheckpointHistory as CheckpointHistory
+    from rayvec.training.callbacks import RunContext as RunContext
+    from rayvec.training.callbacks import StopAtReturn as StopAtReturn
     from rayvec.training.loop import TrainResult as TrainResult
     from rayvec.training.loop import resume as resume
     from rayvec.training.loop import train as train
@@ -30,7 +36,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Agent": "rayvec.training.agent",
     "Batch": "rayvec.data",
+    "BestModel": "rayvec.training.callbacks",
+    "CheckpointHistory": "rayvec.training.callbacks",
+    "RunContext": "rayvec.training.callbacks",
+    "StopAtReturn": "rayvec.training.callbacks",
     "Chunk": "rayvec.data",
     "Collector": "rayvec.collect.collector",
     "LearnerGroup": "rayvec.distributed.learner_group",
@@ -42,6 +53,7 @@ _HOMES = {
     "StepBatch": "rayvec.data",
     "TrainConfig": "rayvec.config",
     "TrainResult": "rayvec.training.loop",
+    "load": "rayvec.training.agent",
     "make_vec": "rayvec.vector.make_vec",
     "resume": "rayvec.training.loop",
     "train": "rayvec.training.loop",

@@ -1,4 +1,4 @@
-"""The command line: ``rayvec train | eval | bench | doctor``.
+"""The command line: ``rayvec train | eval | plot | report | bench | doctor``.
 
 Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
 error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 import tyro
 
@@ -87,6 +87,15 @@ class Eval:
     episodes: Annotated[int, Bounds(1)] = 100
     """Episodes to play."""
 
+    checkpoint: str = "checkpoint.pt"
+    """File in the run's directory: the last checkpoint, best.pt, or one below checkpoints/."""
+
+    video: Path | None = None
+    """Also record the first of these episodes, as an .mp4 file; the environment needs render mode "rgb_array"."""
+
+    render: Literal["human"] | None = None
+    """Also show the first of these episodes on the screen; the environment needs render mode "human"."""
+
     seed: Annotated[int, Bounds(0, 2**32 - 1)] | None = None
     """Seed of the episodes; not given: the run's own, which plays the episodes of the evaluation at its end."""
 
@@ -104,12 +113,58 @@ class Eval:
         check(self)
         from rayvec.training.evaluation import evaluate_run
 
+        for path in ([self.video] if self.video else []) + ([None] if self.render else []):
+            from rayvec.training.showing import show
+
+            (episode_return,) = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
+            where = f"in {path}" if path else "on the screen"
+            print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
         changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
-        evaluation = evaluate_run(self.run_dir, num_episodes=self.episodes, seed=self.seed, **changes)
+        evaluation = evaluate_run(
+            self.run_dir, num_episodes=self.episodes, seed=self.seed, checkpoint=self.checkpoint, **changes
+        )
         print(
             f"mean return {evaluation.return_mean:.2f}, standard deviation {evaluation.return_std:.2f}, "
             f"{self.episodes} episodes of {evaluation.lens.mean():.1f} steps on average"
         )
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw the curves of several runs as a PNG; runs that differ in their seed alone are one line with its spread."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs."""
+
+    out: Path = Path("curves.png")
+    """The PNG file."""
+
+    def run(self, mentioned: frozenset[str]) -> None:
+        """Draws the picture and prints a line for each group of runs."""
+        from rayvec.training.plots import plot_runs, read_runs
+
+        groups = read_runs(self.run_dirs)
+        plot_runs(groups, self.out)
+        for group in groups:
+            print(f"{group.env_id} {group}")
+        print(f"the curves are in {self.out}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run as one HTML page: settings, curves, where the time went, evaluation, versions."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Directory of the run."""
+
+    out: Path | None = None
+    """The HTML file; not given: report.html in the run's directory."""
+
+    def run(self, mentioned: frozenset[str]) -> None:
+        """Writes the page."""
+        from rayvec.training.report import write_report
+
+        print(f"the report is in {write_report(self.run_dir, self.out)}")
 
 
 @dataclass(frozen=True)
@@ -159,6 +214,8 @@ class Doctor:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Plot, tyro.conf.subcommand("plot")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
@@ -174,7 +231,9 @@ def main(args: Sequence[str] | None = None) -> int:
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts():
-            command: Train | Eval | Bench | Doctor = tyro.cli(Command, prog="rayvec", args=args, config=options)
+            command: Train | Eval | Plot | Report | Bench | Doctor = tyro.cli(
+                Command, prog="rayvec", args=args, config=options
+            )
             return command.run(_mentioned(args)) or 0
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)

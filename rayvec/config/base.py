@@ -48,6 +48,11 @@ ADJUSTABLE = (
     "learner_device",
     "learner_threads",
     "checkpoint_interval_s",
+    "eval_episodes",
+    "eval_steps",
+    "eval_interval_steps",
+    "log_interval_steps",
+    "track",
 )
 """Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
@@ -94,6 +99,10 @@ class TrainConfig(metaclass=PresetMeta):
     run_dir: Path | None = None
     """Directory of the run, which must not exist; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
+    init_from: Path | None = None
+    """Directory of a run with the same network, whose weights training begins with, statistics of observations
+    included. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
+
     num_nodes: Annotated[int, Bounds(0)] | None = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
     is initialised, an address is given or learners="dedicated"; else 0."""
@@ -134,7 +143,27 @@ class TrainConfig(metaclass=PresetMeta):
     """Threads for the update of each rank; small networks gain nothing from a second thread."""
 
     eval_episodes: Annotated[int, Bounds(0)] = 100
-    """Episodes of the greedy evaluation after training; 0: no evaluation."""
+    """Episodes of one greedy evaluation, after training and, with eval_interval_steps, during it; 0: no evaluation."""
+
+    eval_steps: Count | None = None
+    """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
+    the environment's time limit, but at least one. Unset: a tenth of total_steps, at least 50,000."""
+
+    eval_interval_steps: Count | None = None
+    """Environment steps between two greedy evaluations during training, on environments of their own on the driver's
+    machine. They change nothing of what is learned. Unset: evaluation only after training."""
+
+    log_interval_steps: Count = 1
+    """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
+    iterations."""
+
+    track: Literal["wandb", "mlflow"] | None = None
+    """Tracker that metrics go to as well: Weights & Biases or MLflow, which are extras."""
+
+    stagger_starts: bool = False
+    """Truncate the first episode of each environment after a number of steps between 1 and the environment's time
+    limit, drawn from its seed, so that episodes of equal length do not all end in the same step. So it is after a
+    resume. Evaluations are not affected."""
 
     checkpoint_interval_s: NonNegative = 5.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
@@ -155,6 +184,13 @@ class TrainConfig(metaclass=PresetMeta):
                 expected=f"none{''.join(f', {name}' for name in presets)} for {self.algorithm}",
                 got=self.preset,
                 remedy="Leave preset out, or pass preset='none' for the defaults.",
+            )
+        if self.eval_interval_steps is not None and self.eval_episodes == 0:
+            raise ConfigError(
+                "An evaluation plays episodes.",
+                expected="eval_episodes of at least 1 with eval_interval_steps",
+                got="eval_episodes=0",
+                remedy="Raise eval_episodes, or leave eval_interval_steps out.",
             )
         if self.num_learners > self.num_envs:
             raise ConfigError(
@@ -206,9 +242,26 @@ class TrainConfig(metaclass=PresetMeta):
         """
         return _derived_seed(self.seed, steps)
 
-    def eval_seed(self) -> int:
-        """Returns the first seed of evaluation. It is at least 2^30, above all seeds of training."""
-        return 2**30 + _derived_seed(self.seed, 0)
+    def eval_seed(self, *, is_final: bool = True) -> int:
+        """Returns the first seed of evaluation. It is at least 2^30, above all seeds of training.
+
+        Args:
+            is_final: Whether training has ended. Evaluations during training play other episodes, since the best
+                weights are chosen by them.
+        """
+        return 2**30 + _derived_seed(self.seed, 0 if is_final else 1)
+
+    def num_eval_episodes(self, time_limit: int | None) -> int:
+        """Returns how many episodes one evaluation plays; see `eval_episodes` and `eval_steps`.
+
+        Args:
+            time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
+        """
+        time_limit = self.env_kwargs.get("max_episode_steps", time_limit)  # type: ignore[assignment]
+        if time_limit is None:
+            return self.eval_episodes
+        eval_steps = max(50_000, self.total_steps // 10) if self.eval_steps is None else self.eval_steps
+        return min(self.eval_episodes, max(1, eval_steps // time_limit))
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.

@@ -50,6 +50,10 @@ class SACConfig(TrainConfig):
     checkpoint_interval_s: NonNegative = 30.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
 
+    log_interval_steps: Count = 1_000
+    """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
+    iterations."""
+
     batch_size: Count = 256
     """Steps in a minibatch."""
 

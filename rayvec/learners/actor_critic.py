@@ -166,6 +166,11 @@ class ActorCriticLearner:
             }
         )
 
+    @staticmethod
+    def with_network(own: dict[str, Any], other: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """Returns the state `own` with the network of the state `other`, statistics of observations included."""
+        return {**own, "parameters": other.get("parameters"), "obs_moments": other.get("obs_moments")}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where the learner was when `state` was taken.
 

@@ -307,6 +307,19 @@ class SACLearner:
         """Returns this rank's replay, or None in its place if ``config.checkpoint_replay`` is off."""
         return {"replay": self._replay.state_dict() if self.config.checkpoint_replay else None}
 
+    @staticmethod
+    def with_network(own: dict[str, Any], other: Mapping[str, Any], config: SACConfig) -> dict[str, Any]:
+        """Returns the state `own` with the nets of the state `other`, whose moments in Adam are left out.
+
+        With `autotune` the temperature is that of `other` too.
+        """
+        nets = {name: torch.zeros_like(other[name]) for name in ("critic", "actor")}
+        for name, net in nets.items():
+            net[0] = other[name][0]
+        if not config.autotune:
+            nets["actor"][0, -1] = own["actor"][0, -1]
+        return {**own, **nets, "target": other["target"]}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 

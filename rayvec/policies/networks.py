@@ -26,6 +26,7 @@ __all__ = [
     "copy_to_cpu",
     "flat_weights",
     "linear_places",
+    "load_flat_weights",
     "make_actor_critic",
 ]
 
@@ -239,13 +240,7 @@ class ModuleActor:
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Copies one flat vector into the module: its parameters in their order, then its buffers."""
-        parts = list(_parts(self._module))
-        check_length(weights, sum(part.numel() for part in parts))
-        start = 0
-        for part in parts:
-            values = weights[start : start + part.numel()]
-            part.copy_(torch.tensor(values).view_as(part))
-            start += len(values)
+        load_flat_weights(self._module, weights)
 
 
 class _ImageActor(ModuleActor):
@@ -281,6 +276,21 @@ def flat_weights(module: nn.Module) -> NDArray[np.float32]:
     """Returns a copy of a module's weights as one ``float32`` vector: parameters in their order, then buffers."""
     flat = torch.cat([part.detach().reshape(-1).float() for part in _parts(module)])
     return flat.cpu().numpy()
+
+
+def load_flat_weights(module: nn.Module, weights: NDArray[np.float32]) -> None:
+    """Copies what `flat_weights` returned into a module.
+
+    Raises:
+        ConfigError: The vector is of another length than the module's parameters and buffers.
+    """
+    parts = list(_parts(module))
+    check_length(weights, sum(part.numel() for part in parts))
+    start = 0
+    with torch.no_grad():
+        for part in parts:
+            part.copy_(torch.tensor(weights[start : start + part.numel()]).view_as(part))
+            start += part.numel()
 
 
 def _parts(module: nn.Module) -> Iterator[Tensor]:

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rayvec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rayvec.tianshou.agents import AgentPolicy as AgentPolicy
+    from rayvec.tianshou.agents import load_critic as load_critic
+    from rayvec.tianshou.agents import load_policy as load_policy
+    from rayvec.tianshou.agents import save_policy as save_policy
     from rayvec.tianshou.collect.buffers import add_chunk as add_chunk
     from rayvec.tianshou.collect.collector import Collector as Collector
     from rayvec.tianshou.collect.collector import PrefetchCollectStats as PrefetchCollectStats
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
 
 _HOMES = {
+    "AgentPolicy": "rayvec.tianshou.agents",
     "Collector": "rayvec.tianshou.collect.collector",
     "IMPALA": "rayvec.tianshou.learn.impala",
     "IMPALATrainingStats": "rayvec.tianshou.learn.impala",
@@ -34,6 +39,9 @@ _HOMES = {
     "TianshouPolicy": "rayvec.tianshou.policies",
     "add_chunk": "rayvec.tianshou.collect.buffers",
     "data_parallel": "rayvec.tianshou.learn.data_parallel",
+    "load_critic": "rayvec.tianshou.agents",
+    "load_policy": "rayvec.tianshou.agents",
+    "save_policy": "rayvec.tianshou.agents",
 }
 """Where each public name is defined."""
 

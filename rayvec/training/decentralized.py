@@ -19,6 +19,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
+from numpy.typing import NDArray
 
 from rayvec.collect.quotas import episode_quotas
 from rayvec.config import TrainConfig
@@ -33,6 +34,7 @@ from rayvec.envs.factory import registered_specs
 from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
+from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.trainer import Iteration, Trainer
@@ -109,6 +111,14 @@ class RankTrainer:
         iteration.sent_bytes = self._ranks.sent_bytes - before
         return iteration
 
+    def weights(self) -> NDArray[np.float32] | None:
+        """Returns the acting weights, on rank 0."""
+        return self._learner.weights() if self._ranks.rank == 0 else None
+
+    def num_eval_episodes(self) -> int:
+        """Returns how many episodes all ranks play in an evaluation."""
+        return self._trainer.num_eval_episodes
+
     def shared(self) -> Any:
         """Returns what all ranks share of the learner's state, packed, on rank 0."""
         return pack(shared_state(self._learner)) if self._ranks.rank == 0 else None
@@ -120,6 +130,7 @@ class RankTrainer:
             torch.from_numpy(self._learner.weights()),
             shared_state(self._learner),
             self._trainer.collector.state_dict(),
+            self._trainer.spaces,
         )
         return pack((shared if is_first else None, rank_local_state(self._learner)))
 
@@ -147,7 +158,7 @@ class DecentralizedTrainer:
     ) -> None:
         self._config, self._group = config, group
         self._pending: deque[list[Any]] = deque()
-        learner_state = state["learner"] if state else unpack(group.run("shared")[0])
+        learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))
         shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
         collector_state = state["collector"] if state else None
         packed = pack(shared)
@@ -158,17 +169,20 @@ class DecentralizedTrainer:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         return bool(self._pending)
 
-    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
+    def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         if not self._pending:
             self._pending.append(self._group.post("iterate"))
         parts = self._group.post("parts") if keep else None
+        weights = self._group.post("weights") if evaluate else None
         if ahead:
             self._pending.append(self._group.post("iterate"))
         iterations: list[Iteration] = self._group.gather(self._pending.popleft())
         iteration = _joined(iterations)
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
+        if weights is not None:
+            iteration.weights = self._group.gather(weights)[0]
         return iteration
 
     def state(self) -> dict[str, Any]:
@@ -177,7 +191,7 @@ class DecentralizedTrainer:
 
     def evaluate(self) -> Evaluation:
         """See :class:`~rayvec.training.trainer.RunTrainer`. Each environment plays what it would with one process."""
-        quotas = episode_quotas(self._config.eval_episodes, self._config.num_envs)
+        quotas = episode_quotas(self._group.run("num_eval_episodes")[0], self._config.num_envs)
         bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
         shares = [int(quotas[low:high].sum()) for low, high in pairwise(bounds)]
         parts: list[Evaluation] = self._group.run("evaluate", [(share,) for share in shares])
@@ -200,9 +214,9 @@ def _joined(iterations: list[Iteration]) -> Iteration:
 
 def _joined_state(packed: list[Any]) -> dict[str, Any]:
     parts = [unpack(each) for each in packed]
-    weights, shared, collector_state = parts[0][0]
+    weights, shared, collector_state, spaces = parts[0][0]
     learner = join_state(shared, [local for _, local in parts])
-    return {"weights": weights, "learner": learner, "collector": collector_state}
+    return {"weights": weights, "learner": learner, "collector": collector_state, "spaces": spaces}
 
 
 @contextlib.contextmanager

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
+from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
-from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_learner, open_env
+from rayvec.training.run_dir import load_weights
+from rayvec.training.runs import make_env, make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Evaluation", "evaluate", "evaluate_run"]
+__all__ = ["Evaluation", "Evaluator", "evaluate", "evaluate_run", "greedy_policy", "open_evaluator", "time_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,11 @@ def greedy_policy(module: Any, weights: NDArray[np.float32]) -> Policy:
     return policy
 
 
+def time_limit(env: RayVecEnv) -> int | None:
+    """Returns the steps after which an environment is registered to truncate an episode; None without a limit."""
+    return None if env.spec is None else env.spec.max_episode_steps
+
+
 def evaluate(
     env: RayVecEnv, policy: Any, num_episodes: int, *, seed: int, inference: Literal["worker", "driver"] = "worker"
 ) -> Evaluation:
@@ -81,23 +91,93 @@ def evaluate(
     return Evaluation(stats.returns, stats.lens)
 
 
-def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = None, **changes: Any) -> Evaluation:
-    """Evaluates the last checkpoint of a run.
+class Evaluator:
+    """Plays greedy episodes during training, on environments of its own, and changes nothing of what is learned.
+
+    Args:
+        config: Settings of the run.
+        steps: Environment steps taken so far.
+        env: The environments; None for no evaluations.
+    """
+
+    def __init__(self, config: TrainConfig, steps: int, env: RayVecEnv | None) -> None:
+        self._config, self._env = config, env
+        self._interval_steps = config.eval_interval_steps or 0
+        self._num_done = steps // self._interval_steps if env else 0
+        if env is not None:
+            with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
+                self._module = make_learner(replace(config, learner_device="cpu"), env).module
+
+    def is_due(self, steps: int) -> bool:
+        """Whether the weights after `steps` environment steps are to be evaluated."""
+        return self._env is not None and steps // self._interval_steps > self._num_done
+
+    def evaluate(self, steps: int, weights: NDArray[np.float32]) -> tuple[Evaluation, float]:
+        """Plays the episodes of an evaluation, which are the same every time; returns it and how long it took.
+
+        Args:
+            steps: Environment steps taken so far.
+            weights: The acting weights, ``float32 [P]``.
+        """
+        assert self._env is not None
+        began_s = time.monotonic()
+        self._num_done = steps // self._interval_steps
+        evaluation = evaluate(
+            self._env,
+            greedy_policy(self._module, weights),
+            self._config.num_eval_episodes(time_limit(self._env)),
+            seed=self._config.eval_seed(is_final=False),
+            inference=self._config.inference,
+        )
+        return evaluation, time.monotonic() - began_s
+
+
+@contextlib.contextmanager
+def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator]:
+    """Yields what plays the greedy episodes during training, on this machine without Ray.
+
+    Args:
+        config: Settings of the run; without `eval_interval_steps` no evaluation is due.
+        steps: Environment steps taken so far.
+    """
+    if config.eval_interval_steps is None:
+        yield Evaluator(config, steps, None)
+        return
+    workers = config.workers_per_node if config.num_nodes == 0 else None
+    here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
+    with make_env(here, min(config.num_envs, config.eval_episodes)) as env:
+        try:
+            yield Evaluator(config, steps, env)
+        except KeyboardInterrupt:
+            env.close(terminate=True)
+            raise
+
+
+def evaluate_run(
+    run_dir: Path,
+    *,
+    num_episodes: int = 100,
+    seed: int | None = None,
+    checkpoint: str = "checkpoint.pt",
+    **changes: Any,
+) -> Evaluation:
+    """Evaluates a checkpoint of a run.
 
     Args:
         run_dir: Directory of the run.
         num_episodes: How many episodes to play.
         seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
+        checkpoint: File in that directory, by default the last checkpoint; as of :func:`rayvec.load`.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: Its checkpoint is missing or damaged.
     """
-    config, state = load_run(run_dir)
+    config, weights = load_weights(run_dir, checkpoint)
     config = config.adjusted(**changes)
     config = config if seed is None else replace(config, seed=seed)
     with open_env(config) as env:
         module = make_learner(replace(config, learner_device="cpu"), env).module
-        policy = greedy_policy(module, state["weights"].numpy())
+        policy = greedy_policy(module, weights)
         return evaluate(env, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)

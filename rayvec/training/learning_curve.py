@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.training.files import written_whole
 
-__all__ = ["plot_learning_curve"]
+__all__ = ["episode_mean", "plot_learning_curve"]
 
 BLUE, ORANGE = "#4477aa", "#ee7733"
 
 
 def plot_learning_curve(
-    metrics: Iterable[Mapping[str, Any]], path: Path, title: str, greedy: tuple[int, float] | None = None
+    metrics: Iterable[Mapping[str, Any]], path: Path | BinaryIO, title: str, greedy: tuple[int, float] | None = None
 ) -> None:
-    """Draws the mean return of each iteration's episodes against environment steps, and a smoothed line.
+    """Draws returns against environment steps: of training episodes, with a smoothed line, and of evaluations.
 
-    The smoothed line is a centred mean over about a twelfth of the run, each iteration weighted by its
+    The smoothed line is a centred mean over about a twelfth of the run, each line of metrics weighted by its
     number of episodes.
 
     Args:
-        metrics: Lines of a metrics file; those of iterations in which no episode ended are left out.
-        path: The PNG file.
+        metrics: Lines of a metrics file; those in which no episode ended have no point.
+        path: The PNG file, or an open file.
         title: The title.
-        greedy: Steps at a greedy evaluation and its mean return, to be marked.
+        greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: loading it would delay a run's start
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    points = [(line["steps"], line["return_mean"], line["episodes"]) for line in metrics if line.get("episodes")]
+    lines = list(metrics)
+    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line.get("episodes")]
     steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    evaluations = [
+        (line["steps"], line["eval/return_mean"]) for line in lines if line.get("eval/return_mean") is not None
+    ]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if len(steps):
-        axes.plot(steps, returns, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean of an iteration's episodes")
+        axes.plot(
+            steps, returns, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean of the episodes of a line of metrics"
+        )
         axes.plot(steps, _smoothed(returns, episodes), color=BLUE, linewidth=2, label="smoothed")
+    if evaluations:
+        label = "greedy evaluations during training"
+        axes.plot(*np.array(evaluations).T, ".-", color=ORANGE, linewidth=1.2, ms=5, label=label)
     if greedy:
-        axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=f"greedy evaluation: {greedy[1]:.1f}")
-    if len(steps) or greedy:
+        label = f"greedy evaluation after training: {greedy[1]:.1f}"
+        axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=label)
+    if len(steps) or evaluations or greedy:
         axes.legend(frameon=False, loc="best")
     else:
         axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
@@ -53,8 +64,14 @@ def plot_learning_curve(
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    with written_whole(path) as file:
+    with written_whole(path) if isinstance(path, Path) else contextlib.nullcontext(path) as file:
         figure.savefig(file, format="png")
+
+
+def episode_mean(line: Mapping[str, Any]) -> float:
+    """Returns the mean return of the episodes that ended since the line before, of which there is at least one."""
+    mean: float = line["return_sum"] / line["episodes"] if "return_sum" in line else line["return_mean"]
+    return mean
 
 
 def _smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -8,10 +8,11 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -19,22 +20,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
-from rayvec.data import CollectStats
+from rayvec.training.evaluation import Evaluation
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import plot_learning_curve
+from rayvec.training.progress import Progress as RunProgress
 from rayvec.training.trainer import Iteration
 
-__all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "read_metrics"]
-
-RECENT_EPISODES = 100
-"""The return on display is the mean over this many episodes."""
+__all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "Tracker", "read_metrics"]
 
 PLAIN_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
 
 
 class MetricsFile:
-    """Lines of JSON, one for each iteration, each an object with ``steps`` and what was measured.
+    """Lines of JSON, each an object with ``steps`` and what was measured since the line before.
 
     Args:
         path: The file, which need not exist.
@@ -107,24 +106,72 @@ class ProgressDisplay:
             self._bar.stop()
 
 
-class RunLogger:
-    """Sends the metrics of each iteration to ``metrics.jsonl``, to TensorBoard and to the terminal.
+class Tracker(Protocol):
+    """Another place that metrics go to, such as a server."""
 
-    Use it as a context manager: it draws ``learning_curve.png`` when it is left, also by an exception.
+    def log(self, steps: int, metrics: Mapping[str, float | int]) -> None:
+        """Logs finite numbers by name, at a number of environment steps."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the connection; `failed` if the run did."""
+        ...
+
+
+@dataclass
+class _Line:
+    """Sums over the iterations that one line of metrics is about."""
+
+    steps: int = 0
+    episodes: int = 0
+    return_sum: float = 0.0
+    staleness: int = 0
+    num_cut: int = 0
+    sent_bytes: int = 0
+    times_s: Counter[str] = field(default_factory=Counter)
+    learner: dict[str, float] = field(default_factory=dict)
+
+    def add(self, iteration: Iteration) -> None:
+        stats = iteration.stats
+        self.steps += stats.n_collected_steps
+        self.episodes += stats.n_collected_episodes
+        self.return_sum += float(stats.returns.sum())
+        self.staleness = max(self.staleness, stats.staleness)
+        self.num_cut += iteration.num_cut
+        self.sent_bytes += iteration.sent_bytes
+        self.times_s.update(iteration.times_s)
+        self.times_s.update({f"collect/{name}": seconds for name, seconds in stats.time_split_s.items()})
+        self.learner.update(iteration.metrics)
+
+    @property
+    def split_s(self) -> dict[str, float]:
+        """Wall time by activity."""
+        return {name: seconds for name, seconds in self.times_s.items() if "/" not in name}
+
+
+class RunLogger:
+    """Sends metrics to ``metrics.jsonl``, to TensorBoard, to a tracker if there is one, and to the terminal.
+
+    A line is written once `config.log_interval_steps` have passed since the line before, with every checkpoint and
+    evaluation, and in the end. Use it as a context manager: it draws ``learning_curve.png`` when it is left, also by an
+    exception.
 
     Args:
         run_dir: Directory of the run.
         config: Settings of the run.
-        steps: Steps already taken; metrics of later steps are dropped.
+        progress: How far the run has come, which the caller updates; metrics of later steps are dropped.
+        tracker: Where metrics go besides.
     """
 
-    def __init__(self, run_dir: Path, config: TrainConfig, *, steps: int = 0) -> None:
-        self._run_dir = run_dir
+    def __init__(
+        self, run_dir: Path, config: TrainConfig, progress: RunProgress, tracker: Tracker | None = None
+    ) -> None:
+        self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
         self._title = f"{config.env_id} · {config.algorithm.upper()} · seed {config.seed}"
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl", steps)
-        self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=steps + 1)
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
+        self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration)
-        self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._line = _Line()
         self._greedy: tuple[int, float] | None = None
 
     def __enter__(self) -> RunLogger:
@@ -133,59 +180,82 @@ class RunLogger:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def log(self, steps: int, iteration: Iteration) -> None:
-        """Logs one iteration.
+    def log(self, iteration: Iteration) -> dict[str, float | int | None]:
+        """Logs one iteration, which `progress` counts already.
 
-        Args:
-            steps: Environment steps since the run began.
-            iteration: What it did.
+        Returns:
+            The metrics since the last line.
         """
-        stats, times_s = iteration.stats, iteration.times_s
-        whole_s = sum(times_s.values())
-        metrics = {
-            "steps": steps,
-            **_episode_metrics(stats),
-            "steps_per_s": stats.n_collected_steps / whole_s,
-            "staleness": stats.staleness,
-            **{f"time_s/{name}": seconds for name, seconds in times_s.items()},
-            **{f"time_s/collect/{name}": seconds for name, seconds in stats.time_split_s.items()},
-            **{f"learner/{name}": value for name, value in iteration.metrics.items()},
-            **({"ranks_cut": iteration.num_cut, "sent_bytes": iteration.sent_bytes} if "wait" in times_s else {}),
-        }
-        self._metrics.write(metrics)
-        for name, value in metrics.items():
-            if value is not None and name != "steps":
-                self._tensorboard.add_scalar(name, value, steps)
-        self._recent.extend(stats.returns.tolist())
-        mean_return = f"{np.mean(self._recent):.1f}" if self._recent else "none yet"
-        split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in times_s.items())
-        self._display.show(steps, f"{metrics['steps_per_s']:,.0f} steps/s · return {mean_return} · {split}")
+        line, evaluation = self._line, iteration.evaluation
+        line.add(iteration)
+        metrics = self._measured()
+        if evaluation is not None:
+            metrics |= {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std}
+        self._show(metrics)
+        is_kept = iteration.state is not None or evaluation is not None
+        if is_kept or line.steps >= self._config.log_interval_steps:
+            self._write(metrics)
+        return metrics
 
-    def log_evaluation(self, steps: int, return_mean: float) -> None:
-        """Logs the mean return of greedy episodes, and marks it in the learning curve; NaN is no evaluation."""
-        if math.isfinite(return_mean):
-            self._tensorboard.add_scalar("eval/return_mean", return_mean, steps)
-            self._greedy = (steps, return_mean)
+    def _measured(self) -> dict[str, float | int | None]:
+        line, progress = self._line, self._progress
+        returns, lens = progress.recent_returns, progress.recent_lens
+        return {
+            "steps": progress.steps,
+            "episodes": line.episodes,
+            "return_sum": line.return_sum,
+            "return_mean": float(np.mean(returns)) if returns else None,
+            "return_min": min(returns) if returns else None,
+            "return_max": max(returns) if returns else None,
+            "len_mean": float(np.mean(lens)) if lens else None,
+            "steps_per_s": line.steps / sum(line.split_s.values()),
+            "staleness": line.staleness,
+            **{f"time_s/{name}": seconds for name, seconds in line.times_s.items()},
+            **{f"learner/{name}": value for name, value in line.learner.items()},
+            **({"ranks_cut": line.num_cut, "sent_bytes": line.sent_bytes} if "wait" in line.times_s else {}),
+        }
+
+    def _write(self, metrics: Mapping[str, float | int | None]) -> None:
+        self._line = _Line()
+        self._metrics.write(metrics)
+        shown = {name: value for name, value in metrics.items() if value is not None and name != "steps"}
+        self._publish(shown)
+
+    def _publish(self, metrics: Mapping[str, float | int]) -> None:
+        steps = self._progress.steps
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, steps)
+        if self._tracker is not None:
+            self._tracker.log(steps, {name: value for name, value in metrics.items() if math.isfinite(value)})
+
+    def _show(self, metrics: Mapping[str, float | int | None]) -> None:
+        progress, split_s = self._progress, self._line.split_s
+        mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.1f}"
+        greedy = ""
+        if (evaluated := metrics.get("eval/return_mean", progress.eval_return)) is not None:
+            best = max(evaluated, evaluated if progress.best_return is None else progress.best_return)
+            greedy = f" · greedy {evaluated:.1f}, best {best:.1f}"
+        whole_s = sum(split_s.values())
+        split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in split_s.items())
+        speed = f"{metrics['steps_per_s']:,.0f} steps/s"
+        self._display.show(progress.steps, f"{speed} · return {mean_return}{greedy} · {split}")
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Logs the greedy episodes after training, if there are any, and marks them in the learning curve."""
+        if len(evaluation.returns):
+            self._publish({"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std})
+            self._greedy = (self._progress.steps, evaluation.return_mean)
 
     def close(self) -> None:
-        """Closes the files and the bar, and draws the learning curve."""
+        """Writes what is not yet written, closes the files and the bar, and draws the learning curve."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._draw)
             stack.callback(self._metrics.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
+            if self._line.steps:
+                self._write(self._measured())
 
     def _draw(self) -> None:
         metrics = read_metrics(self._run_dir / "metrics.jsonl")
         plot_learning_curve(metrics, self._run_dir / "learning_curve.png", self._title, self._greedy)
-
-
-def _episode_metrics(stats: CollectStats) -> dict[str, float | int | None]:
-    ended = stats.n_collected_episodes > 0
-    return {
-        "episodes": stats.n_collected_episodes,
-        "return_mean": float(stats.returns.mean()) if ended else None,
-        "return_min": float(stats.returns.min()) if ended else None,
-        "return_max": float(stats.returns.max()) if ended else None,
-        "len_mean": float(stats.lens.mean()) if ended else None,
-    }

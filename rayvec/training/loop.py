@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rayvec.config import TrainConfig
 from rayvec.errors import LearnerError, RankLostError
-from rayvec.training.evaluation import Evaluation
+from rayvec.training.callbacks import BestModel, RunContext, call, check_callbacks
+from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
-from rayvec.training.loggers import RunLogger
+from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
+from rayvec.training.trackers import check_tracker, open_tracker
 from rayvec.training.trainer import RunTrainer
 
 __all__ = ["TrainResult", "resume", "train"]
@@ -39,15 +45,17 @@ class TrainResult:
         wall_s: Wall time in seconds, with the start of the environments and the evaluation; for a resumed run, the
             time up to the checkpoint plus the time since.
         eval_return_mean: Mean return of the greedy evaluation; NaN without one.
+        stop_reason: Why a callback ended the run; None if the run took all its steps.
     """
 
     run_dir: Path
     total_steps: int
     wall_s: float
     eval_return_mean: float
+    stop_reason: str | None = None
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, callbacks: Sequence[Any] = ()) -> TrainResult:
     """Trains an agent, evaluates it, and keeps everything in a new run directory.
 
     If `num_nodes` is unset, the environments run on Ray where Ray is initialised or an address is given
@@ -57,24 +65,30 @@ def train(config: TrainConfig) -> TrainResult:
 
     Args:
         config: Settings; their class decides which learner is used.
+        callbacks: Objects with any of the methods ``on_iteration``, ``on_evaluation``, ``on_checkpoint`` and
+            ``on_end``, each called with a :class:`rayvec.RunContext`. A run that ends by an error or by Ctrl-C does
+            not call ``on_end``.
 
     Raises:
-        ConfigError: The settings can't work, or the directory exists.
+        ConfigError: The settings can't work, the directory exists, or a callback has none of the methods.
+        Exception: What a callback raised.
         LearnerError: A loss or a gradient was not finite, or a rank was lost. Like every error of a run that has
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
-    return _run(config, free_run_dir(config), None)
+    return _run(config, free_run_dir(config), None, callbacks)
 
 
-def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
+def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any) -> TrainResult:
     """Resumes a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
-    environments begin new episodes, with seeds that depend on the steps taken up to the checkpoint.
+    environments begin new episodes, with seeds that depend on the steps taken up to the checkpoint. A run that a
+    callback ended continues to its last step.
 
     Args:
         run_dir: Directory of the run.
+        callbacks: As of :func:`rayvec.train`; those of the run before are not kept.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
@@ -86,28 +100,31 @@ def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
     run_dir = Path(run_dir)
     with locked(run_dir):
         config, state = load_run(run_dir)
-        return _run(config.adjusted(**changes), run_dir, state)
+        return _run(config.adjusted(**changes), run_dir, state, callbacks)
 
 
-def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> TrainResult:
-    run = _Run(config, run_dir, state)
-    evaluation: Evaluation | None = None
+def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
+    check_callbacks(callbacks)
+    check_tracker(config)
+    run = _Run(config, run_dir, state, callbacks)
+    is_done = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
-        while evaluation is None and not interrupts.requested:
+        while not is_done and not interrupts.requested:
             try:
-                with open_trainer(config, run.progress, run.state, fewer=run.num_losses > 0) as trainer:
+                with open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0) as trainer:
                     interrupts.check()
+                    run.open_tracker(stack)
                     if run.state is None:
                         run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
-                    evaluation = run.train(trainer, interrupts)
+                    is_done = run.train(trainer, interrupts)
             except RankLostError as error:
                 run.lose_ranks(error)
-    if evaluation is None:
-        raise KeyboardInterrupt(f"stopped after {run.progress.steps:,} steps; {run.how_to_resume}")
-    return run.result(evaluation)
+        if is_done:
+            return run.end()
+    raise KeyboardInterrupt(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
 
 
 class _Run:
@@ -117,23 +134,29 @@ class _Run:
         config: Settings.
         run_dir: Its directory.
         state: The state to continue from; none for a new run.
+        callbacks: What sees it and can end it.
 
     Attributes:
-        progress: How far it has come.
+        context: What the callbacks see, with the progress of the run.
         state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
         how_to_resume: The command that does.
         has_begun: Whether its directory is there and it has come as far as its loop.
     """
 
-    def __init__(self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> None:
-        self.progress = Progress(**state["progress"]) if state else Progress()
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]
+    ) -> None:
+        progress = Progress(**state["progress"]) if state else Progress()
+        self.context = RunContext(config, run_dir, progress)
         self.state = state
         self.num_losses = 0
         self.has_begun = False
         self.how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
         self._config, self._run_dir = config, run_dir
-        self._began_s = time.monotonic() - self.progress.wall_s
+        self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
+        self._tracker: Tracker | None = None
+        self._began_s = time.monotonic() - progress.wall_s
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -145,6 +168,12 @@ class _Run:
                 error.add_note(self.how_to_resume)
             raise
 
+    def open_tracker(self, stack: contextlib.ExitStack) -> None:
+        """Opens the tracker, if there is one and it is not open yet; `stack` closes it."""
+        if self._tracker is None:
+            opened = open_tracker(self._config, self._run_dir, self.context.progress.tracker_run)
+            self._tracker, self.context.progress.tracker_run = stack.enter_context(opened)
+
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
         begin_run_dir(self._run_dir, self._config, self._complete(state))
@@ -153,30 +182,40 @@ class _Run:
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a trainer with the progress; keeps it where lost ranks would continue from it."""
-        self.progress.wall_s = time.monotonic() - self._began_s
-        complete = {**state, "progress": asdict(self.progress)}
+        self.context.progress.wall_s = time.monotonic() - self._began_s
+        complete = {**state, "progress": asdict(self.context.progress)}
         if self._config.learner_mode == "decentralized":
             self.state = complete
         return complete
 
-    def train(self, trainer: RunTrainer, interrupts: Interrupts) -> Evaluation | None:
-        """Makes the iterations that are left, with checkpoints, and evaluates.
+    def train(self, trainer: RunTrainer, interrupts: Interrupts) -> bool:
+        """Makes the iterations that are left, with checkpoints and evaluations.
 
         Returns:
-            The evaluation; None if Ctrl-C was pressed before. Then the checkpoint is of the last iteration.
+            Whether the run is done; not if Ctrl-C was pressed before. Then the checkpoint is of the last iteration.
         """
         self.has_begun = True
-        config, progress, saved_s = self._config, self.progress, time.monotonic()
-        with RunLogger(self._run_dir, config, steps=progress.steps) as logger:
+        config, context, progress, saved_s = self._config, self.context, self.context.progress, time.monotonic()
+        with (
+            RunLogger(self._run_dir, config, progress, self._tracker) as logger,
+            open_evaluator(config, progress.steps) as evaluator,
+        ):
             with interrupts.deferred():
                 is_saved = False
-                while trainer.has_pending or (progress.steps < config.total_steps and not interrupts.requested):
+                while trainer.has_pending or (progress.steps < config.total_steps and not self._ends(interrupts)):
                     last_step = progress.steps + config.steps_per_iteration
-                    is_last = interrupts.requested or last_step >= config.total_steps
-                    is_saved = is_last or time.monotonic() - saved_s >= config.checkpoint_interval_s
-                    iteration = trainer.iterate(ahead=not is_last, keep=is_saved)
+                    is_last = self._ends(interrupts) or last_step >= config.total_steps
+                    is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
+                    is_saved = context.take_request() or is_late or is_last
+                    is_evaluated = evaluator.is_due(last_step) and not is_last
+                    iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
-                    logger.log(progress.steps, iteration)
+                    if iteration.weights is not None:
+                        iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
+                        iteration.times_s["evaluate"] = elapsed_s
+                    context.metrics = logger.log(iteration)
+                    self._call("on_iteration")
+                    self._evaluated(iteration.evaluation, iteration.weights)
                     if iteration.state is not None:
                         self._save(iteration.state)
                         self.num_losses = 0
@@ -184,13 +223,31 @@ class _Run:
                 if not is_saved:
                     self._save(trainer.state())
             if interrupts.requested:
-                return None
+                return False
             evaluation = trainer.evaluate()
-            logger.log_evaluation(progress.steps, evaluation.return_mean)
-        return evaluation
+            self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
+            logger.log_evaluation(evaluation)
+        return True
+
+    def _ends(self, interrupts: Interrupts) -> bool:
+        """Whether Ctrl-C or a callback asked to end the run."""
+        return interrupts.requested or self.context.stop_reason is not None
+
+    def _evaluated(self, evaluation: Evaluation | None, weights: NDArray[np.float32] | None) -> None:
+        """Shows an evaluation, if there was one, to the callbacks."""
+        if evaluation is not None:
+            context = self.context
+            context.evaluation, context.weights = evaluation, weights
+            context.is_best = context.progress.add_evaluation(evaluation.return_mean)
+            self._call("on_evaluation")
 
     def _save(self, state: dict[str, Any]) -> None:
+        self._weights = state["weights"].numpy()
         save_checkpoint(self._run_dir, self._complete(state))
+        self._call("on_checkpoint")
+
+    def _call(self, hook: str) -> None:
+        call(self._callbacks, hook, self.context)
 
     def lose_ranks(self, error: RankLostError) -> None:
         """Goes back to the last state that was kept, from which a new set of ranks continues.
@@ -206,14 +263,18 @@ class _Run:
                 got=f"a lost rank: {error}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
-        before = self.progress.steps
-        self.progress = Progress(**self.state["progress"]) if self.state else Progress()
-        logger.warning("restarting all ranks at step %d of %d: %s", self.progress.steps, before, error)
+        before = self.context.progress.steps
+        self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
+        logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
         time.sleep(_PAUSE_S * (self.num_losses - 1))  # Ray lists a node for a while after it is gone
 
-    def result(self, evaluation: Evaluation) -> TrainResult:
+    def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""
+        context, evaluation = self.context, self.context.evaluation
         wall_s = time.monotonic() - self._began_s
-        result = TrainResult(self._run_dir, self.progress.steps, wall_s, evaluation.return_mean)
-        save_result(self._run_dir, self._config, asdict(result), evaluation.returns.tolist())
-        return result
+        returns = [] if evaluation is None else evaluation.returns.tolist()
+        mean = math.nan if evaluation is None else evaluation.return_mean
+        context.result = TrainResult(self._run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
+        save_result(self._run_dir, self._config, asdict(context.result), returns)
+        self._call("on_end")
+        return context.result

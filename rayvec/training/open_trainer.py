@@ -13,6 +13,7 @@ from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost
 from rayvec.training.decentralized import open_decentralized
+from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.trainer import RunTrainer, Trainer
@@ -48,6 +49,8 @@ def open_trainer(
     with open_env(config) as env, open_learner(config, env) as learner:
         if state:
             restore(learner, state["learner"])
+        elif config.init_from:
+            restore(learner, initial_state(config, learner.state_dict()))
         yield Trainer(config, env, learner, progress, state["collector"] if state else None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rayvec.collect.collector import Collector
@@ -14,7 +14,12 @@ from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Progress", "begin_collecting", "check_state", "restore"]
+__all__ = ["WINDOW", "Progress", "begin_collecting", "check_state", "restore"]
+
+WINDOW = 100
+"""Returns and lengths in metrics are about this many last episodes."""
+
+_SINCE_WINDOWS = {"recent_returns", "recent_lens", "eval_return", "best_return", "tracker_run"}
 
 
 @dataclass
@@ -26,18 +31,38 @@ class Progress:
         episodes: Episodes ended.
         iterations: Rounds of sampling and learning.
         wall_s: Wall time up to the last checkpoint, in seconds.
+        recent_returns: Returns of the last `WINDOW` episodes.
+        recent_lens: Their lengths in steps.
+        eval_return: Mean return of the latest greedy evaluation.
+        best_return: Largest mean return of the greedy evaluations.
+        tracker_run: Tracker and its name for this run, such as "wandb/x7k2".
     """
 
     steps: int = 0
     episodes: int = 0
     iterations: int = 0
     wall_s: float = 0.0
+    recent_returns: list[float] = field(default_factory=list)
+    recent_lens: list[int] = field(default_factory=list)
+    eval_return: float | None = None
+    best_return: float | None = None
+    tracker_run: str | None = None
 
     def add(self, stats: CollectStats) -> None:
         """Counts an iteration."""
         self.steps += stats.n_collected_steps
         self.episodes += stats.n_collected_episodes
         self.iterations += 1
+        self.recent_returns = [*self.recent_returns, *stats.returns.tolist()][-WINDOW:]
+        self.recent_lens = [*self.recent_lens, *stats.lens.tolist()][-WINDOW:]
+
+    def add_evaluation(self, return_mean: float) -> bool:
+        """Keeps the mean return of a greedy evaluation; returns whether it is the best so far."""
+        self.eval_return = return_mean
+        is_best = self.best_return is None or return_mean > self.best_return
+        if is_best:
+            self.best_return = return_mean
+        return is_best
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -48,7 +73,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     """
     if missing := sorted({"weights", "learner", "collector", "progress"} - state.keys()):
         raise _incomplete(f"no {', '.join(missing)}")
-    if state["progress"].keys() != {item.name for item in fields(Progress)}:
+    if state["progress"].keys() | _SINCE_WINDOWS != {item.name for item in fields(Progress)}:
         raise _incomplete(f"progress: {', '.join(state['progress'])}")
 
 
@@ -73,9 +98,9 @@ def begin_collecting(
     Raises:
         CheckpointError: `state` is that of another collector.
     """
-    has_published = state is not None and state.get("version", 0) > 0
-    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_published)
-    if has_published:
+    has_learned = config.init_from is not None or (state is not None and state.get("version", 0) > 0)
+    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_learned)
+    if has_learned:
         policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
     collector = Collector(

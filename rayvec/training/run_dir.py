@@ -5,6 +5,8 @@ runs/<name>/
 ├── metrics.jsonl          a line for each iteration
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from
+├── best.pt                with eval_interval_steps: the weights of the best evaluation
+├── checkpoints/           with rayvec.CheckpointHistory: older checkpoints
 ├── learning_curve.png     return against steps
 └── result.json            totals, and the greedy evaluation
 """
@@ -14,21 +16,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
-from rayvec.training.progress import check_state
+from rayvec.training.progress import Progress, check_state
 
-__all__ = ["begin_run_dir", "free_run_dir", "load_run", "locked", "save_checkpoint", "save_result"]
+__all__ = [
+    "begin_run_dir",
+    "free_run_dir",
+    "load_config",
+    "load_run",
+    "load_weights",
+    "locked",
+    "save_best",
+    "save_checkpoint",
+    "save_result",
+    "versions",
+]
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -118,6 +139,11 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
     checkpoint.save(run_dir / "checkpoint.pt", state)
 
 
+def save_best(run_dir: Path, weights: NDArray[np.float32], progress: Progress) -> None:
+    """Replaces ``best.pt``: acting weights, and how far the run had come with them."""
+    checkpoint.save(run_dir / "best.pt", {"weights": torch.from_numpy(weights), "progress": asdict(progress)})
+
+
 def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], returns: Sequence[float]) -> None:
     """Writes ``result.json``.
 
@@ -129,9 +155,18 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
     """
     run = {"algorithm": config.algorithm, "env_id": config.env_id, "seed": config.seed}
     values = {name: None if value != value else value for name, value in totals.items()}
-    text = json.dumps({**run, **values, "eval_returns": list(returns)}, indent=2, allow_nan=False, default=str)
+    text = json.dumps(
+        {**run, **values, "eval_returns": list(returns), "versions": versions()}, indent=2, allow_nan=False, default=str
+    )
     with written_whole(run_dir / "result.json") as file:
         file.write((text + "\n").encode())
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that results depend on."""
+    packages = ("ray", "gymnasium", "torch", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), "rayvec": sys.modules["rayvec"].__version__, **found}
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -140,6 +175,28 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
+    check_state(state)
+    return config, state
+
+
+def load_weights(run_dir: Path, name: str) -> tuple[TrainConfig, NDArray[np.float32]]:
+    """Returns the settings of a run and the acting weights of one of its checkpoints, such as ``best.pt``.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    config, state = load_config(run_dir), checkpoint.load(run_dir / name)
+    return config, state["weights"].numpy()
+
+
+def load_config(run_dir: Path) -> TrainConfig:
+    """Returns the settings of a run.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
     """
     try:
         text = (run_dir / "config.yaml").read_text(encoding="utf-8")
@@ -150,6 +207,4 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
             got=error.strerror,
             remedy="Pass the directory of a run, such as one below runs/.",
         ) from None
-    config, state = TrainConfig.from_yaml(text), checkpoint.load(run_dir / "checkpoint.pt")
-    check_state(state)
-    return config, state
+    return TrainConfig.from_yaml(text)

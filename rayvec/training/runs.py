@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,12 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.wrappers import StaggeredStart
 
 __all__ = [
     "LEARNERS",
     "choose_engine",
+    "env_parts",
     "make_env",
     "make_learner",
     "open_env",
@@ -70,6 +72,11 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
+def env_parts(config: TrainConfig) -> tuple[str, Mapping[str, Any], list[Callable[..., Any]]]:
+    """Returns what an environment of a run is made of: its id, its keyword arguments and its wrappers, in order."""
+    return config.env_id, config.env_kwargs, [*map(_function, config.wrappers)]
+
+
 def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0) -> RayVecEnv:
     """Returns the environments of a run; the caller closes them.
 
@@ -78,11 +85,12 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         num_envs: How many of them, where a rank has a part; by default all.
         first_id: Global index of the first of these.
     """
+    env_id, env_kwargs, wrappers = env_parts(config)
     return RayVecEnv(
-        config.env_id,
+        env_id,
         num_envs or config.num_envs,
-        env_kwargs=config.env_kwargs,
-        wrappers=[_function(name) for name in config.wrappers],
+        env_kwargs=env_kwargs,
+        wrappers=[*wrappers, *([StaggeredStart] if config.stagger_starts else [])],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks

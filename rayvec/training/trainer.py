@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.distributed.arrivals import Stragglers
 from rayvec.learners.base import Learner
-from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy
+from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
 from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Iteration", "RunTrainer", "Trainer"]
@@ -35,6 +38,8 @@ class Iteration:
         num_cut: How many ranks stopped early because the others had their steps.
         sent_bytes: What ranks have sent over the network in sums.
         state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
+        weights: The acting weights after the iteration, if they were asked for, ``float32 [P]``.
+        evaluation: The greedy evaluation of these weights, where there was one.
     """
 
     stats: CollectStats
@@ -43,6 +48,8 @@ class Iteration:
     num_cut: int = 0
     sent_bytes: int = 0
     state: dict[str, Any] | None = None
+    weights: NDArray[np.float32] | None = None
+    evaluation: Evaluation | None = None
 
 
 class RunTrainer(Protocol):
@@ -53,12 +60,13 @@ class RunTrainer(Protocol):
         """Whether an iteration has begun of which the loop does not know the result."""
         ...
 
-    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
+    def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """Makes an iteration.
 
         Args:
             ahead: Whether the next one may begin.
             keep: Whether the result has the state after this iteration.
+            evaluate: Whether the result has the weights after this iteration, to be evaluated.
         """
         ...
 
@@ -102,7 +110,7 @@ class Trainer:
         self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
         self.collector = begin_collecting(config, env, learner, progress, collector_state, first_id)
 
-    def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
+    def iterate(self, *, ahead: bool = False, keep: bool = False, evaluate: bool = False) -> Iteration:
         """See :class:`RunTrainer`."""
         laps, stragglers = Laps(), self._stragglers
         num_steps, cut = (self._num_steps, None) if stragglers is None else stragglers.begin(self._num_steps)
@@ -117,7 +125,9 @@ class Trainer:
             self.collector.set_weights(self._learner.weights())
             laps.end("publish")
         num_cut = int(stragglers is not None and stragglers.has_cut)
-        return Iteration(batch.stats, metrics, laps.times_s, num_cut, state=self.state() if keep else None)
+        state = self.state() if keep else None
+        weights = self._learner.weights() if evaluate else None
+        return Iteration(batch.stats, metrics, laps.times_s, num_cut, state=state, weights=weights)
 
     def state(self) -> dict[str, Any]:
         """See :class:`RunTrainer`."""
@@ -125,7 +135,20 @@ class Trainer:
             "weights": torch.from_numpy(self._learner.weights()),
             "learner": self._learner.state_dict(),
             "collector": self.collector.state_dict(),
+            "spaces": self.spaces,
         }
+
+    @property
+    def spaces(self) -> list[Any] | None:
+        """The spaces of one environment in the form of a checkpoint; None if they have none."""
+        env = self._env
+        described = [space_to_plain(space) for space in (env.single_observation_space, env.single_action_space)]
+        return None if None in described else described
+
+    @property
+    def num_eval_episodes(self) -> int:
+        """How many episodes an evaluation plays, with the environments of all ranks."""
+        return self._config.num_eval_episodes(time_limit(self._env))
 
     def evaluate(self, num_episodes: int | None = None) -> Evaluation:
         """See :class:`RunTrainer`.
@@ -138,7 +161,7 @@ class Trainer:
         return evaluate(
             self._env,
             greedy_policy(self._learner.module, self._learner.weights()),
-            config.eval_episodes if num_episodes is None else num_episodes,
+            self.num_eval_episodes if num_episodes is None else num_episodes,
             seed=config.eval_seed() + self._first_id,
             inference=config.inference,
         )

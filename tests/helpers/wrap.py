@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 
 Env = gymnasium.Env[Any, Any]
 
@@ -55,3 +56,25 @@ def fills_the_disk(env: Env) -> Env:
 
 def doubled(env: Env) -> Env:
     return gymnasium.wrappers.TransformReward(env, lambda reward: 2 * float(reward))
+
+
+class _Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Draws the angle of CartPole's pole as a grey picture with odd sides."""
+
+    def render(self) -> Any:
+        angle = float(self.unwrapped.state[2])  # type: ignore[attr-defined]
+        return np.full((33, 47, 3), 128 + int(angle * 400), np.uint8)
+
+
+class _Unpictured(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Has no render mode."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+
+
+def pictured(env: Env) -> Env:
+    return _Pictured(env)
+
+
+def unpictured(env: Env) -> Env:
+    return _Unpictured(env)

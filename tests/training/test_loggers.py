@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -17,6 +18,7 @@ from rayvec.data import CollectStats
 from rayvec.training import loggers
 from rayvec.training.learning_curve import _smoothed, plot_learning_curve
 from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, read_metrics
+from rayvec.training.progress import Progress
 from rayvec.training.trainer import Iteration
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
@@ -37,20 +39,45 @@ def stats(*returns: float) -> CollectStats:
     )
 
 
-def log(run_dir: Path, steps: list[int], resumed_at: int = 0) -> None:
-    with RunLogger(run_dir, CONFIG, steps=resumed_at) as logger:
+def log(run_dir: Path, steps: list[int], resumed_at: int = 0, config: PPOConfig = CONFIG) -> None:
+    progress = Progress(steps=resumed_at)
+    with RunLogger(run_dir, config, progress) as logger:
         for step in steps:
-            logger.log(step, Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S))
+            iteration = Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S)
+            progress.add(iteration.stats)
+            assert progress.steps == step
+            logger.log(iteration)
 
 
 def test_a_line_for_each_iteration(tmp_path: Path) -> None:
     log(tmp_path, [16, 32])
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert first["steps"] == 16 and second["steps"] == 32
-    assert second["return_mean"] == 16.0 and second["return_max"] == 32.0 and second["episodes"] == 2
+    assert second["return_mean"] == 12.0 and second["return_max"] == 32.0  # of all four episodes
+    assert second["return_sum"] == 32.0 and second["episodes"] == 2
     assert second["steps_per_s"] == pytest.approx(16 / 0.4)
     assert second["time_s/learn"] == 0.1 and second["time_s/collect/environment"] == 0.2
     assert first["learner/loss"] is None and second["learner/loss"] == 0.5
+
+
+def test_a_line_is_about_all_iterations_since_the_line_before(tmp_path: Path) -> None:
+    log(tmp_path, [16, 32, 48, 64, 80], config=replace(CONFIG, log_interval_steps=32))
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [line["steps"] for line in lines] == [32, 64, 80]
+    assert [line["episodes"] for line in lines] == [4, 4, 2] and lines[1]["return_sum"] == 48.0 + 64.0
+    assert lines[0]["time_s/learn"] == pytest.approx(0.2) and lines[0]["steps_per_s"] == pytest.approx(32 / 0.8)
+    assert [event.step for event in scalars(tmp_path)["return_mean"]] == [32, 64, 80]
+
+
+def test_returns_are_of_the_last_hundred_episodes_and_never_missing_after_the_first(tmp_path: Path) -> None:
+    progress = Progress()
+    with RunLogger(tmp_path, CONFIG, progress) as logger:
+        for returns in [(), (5.0,), (), tuple(range(150)), ()]:
+            iteration = Iteration(stats(*returns), {}, TIMES_S)
+            progress.add(iteration.stats)
+            logger.log(iteration)
+    means = [line["return_mean"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert means == [None, 5.0, 5.0, np.arange(50, 150).mean(), np.arange(50, 150).mean()]
 
 
 def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
@@ -91,8 +118,8 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG) as logger:
-        logger.log(16, Iteration(stats(1.0), {}, TIMES_S))
+    with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG, Progress(steps=16)) as logger:
+        logger.log(Iteration(stats(1.0), {}, TIMES_S))
         raise RuntimeError
     picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
     assert picture.shape[1] >= 1000 and picture.std() > 0.01
@@ -103,7 +130,7 @@ def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
     plot_learning_curve([], blank, "no episode")
     for count in (1, 2, 3, 500):
         lines = [{"steps": i, "return_mean": float(i), "episodes": 1} for i in range(count)]
-        silent = [{"steps": 9, "return_mean": None, "episodes": 0}]
+        silent = [{"steps": 9, "return_mean": None, "episodes": 0, "eval/return_mean": 2.0}]
         plot_learning_curve(lines + silent, tmp_path / "curve.png", "title", greedy=(count, 1.0))
         assert (tmp_path / "curve.png").read_bytes() != blank.read_bytes()
 

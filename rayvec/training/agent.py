@@ -1,0 +1,170 @@
+"""A trained policy in one line: ``rayvec.load`` reads a run, and the agent acts, without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rayvec.config import TrainConfig
+from rayvec.data import Tree, tree_leaves, tree_map
+from rayvec.errors import ConfigError
+from rayvec.policies.networks import load_flat_weights
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
+from rayvec.training import checkpoint as checkpoints
+from rayvec.training.export import export
+from rayvec.training.run_dir import load_config
+from rayvec.training.runs import LEARNERS, make_env
+from rayvec.training.spaces import space_from_plain
+
+__all__ = ["Agent", "load", "load_spaces"]
+
+
+def load(run_dir: Path | str, checkpoint: str = "checkpoint.pt", *, seed: int = 0) -> Agent:
+    """Returns the agent that a run has trained.
+
+    Args:
+        run_dir: Directory of the run.
+        checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation
+            during training, or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
+        seed: Of the actions that are drawn with ``deterministic=False``.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run.
+        CheckpointError: The file is missing or damaged.
+    """
+    run_dir = Path(run_dir)
+    config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
+    described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
+    observation_space, action_space = load_spaces(config, described)
+    return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)
+
+
+def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """Returns the spaces that a checkpoint describes; where it does not, those of an environment that is made."""
+    if described is not None:
+        observation_space, action_space = map(space_from_plain, described)
+        return observation_space, action_space
+    with make_env(replace(config, num_nodes=0, workers_per_node=0, address=None), 1) as env:
+        return env.single_observation_space, env.single_action_space
+
+
+class Agent:
+    """Acts as a run has learned to, normalisation of observations included.
+
+    Args:
+        config: Settings of the run.
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        weights: The acting weights, ``float32 [P]``.
+        seed: Of the actions that are drawn.
+
+    Attributes:
+        config: The settings.
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        module: The network, an ``nn.Module`` on the CPU.
+
+    Raises:
+        ConfigError: The weights are those of another network.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        weights: NDArray[np.float32],
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.observation_space, self.action_space = config, observation_space, action_space
+        here = replace(config, learner_device="cpu")
+        self.module = LEARNERS[type(config)](observation_space, action_space, here).module
+        load_flat_weights(self.module, weights)
+        self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
+        self._seed, self._num_calls = seed, 0
+
+    def predict(self, obs: Any, *, deterministic: bool = True) -> Any:
+        """Returns the action for an observation, or the actions for a batch of them.
+
+        Args:
+            obs: An observation of one environment, as `observation_space` contains it; or a batch ``[k, *obs_shape]``,
+                in a Dict or Tuple space a dict or tuple of such batches.
+            deterministic: Take the most probable action (for SAC, the mean before squashing) instead of drawing one.
+
+        Returns:
+            The action of one environment, as ``env.step`` takes it; for a batch, actions ``[k, *act_shape]``.
+
+        Raises:
+            ConfigError: The shape fits neither.
+        """
+        batch, is_single = self._batched(obs)
+        count = len(next(iter(tree_leaves(batch))))
+        policy = self._policies[deterministic]
+        noise = keyed_noise(
+            policy.noise, seed=self._seed, env_ids=np.arange(count), first_step=self._num_calls, num_steps=1
+        )
+        self._num_calls += not deterministic
+        action, _ = policy.act(batch, noise[0])
+        return action[0] if is_single else action
+
+    def export(self, path: Path | str) -> Path:
+        """Writes the greedy policy to a file that runs without rayvec; returns its path.
+
+        ``.onnx`` files have an input for each array of an observation (``obs``, or the names in a Dict), with any
+        number of rows, and one output, ``action``. ``.pt`` files are TorchScript; the module takes the same arrays as
+        tensors in the same order. Observations in float64 are passed as float32, and Discrete ones as int64.
+
+        Args:
+            path: Ends with ``.onnx`` or ``.pt``.
+
+        Raises:
+            ConfigError: The path has another ending, the network can't be exported, or ONNX is not installed.
+        """
+        return export(self.module, self.observation_space, self.action_space, Path(path))
+
+    def _batched(self, obs: Any) -> tuple[Tree, bool]:
+        """Returns observations as a batch, and whether they are of one environment."""
+        try:
+            arrays = _arrays(obs, self.observation_space)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise self._misfit(f"{type(error).__name__}: {error}") from None
+        shapes = [(array.shape, space.shape) for array, space in _pairs(arrays, self.observation_space)]
+        if all(shape == expected for shape, expected in shapes):
+            return tree_map(lambda array: array[None], arrays), True
+        if any(shape[1:] != expected or not shape for shape, expected in shapes) or len({s[0] for s, _ in shapes}) > 1:
+            raise self._misfit(f"arrays of shapes {[shape for shape, _ in shapes]}")
+        return arrays, False
+
+    def _misfit(self, got: str) -> ConfigError:
+        return ConfigError(
+            "An agent acts on one observation, or on a batch with one more dimension in front.",
+            expected=f"observations of {self.observation_space}",
+            got=got,
+            remedy="Pass what the environment returned, with the wrappers that it was trained with.",
+        )
+
+
+def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
+    """Returns observations as a tree of arrays in the dtypes of a space."""
+    match space:
+        case spaces.Dict():
+            return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
+    return np.asarray(obs, space.dtype)
+
+
+def _pairs(arrays: Any, space: spaces.Space[Any]) -> list[tuple[NDArray[Any], spaces.Space[Any]]]:
+    match space:
+        case spaces.Dict():
+            return [pair for key, part in space.spaces.items() for pair in _pairs(arrays[key], part)]
+        case spaces.Tuple():
+            return [pair for i, part in enumerate(space.spaces) for pair in _pairs(arrays[i], part)]
+    return [(arrays, space)]

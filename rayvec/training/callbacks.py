@@ -1,0 +1,203 @@
+"""Callbacks: objects that see a run while it trains, and can end it.
+
+A callback has any of the methods `on_iteration`, `on_evaluation`, `on_checkpoint` and `on_end`. Each is called with
+the :class:`RunContext` of the run, in the process that called :func:`rayvec.train`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.config import TrainConfig
+from rayvec.errors import ConfigError, check_count
+from rayvec.training.evaluation import Evaluation
+from rayvec.training.progress import WINDOW, Progress
+from rayvec.training.run_dir import save_best
+
+if TYPE_CHECKING:
+    from rayvec.training.loop import TrainResult
+
+__all__ = ["HOOKS", "BestModel", "CheckpointHistory", "RunContext", "StopAtReturn", "call", "check_callbacks"]
+
+HOOKS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_end")
+"""The methods that a callback may have."""
+
+
+@dataclass
+class RunContext:
+    """What a callback sees of a run, and how it can end the run.
+
+    Attributes:
+        config: The settings.
+        run_dir: The directory of the run.
+        progress: How far the run has come: ``steps``, ``episodes``, ``iterations``; returns and lengths of the last
+            100 episodes; mean returns of the latest and of the best evaluation.
+        metrics: The metrics since the last line of ``metrics.jsonl``, by the names that they have there.
+        evaluation: The latest greedy evaluation; None before the first one.
+        is_best: Whether its mean return is larger than that of every evaluation before.
+        weights: The acting weights that were evaluated, ``float32 [P]``.
+        stop_reason: Why the run ends early; None while it does not.
+        result: The totals of the run; None until `on_end`.
+    """
+
+    config: TrainConfig
+    run_dir: Path
+    progress: Progress
+    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    is_best: bool = False
+    weights: NDArray[np.float32] | None = None
+    stop_reason: str | None = None
+    result: TrainResult | None = None
+    _wants_checkpoint: bool = False
+
+    def stop(self, reason: str) -> None:
+        """Ends the run like one that has taken all its steps: with a checkpoint and the final evaluation.
+
+        An iteration that has already begun is completed. The first reason is kept, and written into ``result.json``.
+
+        Args:
+            reason: One sentence.
+        """
+        self.stop_reason = self.stop_reason or reason
+
+    def request_checkpoint(self) -> None:
+        """Lets the next iteration end with a checkpoint."""
+        self._wants_checkpoint = True
+
+    def take_request(self) -> bool:
+        """Returns whether a checkpoint was requested, and forgets it."""
+        wanted, self._wants_checkpoint = self._wants_checkpoint, False
+        return wanted
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuses what has none of the methods of a callback.
+
+    Raises:
+        ConfigError: One of them is a class, or has none of the methods.
+    """
+    if not isinstance(callbacks, list | tuple):
+        callbacks = [callbacks]
+    for callback in callbacks:
+        if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+            is_class = isinstance(callback, type)
+            raise ConfigError(
+                "A callback is an object with at least one of the methods that a run calls.",
+                expected=f"a list of objects with {', '.join(HOOKS[:-1])} or {HOOKS[-1]}",
+                got=f"the class {callback.__name__}" if is_class else f"{callback!r}, which has none of them",
+                remedy="Pass an instance of the class." if is_class else "Name a method on_iteration(self, context).",
+            )
+
+
+def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:
+    """Calls one method of each callback that has it; an exception gets a note that names the callback."""
+    for callback in callbacks:
+        method = getattr(callback, hook, None)
+        if method is not None:
+            try:
+                method(context)
+            except Exception as error:
+                error.add_note(f"raised in {hook} of the callback {type(callback).__name__}")
+                raise
+
+
+class StopAtReturn:
+    """Ends the run once the mean return reaches a value.
+
+    With `eval_interval_steps`, that is the mean of a greedy evaluation. Without it, it is the mean of the last
+    episodes of training.
+
+    Args:
+        return_mean: The value.
+        num_episodes: How many episodes of training must have ended, at most 100; evaluations count whatever their
+            number of episodes.
+    """
+
+    def __init__(self, return_mean: float, num_episodes: int = WINDOW) -> None:
+        if check_count("num_episodes", num_episodes) > WINDOW:
+            raise ConfigError(
+                f"A run keeps the returns of its last {WINDOW} episodes.",
+                expected=f"num_episodes at most {WINDOW}",
+                got=num_episodes,
+                remedy=f"Pass num_episodes={WINDOW} or less.",
+            )
+        self._return_mean, self._num_episodes = return_mean, num_episodes
+
+    def on_iteration(self, context: RunContext) -> None:
+        """Looks at the last episodes of training, in a run without evaluations during training."""
+        recent = context.progress.recent_returns[-self._num_episodes :]
+        if context.config.eval_interval_steps is None and len(recent) == self._num_episodes:
+            self._look(context, float(np.mean(recent)), f"the last {self._num_episodes} episodes")
+
+    def on_evaluation(self, context: RunContext) -> None:
+        """Looks at a greedy evaluation."""
+        if context.evaluation is not None:
+            self._look(context, context.evaluation.return_mean, "a greedy evaluation")
+
+    def _look(self, context: RunContext, return_mean: float, what: str) -> None:
+        if return_mean >= self._return_mean:
+            context.stop(f"the mean return of {what}, {return_mean:.1f}, reached {self._return_mean:g}")
+
+
+class BestModel:
+    """Writes ``best.pt``, the weights of the best greedy evaluation; :func:`rayvec.load` reads it.
+
+    A run with `eval_interval_steps` has this callback already.
+    """
+
+    def on_evaluation(self, context: RunContext) -> None:
+        """Replaces the file if no evaluation before had a larger mean return."""
+        if context.is_best and context.weights is not None:
+            save_best(context.run_dir, context.weights, context.progress)
+
+
+class CheckpointHistory:
+    """Keeps checkpoints beside the last one: ``checkpoints/<steps>.pt``, to load or to begin another run with.
+
+    Args:
+        interval_steps: Environment steps between two of them, rounded up to whole iterations.
+        keep: How many of the newest are kept; unset: all.
+    """
+
+    def __init__(self, interval_steps: int, keep: int | None = None) -> None:
+        self._interval_steps = check_count("interval_steps", interval_steps)
+        self._keep = None if keep is None else check_count("keep", keep)
+
+    def on_iteration(self, context: RunContext) -> None:
+        """Requests the checkpoint of the next iteration, if it is to be kept."""
+        if self._number(context.progress.steps + context.config.steps_per_iteration) > self._kept(context):
+            context.request_checkpoint()
+
+    def on_checkpoint(self, context: RunContext) -> None:
+        """Keeps the checkpoint, if it is the first one since the interval has passed."""
+        if self._number(context.progress.steps) <= self._kept(context):
+            return
+        path = context.run_dir / "checkpoints" / f"{context.progress.steps:012}.pt"
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        try:
+            os.link(context.run_dir / "checkpoint.pt", path)  # which is replaced as a whole, never changed
+        except OSError:  # a file system without links
+            shutil.copyfile(context.run_dir / "checkpoint.pt", path)
+        for old in self._paths(context)[: -self._keep] if self._keep else ():
+            old.unlink()
+
+    def _number(self, steps: int) -> int:
+        return steps // self._interval_steps
+
+    def _kept(self, context: RunContext) -> int:
+        """Returns the number of the last interval of which a checkpoint was kept."""
+        steps = [int(path.stem) for path in self._paths(context)]
+        return self._number(max((count for count in steps if count <= context.progress.steps), default=0))
+
+    def _paths(self, context: RunContext) -> list[Path]:
+        return sorted((context.run_dir / "checkpoints").glob("*.pt"))

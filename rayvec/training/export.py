@@ -1,0 +1,162 @@
+"""A trained network as a file that runs without rayvec: ONNX or TorchScript, from observations to greedy actions."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rayvec.errors import ConfigError
+from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
+from rayvec.policies.encoders import OBS_CLIP, Encoder
+from rayvec.policies.networks import ActorCritic
+
+__all__ = ["GreedyModule", "export"]
+
+
+class GreedyModule(nn.Module):
+    """From the arrays of observations to greedy actions ``[B, *act_shape]``, in torch alone.
+
+    Args:
+        module: A network of a learner: an actor-critic, or the actor of SAC.
+        observation_space: Of one environment.
+
+    Raises:
+        ConfigError: The network is of another kind.
+    """
+
+    def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
+        super().__init__()
+        encoder, distribution = getattr(module, "encoder", None), getattr(module, "distribution", None)
+        if not isinstance(encoder, Encoder) or not isinstance(distribution, Categorical | Gaussian | TanhGaussian):
+            raise ConfigError(
+                "A network is exported together with its encoder and its distribution of actions.",
+                expected="the network of PPO, IMPALA or SAC",
+                got=type(module).__name__,
+                remedy="Export the torch module itself: agent.module",
+            )
+        self.module = module
+        self._encoder, self._distribution = encoder, distribution
+        leaves = leaf_spaces(observation_space)
+        paths = list(leaves)
+        self._numbers = [(paths.index(path), leaves[path]) for path, _ in encoder.leaves]
+        self._images = [paths.index(image.path) for image in encoder.images]
+        if isinstance(distribution, Gaussian | TanhGaussian):
+            for name in ("low", "high"):
+                self.register_buffer(name, torch.tensor(getattr(distribution, name)), persistent=False)
+
+    def forward(self, *obs: Tensor) -> Tensor:
+        """Returns the actions for a batch; an array for each leaf of the observation space, in its order."""
+        rows = [_encoded(obs[index], space) for index, space in self._numbers]
+        images = [obs[index] for index in self._images]
+        if not isinstance(self.module, ActorCritic):
+            params: Tensor = self.module(torch.cat(rows, -1))
+        else:
+            numbers = [torch.cat(rows, -1)] if rows else []
+            mean, scale = self.module.obs_mean, self.module.obs_scale
+            if numbers and mean is not None and scale is not None:
+                numbers = [((numbers[0] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)]
+            parts = [*numbers, *images]
+            params = self.module.action_parameters(parts[0] if len(parts) == 1 else tuple(parts))
+        return self._greedy(params)
+
+    def _greedy(self, params: Tensor) -> Tensor:
+        """Returns the most probable actions; for a squashed normal, the means squashed."""
+        distribution = self._distribution
+        if isinstance(distribution, Categorical):
+            ends = list(itertools.accumulate(distribution.sizes, initial=0))
+            chosen = [params[..., start:end].argmax(-1) for start, end in itertools.pairwise(ends)]
+            action = torch.stack(chosen, -1) + torch.tensor(distribution.starts)
+            return action.reshape(-1, *distribution.shape).to(_torch_dtype(distribution.dtype))
+        low, high = self.get_buffer("low"), self.get_buffer("high")
+        mean = params.chunk(2, -1)[0].reshape(-1, *low.shape)
+        if isinstance(distribution, TanhGaussian):
+            mean = (0.5 * low + 0.5 * high) + (0.5 * high - 0.5 * low) * mean.tanh()
+        return torch.minimum(torch.maximum(mean, low), high).to(low.dtype)
+
+
+def _encoded(array: Tensor, space: spaces.Space[Any]) -> Tensor:
+    """Returns one leaf of an observation as numbers ``[B, D]``, as the encoder does."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        sizes, starts = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))), np.atleast_1d(space.start)
+        components = array.reshape(-1, sizes.size)
+        hot = [
+            components[:, c, None] == torch.arange(int(start), int(start + size))
+            for c, (size, start) in enumerate(zip(sizes.flat, starts.flat, strict=True))
+        ]
+        return torch.cat(hot, -1).float()
+    return array.reshape(-1, math.prod(space.shape or ())).float()
+
+
+def export(module: Any, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], path: Path) -> Path:
+    """Writes a network to a file; see :meth:`rayvec.training.agent.Agent.export`."""
+    if path.suffix not in (".onnx", ".pt"):
+        raise ConfigError(
+            "The ending of the file says what a policy is exported to.",
+            expected=".onnx, or .pt for TorchScript",
+            got=str(path),
+            remedy='Pass for example "policy.onnx".',
+        )
+    greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
+    leaves = leaf_spaces(observation_space)
+    example = tuple(_example(space) for space in leaves.values())
+    names = ["_".join(map(str, keys)) or "obs" for keys in leaves]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch warns of its own future
+        if path.suffix == ".pt":
+            torch.jit.trace(greedy, example).save(str(path))  # type: ignore[no-untyped-call]
+        else:
+            _export_onnx(greedy, example, names, path)
+    return path
+
+
+def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[str], path: Path) -> None:
+    try:
+        importlib.import_module("onnx"), importlib.import_module("onnxscript")
+    except ImportError as error:
+        raise ConfigError(
+            "ONNX is an extra.",
+            expected="the packages onnx and onnxscript",
+            got=str(error),
+            remedy="Install rayvec[onnx], or export to TorchScript (.pt).",
+        ) from error
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    rows = torch.export.Dim("rows", min=1)
+    torch.onnx.export(
+        greedy,
+        example,
+        path,
+        input_names=names,
+        output_names=["action"],
+        dynamic_shapes=(tuple({0: rows} for _ in example),),
+        external_data=False,
+        verbose=False,
+        dynamo=True,
+    )
+
+
+def leaf_spaces(space: spaces.Space[Any], keys: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], spaces.Space[Any]]:
+    """Returns the parts of a space that are arrays, by the keys and places that lead to them."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        return {path: leaf for key, part in parts for path, leaf in leaf_spaces(part, (*keys, key)).items()}
+    return {keys: space}
+
+
+def _example(space: spaces.Space[Any]) -> Tensor:
+    """Returns two observations of a space: one row would become a constant of the exported graph."""
+    array = torch.tensor(np.stack([space.sample(), space.sample()]))
+    return array.float() if array.dtype == torch.float64 else array
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype

@@ -1,0 +1,87 @@
+"""Training that begins with the network of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayvec.config import TrainConfig
+from rayvec.errors import ConfigError
+from rayvec.training.agent import load_spaces
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import LEARNERS
+
+__all__ = ["initial_state"]
+
+
+def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state that the learner of a new run begins with: its own, with the network of `config.init_from`.
+
+    The optimizer, the schedule and the counters are its own.
+
+    Args:
+        config: Settings of the new run.
+        own: State of its learner, whose rank-local part may be missing.
+
+    Raises:
+        ConfigError: There is no such run, it has another network, or the learner can't begin with one.
+        CheckpointError: The checkpoint of that run is missing or damaged.
+    """
+    if config.init_from is None:
+        return own
+    other_config, other = load_run(config.init_from)
+    learner, other_learner = LEARNERS[type(config)], LEARNERS[type(other_config)]
+    if not hasattr(learner, "with_network"):
+        raise ConfigError(
+            "A learner begins with the network of another run by its method with_network.",
+            expected="a learner of PPO, IMPALA or SAC, or one that has this method",
+            got=f"init_from={config.init_from} with {getattr(learner, '__name__', learner)}",
+            remedy="Leave init_from out, or add the method.",
+        )
+    spaces = load_spaces(other_config, other.get("spaces"))
+    wanted, found = (
+        _layers(kind(*spaces, replace(each, learner_device="cpu")).module)
+        for kind, each in ((learner, config), (other_learner, other_config))
+    )
+    differences = [(a, b) for a, b in zip(wanted, found, strict=False) if a != b]
+    if differences or len(wanted) != len(found):
+        expected, got = differences[0] if differences else (f"{len(wanted)} layers", f"{len(found)} layers")
+        raise _another(config.init_from, expected, got)
+    begun: dict[str, Any] = learner.with_network(own, other["learner"], config)
+    shapes = [_shapes(each) for each in (own, begun)]
+    if shapes[0] != shapes[1]:
+        names = [name for name in shapes[0] if shapes[0][name] != shapes[1].get(name)] or ["statistics"]
+        expected, got = (f"{names[0]} {each.get(names[0], 'of observations')}" for each in shapes)
+        raise _another(config.init_from, expected, got)
+    return begun
+
+
+def _another(run_dir: Path, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        "A run begins with the weights of a run that has the same network.",
+        expected=expected,
+        got=f"{got} in {run_dir}",
+        remedy="Use the spaces and the settings of the network of that run, or leave init_from out.",
+    )
+
+
+def _layers(module: nn.Module) -> list[str]:
+    """Returns the layers of a network, each with its name, and its other parameters."""
+    layers = [f"{name} {layer}" for name, layer in module.named_modules() if not list(layer.children())]
+    return layers + [f"{name} {tuple(part.shape)}" for name, part in module.named_parameters() if "." not in name]
+
+
+def _shapes(state: Mapping[str, Any], path: str = "") -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of a state by their names."""
+    shapes = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            shapes[f"{path}{name}"] = tuple(value.shape)
+        elif isinstance(value, dict):
+            shapes |= _shapes(value, f"{path}{name}.")
+    return shapes

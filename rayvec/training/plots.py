@@ -1,0 +1,156 @@
+"""Curves of several runs: those that differ in their seed alone are one line, with the spread of its seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.config import ADJUSTABLE, TrainConfig
+from rayvec.config.schema import describe
+from rayvec.errors import ConfigError
+from rayvec.training.files import written_whole
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_config
+
+__all__ = ["Curves", "plot_runs", "read_runs"]
+
+COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#bbbbbb")
+_POINTS = 200
+_OWN = {"seed", "run_dir", "env_id", "num_envs", "init_from", *ADJUSTABLE}
+"""Settings that do not tell groups of runs apart, or whose values say nothing to a reader."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        label: Algorithm, and the settings in which other runs of the same environment differ.
+        env_id: Their environment.
+        training: Of each run, steps and mean returns of the last 100 episodes, ``float64 [2, L]``.
+        evaluations: Of each run, steps and mean returns of greedy evaluations during training, ``float64 [2, E]``.
+        final: Mean returns of the greedy evaluations after training, of the runs that have ended.
+    """
+
+    label: str
+    env_id: str
+    training: list[NDArray[np.float64]]
+    evaluations: list[NDArray[np.float64]]
+    final: list[float]
+
+    def __str__(self) -> str:
+        """The label, the number of seeds, and the greedy return where runs have ended."""
+        count = len(self.training)
+        text = f"{self.label} ({count} seed{'s' * (count > 1)})"
+        if self.final:
+            text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
+        return text
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
+    """Returns the curves of runs, grouped.
+
+    Raises:
+        ConfigError: There are none, one is not the directory of a run, or no episode has ended in it.
+    """
+    if not run_dirs:
+        raise ConfigError(
+            "A plot shows runs.",
+            expected="at least one directory of a run",
+            got="none",
+            remedy="Pass some, for example rayvec plot runs/*",
+        )
+    configs = {run_dir: load_config(run_dir) for run_dir in run_dirs}
+    groups: dict[str, list[Path]] = {}
+    for run_dir, config in configs.items():
+        groups.setdefault(f"{config.env_id} {_label(config, list(configs.values()))}", []).append(run_dir)
+    found = []
+    for members in groups.values():
+        config = configs[members[0]]
+        read = [list(read_metrics(path / "metrics.jsonl")) if _has_metrics(path) else [] for path in members]
+        curves = [_points(lines, "return_mean") for lines in read]
+        for run_dir, points in zip(members, curves, strict=True):
+            if not points.size:
+                raise ConfigError(
+                    "A curve is made of episodes.",
+                    expected=f"episodes that have ended, in {run_dir / 'metrics.jsonl'}",
+                    got="none",
+                    remedy="Leave this run out, or let it train for longer.",
+                )
+        evaluations = [_points(lines, "eval/return_mean") for lines in read]
+        finals = [value for value in map(_final, members) if value is not None]
+        found.append(Curves(_label(config, list(configs.values())), config.env_id, curves, evaluations, finals))
+    return found
+
+
+def _has_metrics(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists()
+
+
+def _points(lines: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
+    points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
+    return np.array(points, np.float64).reshape(-1, 2).T
+
+
+def _final(run_dir: Path) -> float | None:
+    path = run_dir / "result.json"
+    return json.loads(path.read_text(encoding="utf-8"))["eval_return_mean"] if path.exists() else None
+
+
+def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
+    """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ."""
+    kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
+    names = [row.name for row in describe(type(config)) if row.name not in _OWN or row.name == "num_envs"]
+    differing = [name for name in names if len({str(getattr(each, name)) for each in kin}) > 1]
+    return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing)])
+
+
+def plot_runs(groups: Sequence[Curves], path: Path) -> None:
+    """Draws the mean return over steps, one panel for each environment and one line for each group.
+
+    The line is the mean over seeds; the area around it is one standard deviation wide in both directions. Lines end
+    where the shortest run of their group does. Greedy evaluations during training are dashed.
+
+    Args:
+        groups: The runs.
+        path: The PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    env_ids = list(dict.fromkeys(each.env_id for each in groups))
+    figure = Figure(figsize=(8, 4.2 * len(env_ids)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, env_id in zip(np.ravel(figure.subplots(len(env_ids), 1, squeeze=False)), env_ids, strict=True):
+        for number, group in enumerate(each for each in groups if each.env_id == env_id):
+            color = COLORS[number % len(COLORS)]
+            _draw(axes, group.training, color, "-", str(group))
+            if all(each.size for each in group.evaluations):
+                _draw(axes, group.evaluations, color, "--", None)
+        axes.set(title=env_id, ylabel="mean return of the last 100 episodes")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.legend(frameon=False, loc="best", fontsize=8)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("environment steps (solid: training; dashed: greedy evaluations during training)")
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], color: str, style: str, label: str | None) -> None:
+    grid = np.linspace(max(run[0, 0] for run in runs), min(run[0, -1] for run in runs), _POINTS)
+    if grid[0] > grid[-1]:  # the shortest run ends before another one has its first episode
+        return
+    values = np.array([np.interp(grid, *run) for run in runs])
+    mean, spread = values.mean(0), values.std(0)
+    axes.plot(grid, mean, style, color=color, linewidth=1.8, label=label)
+    if len(runs) > 1:
+        axes.fill_between(grid, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)

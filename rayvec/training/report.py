@@ -1,0 +1,206 @@
+"""A run as one page of HTML that needs no other file: settings, curves, time, evaluation, versions."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayvec.config.schema import describe, plain
+from rayvec.errors import ConfigError
+from rayvec.training.files import written_whole
+from rayvec.training.learning_curve import BLUE, ORANGE, plot_learning_curve
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_config, versions
+
+__all__ = ["write_report"]
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.facts { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
+.fact { border: 1px solid #ddd; border-radius: .5rem; padding: .5rem .9rem; }
+.fact b { display: block; font-size: 1.25rem; } .fact span, p.note { color: #666; font-size: .85rem; }
+img { max-width: 100%; } table { border-collapse: collapse; font-size: .88rem; }
+td, th { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; } tr.changed td { font-weight: 600; }
+.bar { background: #4477aa; height: .8rem; border-radius: .2rem; }
+"""
+
+
+def write_report(run_dir: Path, path: Path | None = None) -> Path:
+    """Writes the page of a run, finished or not; returns its path.
+
+    Args:
+        run_dir: Directory of the run.
+        path: The file; by default ``report.html`` in that directory.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run, or it has not yet written metrics.
+    """
+    config = load_config(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    lines = list(read_metrics(metrics)) if metrics.exists() else []
+    if not lines:
+        raise ConfigError(
+            "A report shows the metrics of a run.",
+            expected=f"lines in {metrics}",
+            got="none",
+            remedy="Wait until the run has logged its first line.",
+        )
+    outcome = run_dir / "result.json"
+    result = json.loads(outcome.read_text(encoding="utf-8")) if outcome.exists() else {}
+    title = f"{config.env_id} · {config.algorithm.upper()} · seed {config.seed}"
+    parts = [
+        f"<h1>{html.escape(title)}</h1><p class=note>{html.escape(str(run_dir))}</p>",
+        _facts(lines, result),
+        "<h2>Learning curve</h2>" + _learning_curve(lines, result, title),
+        _evaluation(result),
+        "<h2>Where the time went</h2>" + _times(lines),
+        "<h2>Metrics of the learner</h2>" + _learner(lines),
+        "<h2>Settings</h2><p class=note>Bold: not the default.</p>" + _settings(config),
+        "<h2>Versions</h2>" + _table([(name, value) for name, value in result.get("versions", versions()).items()]),
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+    path = run_dir / "report.html" if path is None else path
+    with written_whole(path) as file:
+        file.write(page.encode())
+    return path
+
+
+def _facts(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+    last = lines[-1]
+    train_s = sum(sum(_split(line).values()) for line in lines)
+    evaluations = [line["eval/return_mean"] for line in lines if line.get("eval/return_mean") is not None]
+    facts = [("environment steps", f"{last['steps']:,}")]
+    if train_s > 0:
+        facts.append(("steps/s", f"{last['steps'] / train_s:,.0f}"))
+    if last.get("return_mean") is not None:
+        facts.append(("mean return of the last 100 episodes", f"{last['return_mean']:.1f}"))
+    if evaluations:
+        facts.append(("best evaluation during training", f"{max(evaluations):.1f}"))
+    if result.get("eval_return_mean") is not None:
+        spread = float(np.std(result["eval_returns"]))
+        facts.append(
+            (f"greedy, {len(result['eval_returns'])} episodes", f"{result['eval_return_mean']:.1f} ± {spread:.1f}")
+        )
+    facts.append(("wall time", f"{result['wall_s']:,.0f} s") if result else ("state", "not finished"))
+    if result.get("stop_reason"):
+        facts.append(("ended early", result["stop_reason"]))
+    boxes = [
+        f"<div class=fact><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>" for name, value in facts
+    ]
+    return f"<div class=facts>{''.join(boxes)}</div>"
+
+
+def _learning_curve(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any], title: str) -> str:
+    final = result.get("eval_return_mean")
+    figure = io.BytesIO()
+    plot_learning_curve(lines, figure, title, None if final is None else (result["total_steps"], final))
+    return _picture(figure, "return over environment steps")
+
+
+def _evaluation(result: Mapping[str, Any]) -> str:
+    returns = np.array(result.get("eval_returns", []))
+    if not len(returns):
+        return ""
+    figure, (axes,) = _figure(1, height=2.6)
+    axes.hist(returns, bins=min(20, max(5, len(returns) // 3)), color=ORANGE, alpha=0.85)
+    axes.set(xlabel="return of an episode", ylabel="episodes")
+    quarters = np.percentile(returns, [0, 25, 50, 75, 100])
+    names = ("smallest", "lower quartile", "median", "upper quartile", "largest")
+    rows = [(name, f"{value:.1f}") for name, value in zip(names, quarters, strict=True)]
+    return "<h2>Greedy evaluation after training</h2>" + _saved(figure, "returns of the evaluation") + _table(rows)
+
+
+def _split(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the wall time of a line by activity, in seconds."""
+    times = {name.removeprefix("time_s/"): value for name, value in line.items() if name.startswith("time_s/")}
+    return {name: value for name, value in times.items() if "/" not in name and value is not None}
+
+
+def _times(lines: Sequence[Mapping[str, Any]]) -> str:
+    totals: dict[str, float] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("time_s/") and value is not None:
+                totals[name.removeprefix("time_s/")] = totals.get(name.removeprefix("time_s/"), 0.0) + value
+    whole_s = sum(value for name, value in totals.items() if "/" not in name) or 1.0
+    rows = []
+    for name in sorted(totals, key=lambda name: (-totals[name.split("/")[0]], name)):
+        share = totals[name] / whole_s
+        indent = "&emsp;" * name.count("/")
+        rows.append(
+            f"<tr><td>{indent}{html.escape(name.split('/')[-1])}</td><td class=number>{totals[name]:,.1f} s</td>"
+            f"<td class=number>{share:.0%}</td>"
+            f'<td style="width:20rem"><div class=bar style="width:{max(0.0, min(1.0, share)):.1%}"></div></td></tr>'
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _learner(lines: Sequence[Mapping[str, Any]]) -> str:
+    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name.startswith("learner/")]
+    curves = {name: [(line["steps"], line[name]) for line in lines if line.get(name) is not None] for name in names}
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return "<p>None.</p>"
+    figure, axes = _figure(len(curves), columns=3, height=2.0)
+    for each, (name, points) in zip(axes, curves.items(), strict=False):
+        each.plot(*np.array(points, np.float64).T, color=BLUE, linewidth=1)
+        each.set_title(name.removeprefix("learner/"), fontsize=8)
+        each.tick_params(labelsize=7)
+    return _saved(figure, "metrics of the learner")
+
+
+def _settings(config: Any) -> str:
+    values, rows = plain(config), []
+    default = plain(type(config)())
+    for row in describe(type(config)):
+        value = values[row.name]
+        changed = " class=changed" if value != default[row.name] else ""
+        shown = "unset" if value is None else str(value)
+        rows.append(f"<tr{changed}><td>{row.name}</td><td>{html.escape(shown)}</td></tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = [f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows]
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _figure(count: int, *, columns: int = 1, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    num_rows = -(-count // columns)
+    figure = Figure(figsize=(8, height * num_rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(np.ravel(figure.subplots(num_rows, columns, squeeze=False)))
+    for each in axes[count:]:
+        each.set_visible(False)
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.25, linewidth=0.6)
+        each.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
+
+
+def _saved(figure: Any, description: str) -> str:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return _picture(stream, description)
+
+
+def _picture(stream: io.BytesIO, description: str) -> str:
+    data = base64.b64encode(stream.getvalue()).decode()
+    return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'

@@ -1,0 +1,166 @@
+"""Episodes that a person can watch: on a screen, or as a video."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+
+from rayvec.config import TrainConfig
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import ConfigError
+from rayvec.training.agent import load
+from rayvec.training.run_dir import load_config
+from rayvec.training.runs import env_parts
+
+__all__ = ["check_video", "show"]
+
+RenderMode = Literal["human", "rgb_array"]
+
+
+def check_video(path: Path) -> None:
+    """Checks that a video can be written.
+
+    Raises:
+        ConfigError: The ending of the path is not ``.mp4``, its folder does not exist, or imageio is not installed.
+    """
+    if path.suffix != ".mp4" or not path.parent.is_dir():
+        raise ConfigError(
+            "A video is written into an .mp4 file.",
+            expected="a path that ends with .mp4, in a folder that exists",
+            got=str(path),
+            remedy="Pass for example --video out.mp4",
+        )
+    try:
+        for name in ("imageio", "imageio_ffmpeg"):
+            importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "Videos are an extra.",
+            expected="the packages imageio and imageio-ffmpeg",
+            got=str(error),
+            remedy="Install rayvec[video].",
+        ) from error
+
+
+def show(
+    run_dir: Path,
+    video: Path | None = None,
+    *,
+    num_episodes: int = 1,
+    seed: int | None = None,
+    checkpoint: str = "checkpoint.pt",
+) -> list[float]:
+    """Plays greedy episodes in one environment, on the screen or into a video.
+
+    They are the first episodes that an evaluation with this seed plays in its first environment.
+
+    Args:
+        run_dir: Directory of the run.
+        video: The ``.mp4`` file; None shows the episodes in a window.
+        num_episodes: How many.
+        seed: The seed of the episodes; unset: the run's own.
+        checkpoint: As of :func:`rayvec.load`.
+
+    Returns:
+        The returns of the episodes.
+
+    Raises:
+        ConfigError: `run_dir` is not the directory of a run, the environment can't be rendered so, there is no screen,
+            or a package is missing.
+    """
+    config = load_config(run_dir)
+    config = config if seed is None else replace(config, seed=seed)
+    if video is not None:
+        check_video(video)
+    elif not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        raise ConfigError(
+            "--render human opens a window.",
+            expected="a screen (DISPLAY or WAYLAND_DISPLAY is set)",
+            got="none",
+            remedy="Record a video in place of it: --video out.mp4",
+        )
+    agent = load(run_dir, checkpoint)
+    with _rendered_env(config, "human" if video is None else "rgb_array") as env, _writer(video, env) as show_frame:
+        returns = []
+        for number in range(num_episodes):
+            obs, _ = env.reset(seed=config.eval_seed() if number == 0 else None)
+            show_frame()
+            episode_return, ended = 0.0, False
+            while not ended:
+                obs, reward, terminated, truncated, _ = env.step(agent.predict(obs))
+                show_frame()
+                episode_return, ended = episode_return + float(reward), terminated or truncated
+            returns.append(episode_return)
+    return returns
+
+
+@contextlib.contextmanager
+def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.Env[Any, Any]]:
+    env_id, env_kwargs, wrappers = env_parts(config)
+
+    def make(**kwargs: Any) -> gymnasium.Env[Any, Any]:
+        return EnvFactory.build(env_id, 1, {**env_kwargs, **kwargs}, wrappers).env_fns[0]()
+
+    plain = make()
+    modes = plain.metadata.get("render_modes") or []
+    plain.close()
+    if mode not in modes:
+        raise ConfigError(
+            "An environment is shown in a render mode that it has.",
+            expected=f"render mode {mode!r}" + (" for a video" if mode == "rgb_array" else ""),
+            got=f"{config.env_id}, which has {', '.join(map(repr, modes)) or 'none'}",
+            remedy="Leave --video and --render out, or add the mode to the environment's metadata and render().",
+        )
+    try:
+        env = make(render_mode=mode)
+        try:
+            env.reset(seed=0)
+            if mode == "rgb_array":
+                _frame(env)
+            yield env
+        finally:
+            env.close()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            "Rendering needs a package of the environment.",
+            expected="what the environment draws with",
+            got=str(error),
+            remedy="Install that package.",
+        ) from error
+
+
+def _frame(env: gymnasium.Env[Any, Any]) -> Any:
+    """Returns the picture of an environment, ``uint8 [H, W, 3]``, with even sides, as video codecs need them."""
+    picture = np.asarray(env.render(), np.uint8)
+    if picture.ndim != 3 or picture.shape[2] != 3:
+        raise ConfigError(
+            "A frame of a video is a picture.",
+            expected="uint8 of shape (height, width, 3) from render()",
+            got=picture.shape,
+            remedy="Let render() return such an array in render mode 'rgb_array'.",
+        )
+    height, width = picture.shape[:2]
+    return np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+
+@contextlib.contextmanager
+def _writer(path: Path | None, env: gymnasium.Env[Any, Any]) -> Iterator[Callable[[], None]]:
+    """Yields what appends the picture of an environment to a video; nothing, where it draws on the screen itself."""
+    if path is None:
+        yield lambda: None
+        return
+    imageio = importlib.import_module("imageio.v2")
+    fps = env.metadata.get("render_fps", 30)
+    writer = imageio.get_writer(path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2)
+    try:
+        yield lambda: writer.append_data(_frame(env))
+    finally:
+        writer.close()

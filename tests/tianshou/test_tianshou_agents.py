@@ -1,0 +1,87 @@
+"""A policy trained by rayvec acts and learns in a script for Tianshou, and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers.training_kit import HERE, tiny
+from tianshou.algorithm import PPO
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import Batch, Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OnPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor
+
+import rayvec
+from rayvec.errors import ConfigError
+from rayvec.tianshou import load_critic, load_policy, save_policy
+
+SAC = {"num_envs": 4, "num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192, **HERE}
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Discrete": (tiny, {"total_steps": 192, "normalize_obs": True}),
+    "Box": (tiny, {"total_steps": 192, "env_id": "Pendulum-v1", "normalize_obs": True}),
+    "SAC": (lambda run_dir, **changes: rayvec.SACConfig(run_dir=run_dir, **SAC, **changes), {}),
+    "discrete SAC": (
+        lambda run_dir, **changes: rayvec.SACConfig(run_dir=run_dir, **SAC, **changes),
+        {"env_id": "CartPole-v1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_takes_the_same_actions_and_comes_back(tmp_path: Path, name: str) -> None:
+    make_config, changes = RUNS[name]
+    rayvec.train(make_config(tmp_path / "a", eval_episodes=0, **changes))
+    agent, policy = rayvec.load(tmp_path / "a"), load_policy(tmp_path / "a")
+    agent.observation_space.seed(1)
+    obs = np.stack([agent.observation_space.sample() for _ in range(40)]).clip(-2, 2)
+    act = policy.map_action(policy(Batch(obs=obs, info=Batch())).act)
+    np.testing.assert_allclose(act, agent.predict(obs), atol=1e-5)
+    with torch.no_grad():
+        for parameter in policy.actor.parameters():
+            parameter.add_(0.1)
+    save_policy(policy, tmp_path / "a" / "tianshou.pt")
+    back = rayvec.load(tmp_path / "a", "tianshou.pt")
+    act = policy.map_action(policy(Batch(obs=obs, info=Batch())).act)
+    np.testing.assert_allclose(back.predict(obs), act, atol=1e-5)
+
+
+def test_tianshou_trains_it_further(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    policy = load_policy(tmp_path / "a")
+    algorithm = PPO(policy=policy, critic=load_critic(policy), optim=AdamOptimizerFactory(lr=1e-3))
+    envs = DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    algorithm.run_training(
+        OnPolicyTrainerParams(
+            training_collector=Collector(algorithm, envs, VectorReplayBuffer(200, 2)),
+            max_epochs=1,
+            epoch_num_steps=100,
+            collection_step_num_env_steps=100,
+            update_step_num_repetitions=2,
+            batch_size=50,
+            show_progress=False,
+        )
+    )
+    save_policy(policy, tmp_path / "a" / "tianshou.pt")
+    before, after = rayvec.load(tmp_path / "a"), rayvec.load(tmp_path / "a", "tianshou.pt")
+    obs = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    np.testing.assert_array_equal(after.predict(obs), policy(Batch(obs=obs, info=Batch())).act.numpy())
+    pairs = zip(before.module.critic.parameters(), after.module.critic.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_does_not_come_from_a_run(tmp_path: Path) -> None:
+    actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[8]), action_shape=2)
+    other = DiscreteActorPolicy(actor=actor, action_space=gymnasium.spaces.Discrete(2))
+    for use in (lambda: save_policy(other, tmp_path / "a.pt"), lambda: load_critic(other)):
+        with pytest.raises(ConfigError, match="load_policy"):
+            use()
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_policy(tmp_path / "nowhere")

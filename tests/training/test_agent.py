@@ -1,0 +1,191 @@
+"""An agent acts as the run's policy does, without Ray, and so do the files that it is exported to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.training_kit import HERE, SMALL, tiny
+
+import rayvec
+from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training.agent import Agent
+from rayvec.training.evaluation import greedy_policy
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import LEARNERS, make_env, make_learner
+from rayvec.training.spaces import space_from_plain, space_to_plain
+
+VECTOR = spaces.Box(-3, 3, (5,))
+IMAGE = spaces.Box(0, 255, (40, 36, 3), np.uint8)
+FEW, TORQUES = spaces.Discrete(3, start=2), spaces.Box(np.array([-2, -1], np.float32), np.array([2, 4], np.float32))
+MANY = spaces.MultiDiscrete([2, 4, 3])
+BOTH = spaces.Dict({"camera": IMAGE, "joints": spaces.Box(-1, 1, (2, 2), np.float64), "gear": spaces.Discrete(3)})
+KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
+    (rayvec.PPOConfig, VECTOR, FEW, {"normalize_obs": True}),
+    (rayvec.PPOConfig, VECTOR, TORQUES, {"shared_trunk": True}),
+    (rayvec.PPOConfig, IMAGE, FEW, {}),
+    (rayvec.PPOConfig, BOTH, MANY, {"normalize_obs": True}),
+    (rayvec.IMPALAConfig, VECTOR, spaces.MultiBinary(3), {}),
+    (rayvec.IMPALAConfig, IMAGE, TORQUES, {}),
+    (rayvec.SACConfig, VECTOR, TORQUES, {}),
+    (rayvec.SACConfig, spaces.Tuple((spaces.Discrete(4, start=-1), VECTOR)), FEW, {}),
+]
+
+
+every_kind = pytest.mark.parametrize(
+    ("kind", "observation_space", "action_space", "settings"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i not in (0, 6, 7))) for i, case in enumerate(KINDS)],
+)
+
+
+def make_agent(kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any]) -> Agent:
+    """Returns an agent with weights whose every part matters."""
+    config = kind(seed=3, **settings)
+    weights = LEARNERS[kind](observation_space, action_space, config).weights()
+    weights = weights + np.random.default_rng(3).normal(0, 0.05, weights.shape).astype(np.float32)
+    return Agent(config, observation_space, action_space, weights)
+
+
+def batch_of(space: Any, count: int) -> Any:
+    space.seed(5)
+    return gymnasium.vector.utils.concatenate(
+        space,
+        [space.sample() for _ in range(count)],
+        gymnasium.vector.utils.create_empty_array(space, count),
+    )
+
+
+def leaves_of(batch: Any) -> dict[str, np.ndarray]:
+    if not isinstance(batch, dict | tuple):
+        return {"obs": batch}
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return {str(key): part.astype(np.float32) if part.dtype == np.float64 else part for key, part in items}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+@every_kind
+def test_exported_policies_act_as_the_agent(
+    kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    agent = make_agent(kind, observation_space, action_space, settings)
+    module = torch.jit.load(str(agent.export(tmp_path / "policy.pt")))
+    outcomes = {1: None, 7: None}
+    for count in outcomes:
+        batch = batch_of(observation_space, count)
+        expected = agent.predict(batch)
+        assert all(action_space.contains(action) for action in expected) or count == 0
+        inputs = leaves_of(batch)
+        actions = module(*map(torch.as_tensor, inputs.values())).numpy()
+        np.testing.assert_allclose(actions, expected, atol=1e-5, rtol=0)
+        assert actions.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "observation_space", "action_space", "settings"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i != 0)) for i, case in enumerate(KINDS)],
+)
+def test_onnx_acts_as_the_agent(
+    kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    import onnxruntime
+
+    agent = make_agent(kind, observation_space, action_space, settings)
+    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
+    for count in (1, 7):
+        batch = batch_of(observation_space, count)
+        inputs = leaves_of(batch)
+        assert [each.name for each in session.get_inputs()] == list(inputs)
+        (actions,) = session.run(["action"], inputs)
+        np.testing.assert_allclose(actions, agent.predict(batch), atol=1e-5, rtol=0)
+
+
+@every_kind
+def test_one_observation_gets_the_action_of_its_row(
+    kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any]
+) -> None:
+    agent = make_agent(kind, observation_space, action_space, settings)
+    single, several = observation_space.sample(), batch_of(observation_space, 3)
+    action = agent.predict(single)
+    assert action_space.contains(action)
+    first = next(
+        iter(gymnasium.vector.utils.iterate(gymnasium.vector.utils.batch_space(observation_space, 3), several))
+    )
+    np.testing.assert_allclose(agent.predict(first), agent.predict(several)[0], atol=1e-5)
+    drawn = [agent.predict(single, deterministic=False) for _ in range(30)]
+    assert all(action_space.contains(each) for each in drawn) and len({str(each) for each in drawn}) > 1
+    again = make_agent(kind, observation_space, action_space, settings)
+    assert str([again.predict(single, deterministic=False) for _ in range(30)]) == str(drawn)
+
+
+def test_a_loaded_agent_is_the_policy_that_was_evaluated(tmp_path: Path) -> None:
+    settings = {"normalize_obs": True, "eval_interval_steps": 128, "total_steps": 320}
+    config = tiny(tmp_path / "a", **settings)
+    rayvec.train(config, callbacks=[rayvec.CheckpointHistory(128)])
+    agent = rayvec.load(tmp_path / "a")
+    obs = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    with make_env(config) as env:
+        policy = greedy_policy(make_learner(config, env).module, load_run(tmp_path / "a")[1]["weights"].numpy())
+    np.testing.assert_array_equal(agent.predict(obs), policy.act(obs, np.zeros((50, 0)))[0])
+    np.testing.assert_array_equal(agent.predict(obs.tolist()), agent.predict(obs))
+    assert agent.observation_space == gymnasium.make("CartPole-v1").observation_space
+    for name in ("best.pt", "checkpoints/000000000256.pt"):
+        assert rayvec.load(tmp_path / "a", name).predict(obs).shape == (50,)
+
+
+WITHOUT_RAY = """
+import sys
+import gymnasium
+import rayvec
+agent = rayvec.load(sys.argv[1])
+env = gymnasium.make("CartPole-v1")
+obs, _ = env.reset(seed=1)
+total, done = 0.0, False
+while not done:
+    obs, reward, terminated, truncated, _ = env.step(agent.predict(obs))
+    total, done = total + reward, terminated or truncated
+assert total > 5
+assert "ray" not in sys.modules
+"""
+
+
+def test_an_agent_plays_without_ray(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    subprocess.run([sys.executable, "-c", WITHOUT_RAY, str(tmp_path / "a")], check=True)
+
+
+def test_ranks_leave_a_run_that_can_be_loaded(tmp_path: Path) -> None:
+    settings = {**SMALL, **HERE, "learners": "decentralized", "num_learners": 2, "total_steps": 64, "eval_episodes": 0}
+    rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "a", **settings))
+    assert rayvec.load(tmp_path / "a").predict(np.zeros(4)) in (0, 1)
+
+
+def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        rayvec.load(tmp_path)
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    with pytest.raises(CheckpointError, match=r"best\.pt"):
+        rayvec.load(tmp_path / "a", "best.pt")
+    agent = rayvec.load(tmp_path / "a")
+    for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), "left", None, {"obs": np.zeros(4)}, 1.0):
+        with pytest.raises(ConfigError, match="one more dimension"):
+            agent.predict(wrong)
+    with pytest.raises(ConfigError, match=r"\.onnx"):
+        agent.export(tmp_path / "policy.h5")
+
+
+@pytest.mark.parametrize(
+    "space",
+    [VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))],
+    ids=lambda space: type(space).__name__,
+)
+def test_spaces_survive_a_checkpoint(space: Any) -> None:
+    again = space_from_plain(space_to_plain(space))
+    assert again == space and again.dtype == space.dtype
+    assert space_to_plain(spaces.Text(3)) is None and space_to_plain(spaces.Tuple((space, spaces.Text(3)))) is None

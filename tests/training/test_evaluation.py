@@ -1,0 +1,120 @@
+"""Evaluation during training changes nothing of what is learned, and is the same wherever it is played."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers.training_kit import HERE, tiny
+
+import rayvec
+from rayvec import PPOConfig
+from rayvec.errors import ConfigError
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+from rayvec.wrappers import StaggeredStart
+
+EVALUATED = {"eval_interval_steps": 128, "eval_episodes": 3}
+WORKERS = {**HERE, "workers_per_node": 2}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ppo": (rayvec.PPOConfig, {"num_steps": 16, "minibatch_size": 32, "normalize_obs": True}),
+    "impala": (rayvec.IMPALAConfig, {"num_steps": 16, "num_minibatches": 2, "prefetch": True}),
+    "sac": (rayvec.SACConfig, {"num_steps": 8, "learning_starts": 100, "batch_size": 16}),
+}
+COMMON = {"num_envs": 4, "total_steps": 384, "seed": 5}
+
+
+def evaluations(run_dir: Path) -> dict[int, float]:
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return {line["steps"]: line["eval/return_mean"] for line in lines if "eval/return_mean" in line}
+
+
+@pytest.mark.parametrize(("name", "where"), [("ppo", HERE), ("impala", WORKERS), ("sac", HERE)], ids=str)
+def test_what_is_learned_is_the_same(tmp_path: Path, name: str, where: dict[str, Any]) -> None:
+    kind, settings = KINDS[name]
+    plain = rayvec.train(kind(run_dir=tmp_path / "plain", **COMMON, **settings, **where, eval_episodes=3))
+    evaluated = rayvec.train(kind(run_dir=tmp_path / "evaluated", **COMMON, **settings, **where, **EVALUATED))
+    weights = [load_run(run.run_dir)[1]["weights"] for run in (plain, evaluated)]
+    assert torch.equal(*weights) and plain.eval_return_mean == evaluated.eval_return_mean
+    assert list(evaluations(evaluated.run_dir)) == [128, 256]
+
+
+def test_ranks_are_evaluated_as_one_process_is(tmp_path: Path) -> None:
+    kind, settings = KINDS["ppo"]
+    ranks = {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0}
+    found = []
+    for name, where in (("one", HERE), ("ranks", {**HERE, **ranks})):
+        run = rayvec.train(kind(run_dir=tmp_path / name, **COMMON, **settings, **where, **EVALUATED))
+        found.append(evaluations(run.run_dir))
+        assert (run.run_dir / "best.pt").exists()
+    assert list(found[0]) == [128, 256] and found[0] == pytest.approx(found[1])
+
+
+def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
+    class Stops:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            if context.progress.steps == 192:
+                context.stop("for now")
+
+    rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[Stops()])
+    rayvec.resume(tmp_path / "a")
+    assert list(evaluations(tmp_path / "a")) == [128, 256, 384, 512]
+
+
+def test_evaluation_takes_a_limited_number_of_steps(tmp_path: Path) -> None:
+    config = PPOConfig(total_steps=200_000)
+    assert config.num_eval_episodes(500) == 100 and config.num_eval_episodes(1000) == 50
+    assert config.num_eval_episodes(None) == 100 and config.num_eval_episodes(10**9) == 1
+    assert PPOConfig(total_steps=10**6).num_eval_episodes(1000) == 100
+    assert PPOConfig(env_kwargs={"max_episode_steps": 10_000}).num_eval_episodes(500) == 5
+    found = []
+    for name, where in (("one", {}), ("ranks", {"learners": "decentralized", "num_learners": 2})):
+        found.append(rayvec.train(tiny(tmp_path / name, total_steps=64, eval_steps=1500, **where)))
+    for run in found:
+        assert len(json.loads((run.run_dir / "result.json").read_text())["eval_returns"]) == 3
+    assert found[0].eval_return_mean == found[1].eval_return_mean
+
+
+def test_an_evaluation_without_episodes() -> None:
+    with pytest.raises(ConfigError, match="eval_episodes of at least 1"):
+        PPOConfig(eval_interval_steps=100, eval_episodes=0)
+
+
+@pytest.mark.parametrize("where", [{}, {"workers_per_node": 2}], ids=str)
+def test_environments_start_staggered_the_same_on_any_topology(tmp_path: Path, where: dict[str, Any]) -> None:
+    settings = {"env_id": "Pendulum-v1", "num_envs": 8, "num_steps": 100, "total_steps": 1600, "eval_episodes": 8}
+    run = rayvec.train(tiny(tmp_path / "a", **settings, **where, stagger_starts=True))
+    _, state = load_run(run.run_dir)
+    lens = state["progress"]["recent_lens"]
+    expected = [int(np.random.default_rng([s, 1]).integers(1, 201)) for s in seeds(8)]
+    assert sorted(lens[: len(expected)])[:8] == sorted(expected)[: len(lens)] and len(set(lens)) > 4
+    plain = rayvec.train(tiny(tmp_path / "b", **settings, **where))
+    assert load_run(plain.run_dir)[1]["progress"]["recent_lens"] == [200] * 8
+
+
+def seeds(count: int) -> list[int]:
+    first = PPOConfig(seed=1).train_seed(0)
+    return list(range(first, first + count))
+
+
+def test_an_evaluation_is_not_staggered() -> None:
+    env = StaggeredStart(gymnasium.make("Pendulum-v1"))
+    for seed, short in ((PPOConfig().eval_seed(), False), (None, False), (5, True)):
+        env.reset(seed=seed)
+        length = 1
+        while not env.step(env.action_space.sample())[3]:
+            length += 1
+        assert (length < 200) == short
+    env.close()
+
+
+def test_staggering_needs_a_time_limit() -> None:
+    with pytest.raises(ConfigError, match="time limit"):
+        StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
+    limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
+    assert StaggeredStart(limited)._time_limit == 7

@@ -1,0 +1,96 @@
+"""Pictures of several runs, and the page of one."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from conftest import AssertRefused
+from helpers.training_kit import tiny
+
+import rayvec
+from rayvec.cli import main
+from rayvec.training.plots import plot_runs, read_runs
+from rayvec.training.report import write_report
+
+SETTINGS = {"eval_interval_steps": 128, "eval_episodes": 3, "total_steps": 256}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one setting, one of another, and another environment."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, changes in {
+        "a1": {"seed": 1},
+        "a2": {"seed": 2},
+        "b1": {"learning_rate": 1e-3},
+        "c1": {"env_id": "Pendulum-v1", "total_steps": 1600, "eval_interval_steps": 1600},
+    }.items():
+        rayvec.train(tiny(folder / name, **{**SETTINGS, **changes}))
+    return folder
+
+
+def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = read_runs([runs / name for name in ("a1", "a2", "b1", "c1")])
+    assert [(group.env_id, group.label, len(group.training)) for group in groups] == [
+        ("CartPole-v1", "PPO, learning_rate=0.0025", 2),
+        ("CartPole-v1", "PPO, learning_rate=0.001", 1),
+        ("Pendulum-v1", "PPO", 1),
+    ]
+    assert [len(group.final) for group in groups] == [2, 1, 1]
+    assert [evaluations.shape for evaluations in groups[0].evaluations] == [(2, 1)] * 2
+    plot_runs(groups, tmp_path / "one.png")
+    picture = matplotlib.image.imread(tmp_path / "one.png")
+    assert picture.shape[1] >= 1000 and picture.std() > 0.01
+    out = tmp_path / "two.png"
+    assert main(["plot", str(runs / "a1"), str(runs / "a2"), "--out", str(out)]) == 0
+    assert "CartPole-v1 PPO (2 seeds): greedy" in capsys.readouterr().out and out.exists()
+
+
+def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
+    assert_refused(["plot", str(runs / "a1"), str(tmp_path)], "config.yaml")
+    assert_refused(["report", str(tmp_path)], "config.yaml")
+    (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
+    assert_refused(["plot", str(tmp_path)], "episodes that have ended")
+    assert_refused(["report", str(tmp_path)], "first line")
+
+
+class _Tags(HTMLParser):
+    """Notes links to other files, and whether every element is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_one_page_that_needs_no_other_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(runs / "a1")]) == 0
+    path = runs / "a1" / "report.html"
+    assert str(path) in capsys.readouterr().out
+    page = path.read_text(encoding="utf-8")
+    tags = _Tags()
+    tags.feed(page)
+    assert not tags.open and len(tags.links) == 3
+    assert all(link.startswith("data:image/png;base64,") for link in tags.links)
+    for word in ("CartPole-v1", "learning_rate", "torch", "collect", "Greedy evaluation", "256", "median"):
+        assert word in page
+    assert re.search(r"<tr class=changed><td>total_steps</td><td>256", page)
+
+
+def test_a_report_of_a_run_that_has_not_ended(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
+    first = (runs / "a1" / "metrics.jsonl").read_text().splitlines()[0]
+    (tmp_path / "metrics.jsonl").write_text(first + "\n")
+    assert "not finished" in write_report(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")

@@ -1,0 +1,68 @@
+"""Videos show what was evaluated, and what can't be shown says why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import AssertRefused
+from helpers.training_kit import tiny
+
+import rayvec
+from rayvec.cli import main
+from rayvec.training.showing import show
+
+
+def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import imageio.v2 as imageio
+
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, wrappers=("helpers.wrap:pictured",)))
+    returns = json.loads((tmp_path / "a" / "result.json").read_text())["eval_returns"]
+    path = tmp_path / "out.mp4"
+    assert main(["eval", str(tmp_path / "a"), "--episodes", "4", "--video", str(path)]) == 0
+    said = capsys.readouterr()
+    (episode_return,) = show(tmp_path / "a", path)
+    assert f"return {episode_return:.2f} in {path}" in said.err and said.out.startswith("mean return")
+    assert episode_return in returns
+    frames = [frame for frame in imageio.get_reader(path)]
+    assert len(frames) == int(episode_return) + 1 and frames[0].shape == (34, 48, 3)
+    assert len({int(frame.mean()) for frame in frames}) > 3
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "arguments", "words"),
+    [
+        ("unpictured", ["--video", "out.mp4"], ["'rgb_array'", "which has none"]),
+        ("pictured", ["--video", "out.gif"], [".mp4", "out.gif"]),
+        ("pictured", ["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
+        ("pictured", ["--render", "human"], ["DISPLAY"]),
+        ("pictured", ["--checkpoint", "best.pt"], ["best.pt"]),
+    ],
+)
+def test_what_cannot_be_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_refused: AssertRefused,
+    wrapper: str,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=(f"helpers.wrap:{wrapper}",)))
+    assert_refused(["eval", "a", "--episodes", "2", *arguments], *words)
+
+
+def test_packages_that_are_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused
+) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    assert_refused(
+        ["eval", str(tmp_path / "a"), "--video", str(tmp_path / "out.mp4")], "Install that package", "pygame"
+    )
+    monkeypatch.setitem(sys.modules, "imageio", None)
+    assert_refused(["eval", str(tmp_path / "a"), "--video", str(tmp_path / "out.mp4")], "rayvec[video]")

@@ -1,0 +1,144 @@
+"""Trackers get every metric, a resumed run continues in the same run of theirs, and one that is away loses no work."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.training_kit import HERE, SMALL, lengthen, options, tiny
+
+import rayvec
+from rayvec.cli import main
+from rayvec.errors import ConfigError
+from rayvec.training import trackers
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+
+
+def runs_of_mlflow(folder: Path) -> Any:
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("rayvec")
+    return client, client.search_runs([experiment.experiment_id])
+
+
+@pytest.fixture
+def without_tracker_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_mlflow_has_what_the_file_has_and_resume_continues_its_run(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, track="mlflow"))
+    lengthen(tmp_path / "a", 128, 192)
+    rayvec.resume(tmp_path / "a")
+    client, found = runs_of_mlflow(tmp_path)
+    (run,) = found
+    assert run.info.status == "FINISHED" and run.info.run_name == "a" and run.data.params["gamma"] == "0.98"
+    points = {each.step: each.value for each in client.get_metric_history(run.info.run_id, "return_mean")}
+    assert points == {line["steps"]: line["return_mean"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")}
+    assert list(points) == [64, 128, 192]
+    assert {each.step for each in client.get_metric_history(run.info.run_id, "eval/return_mean")} == {128, 192}
+    assert {"time_s/collect", "time_s/collect.environment", "learner/entropy"} < run.data.metrics.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_a_run_that_fails_has_failed_in_mlflow_too(tmp_path: Path) -> None:
+    class Fails:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        rayvec.train(tiny(tmp_path / "a", track="mlflow"), callbacks=[Fails()])
+    assert runs_of_mlflow(tmp_path)[1][0].info.status == "FAILED"
+
+
+OFFLINE = """
+import sys
+from rayvec.cli import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    small = options({**SMALL, **HERE, "eval_episodes": 2, "total_steps": 128})
+    first = ["train", "ppo", *small, "--track=wandb", f"--run-dir={tmp_path / 'a'}"]
+    for arguments in (first, ["train", "ppo", f"--resume={tmp_path / 'a'}"]):
+        subprocess.run([sys.executable, "-c", OFFLINE, *arguments], check=True, capture_output=True, cwd=tmp_path)
+        lengthen(tmp_path / "a", 128, 192) if arguments is first else None
+    name, run_id = load_run(tmp_path / "a")[1]["progress"]["tracker_run"].split("/")
+    assert name == "wandb"
+    written = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert len(written) in (1, 2)  # of one run; both sittings may begin in the same second
+    assert b"return_mean" in b"".join(path.read_bytes() for path in written)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == len(written)
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_tracker_settings")
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_tracker_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    address = f"http://127.0.0.1:{closed_port()}"
+    monkeypatch.setenv({"mlflow": "MLFLOW_TRACKING_URI", "wandb": "WANDB_BASE_URL"}[name], address)
+    command = ["train", "ppo", *options({**SMALL, **HERE}), f"--track={name}", f"--run-dir={tmp_path / 'a'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, *command], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"an answer of {name}" in done.stderr and "leave track out" in done.stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_tracker_that_is_not_installed_or_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"rayvec\[wandb\]"):
+        rayvec.train(tiny(tmp_path / "a", track="wandb"))
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match=r"'wandb' \| 'mlflow' \| None.*'aim'"):
+        tiny(tmp_path / "a", track="aim")
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", "ppo", "--track", "aim"])
+    assert exit_info.value.code == 2
+
+
+def test_an_error_of_a_tracker_ends_tracking_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: Counter[str] = Counter()
+
+    class Breaks:
+        run_id = "one"
+
+        def log(self, steps: int, metrics: Any) -> None:
+            calls["log"] += 1
+            raise OSError("the server is gone")
+
+        def close(self, *, failed: bool) -> None:
+            calls["close"] += 1
+
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda *args: Breaks())
+    monkeypatch.setattr("rayvec.training.loop.check_tracker", lambda config: None)
+    with caplog.at_level(logging.WARNING):
+        assert rayvec.train(tiny(tmp_path / "a", total_steps=256, track="mlflow")).total_steps == 256
+    assert calls == {"log": 1} and caplog.text.count("the server is gone") == 1
