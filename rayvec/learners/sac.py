@@ -102,7 +102,7 @@ class SACLearner:
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(config.learner_device)
-        encoder, distribution = make_encoder(observation_space), make_sac_distribution(action_space)
+        encoder, distribution = make_encoder(observation_space, scaled=True), make_sac_distribution(action_space)
         self._math = make_math(encoder.num_features, distribution, config)
         self._nets = initial_nets(self._math, config, dtype, self._device)
         self.module = SACActor(encoder, distribution, self._math.actor, self._nets.actor.param)

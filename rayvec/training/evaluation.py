@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
 from rayvec.policies.policy import Policy
+from rayvec.training.own_parts import with_own_parts
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -81,13 +83,23 @@ def evaluate(
     return Evaluation(stats.returns, stats.lens)
 
 
-def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = None, **changes: Any) -> Evaluation:
+def evaluate_run(
+    run_dir: Path,
+    *,
+    num_episodes: int = 100,
+    seed: int | None = None,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    **changes: Any,
+) -> Evaluation:
     """Evaluates the last checkpoint of a run.
 
     Args:
         run_dir: Directory of the run.
         num_episodes: How many episodes to play.
         seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
+        env: The environment of the run, where it was passed in Python and has no name.
+        network: The network of the run, likewise.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
@@ -95,9 +107,9 @@ def evaluate_run(run_dir: Path, *, num_episodes: int = 100, seed: int | None = N
         CheckpointError: Its checkpoint is missing or damaged.
     """
     config, state = load_run(run_dir)
-    config = config.adjusted(**changes)
+    config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)
-    with open_env(config) as env:
-        module = make_learner(replace(config, learner_device="cpu"), env).module
+    with open_env(config) as envs:
+        module = make_learner(replace(config, learner_device="cpu"), envs).module
         policy = greedy_policy(module, state["weights"].numpy())
-        return evaluate(env, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)
+        return evaluate(envs, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)

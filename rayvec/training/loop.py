@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rayvec.training.evaluation import Evaluation
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger
 from rayvec.training.open_trainer import open_trainer
+from rayvec.training.own_parts import resume_command, with_own_parts
 from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
 from rayvec.training.trainer import RunTrainer
@@ -46,7 +47,7 @@ class TrainResult:
     eval_return_mean: float
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, env: Any = None, network: Callable[..., Any] | None = None) -> TrainResult:
     """Trains an agent, evaluates it, and keeps everything in a new run directory.
 
     If `num_nodes` is unset, the environments run on Ray where Ray is initialised or an address is given
@@ -56,6 +57,9 @@ def train(config: TrainConfig) -> TrainResult:
 
     Args:
         config: Settings; their class decides which learner is used.
+        env: The environment, in place of ``config.env_id``: an id, a spec, or a class or function that makes one.
+        network: Function of (observation space, action space, settings) that returns the torch module to train, in
+            place of ``config.network``.
 
     Raises:
         ConfigError: The settings can't work, or the directory exists.
@@ -63,10 +67,13 @@ def train(config: TrainConfig) -> TrainResult:
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
+    config = with_own_parts(config, env, network)
     return _run(config, free_run_dir(config), None)
 
 
-def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
+def resume(
+    run_dir: Path | str, *, env: Any = None, network: Callable[..., Any] | None = None, **changes: Any
+) -> TrainResult:
     """Resumes a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
@@ -74,6 +81,8 @@ def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
 
     Args:
         run_dir: Directory of the run.
+        env: The environment of the run, where it was passed in Python and has no name.
+        network: The network of the run, likewise.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
@@ -85,7 +94,8 @@ def resume(run_dir: Path | str, **changes: Any) -> TrainResult:
     run_dir = Path(run_dir)
     with locked(run_dir):
         config, state = load_run(run_dir)
-        return _run(config.adjusted(**changes), run_dir, state)
+        config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
+        return _run(config, run_dir, state)
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None) -> TrainResult:
@@ -130,7 +140,7 @@ class _Run:
         self.state = state
         self.num_losses = 0
         self.has_begun = False
-        self.how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
+        self.how_to_resume = f"resume with: {resume_command(config, run_dir)}"
         self._config, self._run_dir = config, run_dir
         self._began_s = time.monotonic() - self.progress.wall_s
 

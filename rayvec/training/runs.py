@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.config.references import resolve
 from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.training.own_parts import environment_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [
@@ -78,13 +78,19 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         num_envs: How many of them, where a rank has a part; by default all.
         first_id: Global index of the first of these.
     """
+    acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
     return RayVecEnv(
-        config.env_id,
+        environment_of(config),
         num_envs or config.num_envs,
         env_kwargs=config.env_kwargs,
-        wrappers=[_function(name) for name in config.wrappers],
+        wrappers=[resolve("wrappers", name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
+        groups=config.groups,
+        step_timeout_s=config.step_timeout_s,
+        on_env_error=config.on_env_error,
+        on_node_loss=config.on_node_loss,
+        preload=(*config.preload, *(("torch",) if acts_by_torch else ())),
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
     )
@@ -107,24 +113,6 @@ def open_env(config: TrainConfig) -> Iterator[RayVecEnv]:
         except KeyboardInterrupt:
             env.close(terminate=True)
             raise
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Returns the function that "module:function" names; a worker that unpickles it imports the module."""
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-        if callable(function):
-            return function  # type: ignore[no-any-return]
-        problem = "no function"
-    except (ImportError, AttributeError, ValueError) as error:
-        problem = str(error)
-    raise ConfigError(
-        "wrappers names functions that take an environment and return one.",
-        expected="module:function, which can be imported",
-        got=f"{name!r} ({problem})",
-        remedy='Correct the name, for example "gymnasium.wrappers:FlattenObservation".',
-    )
 
 
 def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:

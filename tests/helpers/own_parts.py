@@ -1,0 +1,87 @@
+"""Environments and networks of a user, in a module that can be imported by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+
+class Line(gymnasium.Env[Any, Any]):
+    """A walk on a line: an observation of two numbers, an episode of a few steps.
+
+    Args:
+        length: Steps of an episode.
+        width: Numbers of an observation.
+    """
+
+    def __init__(self, length: int = 5, width: int = 2) -> None:
+        self.observation_space = spaces.Box(-10, 10, (width,), np.float32)
+        self.action_space = spaces.Discrete(3)
+        self._length, self._t = length, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._t = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._t += 1
+        return self._obs(), float(action == self._t % 3), self._t >= self._length, False, {}
+
+    def _obs(self) -> Any:
+        return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)
+
+
+def make_line(**kwargs: Any) -> Line:
+    return Line(**kwargs)
+
+
+class TwoHeads(nn.Module):
+    """Numbers to parameters and a value, whatever the spaces."""
+
+    def __init__(self, observation_space: Any, action_space: Any, units: int = 8) -> None:
+        super().__init__()
+        inputs = spaces.flatdim(observation_space)
+        outputs = spaces.flatdim(action_space) * (2 if isinstance(action_space, spaces.Box) else 1)
+        self.body = nn.Sequential(nn.Linear(inputs, units), nn.ReLU())
+        self.policy, self.value = nn.Linear(units, outputs), nn.Linear(units, 1)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(obs.float().flatten(1))
+        return self.policy(features), self.value(features)
+
+
+def two_heads(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    return TwoHeads(observation_space, action_space)
+
+
+def too_many_outputs(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    return TwoHeads(observation_space, spaces.Discrete(7))
+
+
+def no_parameters(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    class Constant(nn.Module):
+        def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.zeros(len(obs), spaces.flatdim(action_space)), torch.zeros(len(obs))
+
+    return Constant()
+
+
+def not_picklable(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    net = TwoHeads(observation_space, action_space)
+    net.lock = threading.Lock()  # type: ignore[assignment]
+    return net
+
+
+def no_module(observation_space: Any, action_space: Any, config: Any) -> Any:
+    return lambda obs: obs
+
+
+def raises(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    return nn.Linear(99, 2)
