@@ -87,7 +87,7 @@ def resolve(setting: str, name: str) -> Any:
         problem = str(error)
     raise ConfigError(
         f"{setting} names a function or class.",
-        expected="module:name, which can be imported",
+        expected="module:function or module:Class, which can be imported",
         got=f"{str(name)!r} ({problem})",
         remedy="Correct the name, or set PYTHONPATH to the directory of the module.",
     )

@@ -121,7 +121,7 @@ class EnvFactory:
         Args:
             env: An id (``"module:Id-v0"`` imports the module first), a spec, a class or function that makes an
                 environment (or its name, ``"module:Class"``), or a list of one callable for each environment.
-            num_envs: How many; with a list it may be left out.
+            num_envs: How many; with a list it may be left out, with one class or function it may not.
             env_kwargs: Passed to ``gymnasium.make``, or to the class or function; not allowed with a list.
             wrappers: Applied to each environment in order.
 
@@ -130,7 +130,7 @@ class EnvFactory:
             ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
         spec: EnvSpec | None
-        if isinstance(env, str | EnvSpec) or callable(env):
+        if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
@@ -191,16 +191,16 @@ def _load_after_path(path: list[str], data: bytes) -> Any:
 
 
 def _checked_env_fns(
-    env: Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
+    env: EnvFn | Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
 ) -> tuple[EnvFn, ...]:
     try:
-        env_fns = tuple(env)
+        env_fns = tuple(env)  # type: ignore[arg-type]
     except TypeError:
         env_fns = ()
     if not env_fns or not all(callable(env_fn) for env_fn in env_fns):
         raise ConfigError(
             "env says which environments to make.",
-            expected="an id, an EnvSpec, a callable that returns an environment, or a list of at least one",
+            expected="an id, an EnvSpec, a callable that returns an environment with num_envs=, or a list of callables",
             got=repr(env)[:200],
             remedy='Pass "CartPole-v1", or [make_env] * 8.',
         )

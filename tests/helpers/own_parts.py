@@ -85,3 +85,32 @@ def no_module(observation_space: Any, action_space: Any, config: Any) -> Any:
 
 def raises(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     return nn.Linear(99, 2)
+
+
+class ActorAndCritics(nn.Module):
+    """Networks for SAC: an actor and two critics."""
+
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        super().__init__()
+        num_obs, num_act = int(np.prod(observation_space.shape)), spaces.flatdim(action_space)
+        is_box = isinstance(action_space, spaces.Box)
+        self.actor = _mlp(num_obs, 2 * num_act if is_box else num_act)
+        self.critics = nn.ModuleList(_Critic(num_obs + num_act) if is_box else _mlp(num_obs, num_act) for _ in range(2))
+
+
+class _Critic(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.net = _mlp(inputs, 1)
+
+    def forward(self, obs: Tensor, act: Tensor) -> Tensor:
+        value: Tensor = self.net(torch.cat([obs, act], -1)).squeeze(-1)
+        return value
+
+
+def _mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+def actor_and_critics(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    return ActorAndCritics(observation_space, action_space)
