@@ -17,11 +17,14 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder
+from rayvec.wrappers import MASK_KEY
 
-__all__ = ["Activation", "Actor", "MLPActor", "check_length"]
+__all__ = ["NOT_ALLOWED", "Activation", "Actor", "MLPActor", "MaskedActor", "check_length"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
+NOT_ALLOWED = -1e9
+"""Logit of what a mask does not allow: finite, so that probability 0 times its logarithm is 0 and not NaN."""
 _NORM_EPS = np.float32(1e-5)  # that of torch's LayerNorm
 
 
@@ -118,6 +121,35 @@ class MLPActor:
         if self.normalizer is not None:
             mean, scale = (weights[start : start + self.encoder.num_features].copy() for start in self.normalizer)
             self._moments = mean, scale
+
+
+class MaskedActor:
+    """An actor that gives choices that the observation's action mask does not allow the probability 0.
+
+    Args:
+        actor: From observations with a mask to logits.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.distribution = actor.distribution
+        self._actor = actor
+
+    def __call__(self, obs: Tree) -> Float:
+        """Returns logits ``float32 [k, P]``."""
+        mask = np.asarray(obs[MASK_KEY]) != 0
+        if not mask.any(-1).all():
+            row = int(np.argmin(mask.any(-1)))
+            raise ConfigError(
+                "An action mask allows at least one action.",
+                expected="a number other than 0 in each row",
+                got=f"none in row {row} of {len(mask)}",
+                remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
+            )
+        return np.where(mask, self._actor(obs), np.float32(NOT_ALLOWED))
+
+    def load_weights(self, weights: Float) -> None:
+        """See :class:`Actor`."""
+        self._actor.load_weights(weights)
 
 
 def _activate(activation: Activation, rows: Float) -> None:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
+from rayvec.wrappers import MASK_KEY
 
-__all__ = ["MASK_KEY", "NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "leaf_spaces", "make_encoder"]
+__all__ = ["NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "leaf_spaces", "make_encoder"]
 
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
@@ -26,9 +27,6 @@ OBS_CLIP = 10.0
 
 NATURE_PIXELS = 36
 """The least height and width that a Nature-CNN reads."""
-
-MASK_KEY = "action_mask"
-"""Under which key an info or a Dict observation says which actions are allowed."""
 
 _LEAST_PIXELS = 8
 """The least height and width of what counts as an image."""

@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor
-from rayvec.policies.encoders import MASK_KEY
+from rayvec.policies.actors import NOT_ALLOWED, Actor, MaskedActor
 from rayvec.policies.networks import ActorCriticModule, to_tensor
+from rayvec.wrappers import MASK_KEY, num_choices
 
-__all__ = ["MaskedActorCritic", "has_mask", "without_mask"]
-
-NOT_ALLOWED = -1e9
-"""Logit of what is not allowed: finite, so that probability 0 times its logarithm is 0 and not NaN."""
+__all__ = ["MaskedActorCritic", "has_mask", "seen", "without_mask"]
 
 _OBSERVATION_KEY = "observation"
 
@@ -48,16 +44,6 @@ def has_mask(observation_space: spaces.Space[Any], action_space: spaces.Space[An
             remedy="Correct the mask, give it another key, or pass action_masks=False to let the network read it.",
         )
     return bool(sizes)
-
-
-def num_choices(action_space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Returns the number of choices of each component of a Discrete or MultiDiscrete; nothing for other spaces."""
-    match action_space:
-        case spaces.Discrete(n=n):
-            return (int(n),)
-        case spaces.MultiDiscrete(nvec=nvec):
-            return tuple(int(n) for n in nvec.flat)
-    return ()
 
 
 def without_mask(observation_space: spaces.Space[Any]) -> spaces.Space[Any]:
@@ -122,22 +108,7 @@ class MaskedActorCritic(ActorCriticModule):
 
     def make_actor(self) -> Actor:
         """See :class:`ActorCriticModule`."""
-        return _MaskedActor(self.module.make_actor())
-
-
-class _MaskedActor:
-    """An actor whose parameters are masked."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.distribution = actor.distribution
-        self._actor = actor
-
-    def __call__(self, obs: Tree) -> NDArray[np.float32]:
-        params = self._actor(obs)
-        return np.where(np.asarray(obs[MASK_KEY]) != 0, params, np.float32(NOT_ALLOWED))
-
-    def load_weights(self, weights: NDArray[np.float32]) -> None:
-        self._actor.load_weights(weights)
+        return MaskedActor(self.module.make_actor())
 
 
 def _masked(params: Tensor, mask: Tensor) -> Tensor:

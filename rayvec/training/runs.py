@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
+from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
@@ -23,6 +25,7 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.training.own_parts import environment_of
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.wrappers import MASK_KEY, ActionMask, num_choices
 
 __all__ = [
     "LEARNERS",
@@ -79,11 +82,11 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         first_id: Global index of the first of these.
     """
     acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
-    return RayVecEnv(
+    make = functools.partial(
+        RayVecEnv,
         environment_of(config),
         num_envs or config.num_envs,
         env_kwargs=config.env_kwargs,
-        wrappers=[resolve("wrappers", name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         groups=config.groups,
@@ -94,6 +97,28 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
     )
+    wrappers = [resolve("wrappers", name) for name in config.wrappers]
+    env = make(wrappers=wrappers)
+    try:
+        if not _has_masks(env, config, first_id):
+            return env
+    except BaseException:
+        env.close(terminate=True)
+        raise
+    env.close()
+    return make(wrappers=[*wrappers, ActionMask])
+
+
+def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
+    """Whether observations or infos have an action mask; for the infos it resets the first environment."""
+    sizes, space = num_choices(env.single_action_space), env.single_observation_space
+    if not sizes or not getattr(config, "action_masks", False):
+        return False
+    if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
+        return space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
+    first = np.arange(env.num_envs) == 0
+    _, infos = env.reset(seed=config.train_seed(0) + first_id, options={"reset_mask": first})
+    return MASK_KEY in infos
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from helpers import own_parts
@@ -155,6 +157,33 @@ def test_what_is_no_environment(env: Any) -> None:
 def test_an_environment_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"gymnasium.Env. Got: int"):
         rayvec.train(tiny(tmp_path / "a"), env=lambda: 3)
+
+
+def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent.*environment 1"):
+        rayvec.train(tiny(tmp_path / "a"), env=own_parts.Changing())
+    ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
+    with pytest.raises(ConfigError, match=r"same spaces.*rank 0.*rank 1"):
+        rayvec.train(tiny(tmp_path / "a", **ranks), env=own_parts.ByProcess(tmp_path / "first"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=LOCAL_LINE)
+    with pytest.raises(CheckpointError, match="same network"):
+        rayvec.resume(tmp_path / "a", env=lambda: Line(width=5))
+
+
+@pytest.mark.parametrize(
+    ("high", "settings", "warned"),
+    [(500, {}, True), (500, {"normalize_obs": True}, False), (100, {}, False), (np.inf, {}, False)],
+)
+def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[str, Any], warned: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
+        rayvec.train(config, env=lambda: own_parts.Line(high=high))
+    assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
 
 
 @pytest.mark.parametrize("env", ["helpers.own_parts:Nothing", "helpers.own_parts:__name__", "helpers.nowhere:Line"])
