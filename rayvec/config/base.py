@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import yaml
 
+from rayvec.config.plugins import import_plugins
 from rayvec.config.schema import Bounds, check, describe, field_names, plain
 from rayvec.errors import ConfigError
 
@@ -276,6 +277,8 @@ class TrainConfig:
         Raises:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
+        if isinstance(settings, dict):
+            import_plugins(settings.get("plugin") or ())
         if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
             raise ConfigError(
                 "Settings are a mapping with the name of the algorithm.",
