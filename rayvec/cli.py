@@ -10,16 +10,18 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
+from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.interrupts import Interrupts
@@ -42,13 +44,18 @@ def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
     )
 
 
-if TYPE_CHECKING:
-    _Settings = TrainConfig
-else:  # one subcommand for each algorithm; a union needs a second member to be one
-    _Settings = Union[
+def _subcommands() -> Any:
+    """Returns one subcommand for each algorithm; a union needs a second member to be one."""
+    return Union[
         *(Annotated[_options(cls), tyro.conf.subcommand(name)] for name, cls in CONFIGS.items()),
         Annotated[None, tyro.conf.Suppress],
     ]
+
+
+if TYPE_CHECKING:
+    _Settings = TrainConfig
+else:
+    _Settings = _subcommands()
 
 
 @dataclass(frozen=True)
@@ -231,6 +238,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts():
+            args = _load_plugins(args)
             command: Train | Eval | Plot | Report | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
@@ -244,6 +252,20 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
+
+
+def _load_plugins(args: Sequence[str]) -> Sequence[str]:
+    """Imports the plugins of a command line, whose algorithms become subcommands; returns the other arguments.
+
+    For ``train``, the last of these name the plugins, which the run's settings keep. Modules in the working directory
+    can be named, too.
+    """
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    plugins, others = split_plugins(args)
+    import_plugins(plugins)
+    globals()["_Settings"] = _subcommands()
+    return [*others, "--plugin", *plugins] if plugins and others[:1] == ["train"] else others
 
 
 def _print_error(text: str, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import yaml
 
+from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, PresetMeta
 from rayvec.config.schema import Bounds, check, describe, field_names, plain
 from rayvec.errors import ConfigError
@@ -53,6 +54,11 @@ ADJUSTABLE = (
     "eval_interval_steps",
     "log_interval_steps",
     "track",
+    "on_env_error",
+    "step_timeout_s",
+    "on_node_loss",
+    "groups",
+    "preload",
 )
 """Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
@@ -75,14 +81,15 @@ class TrainConfig(metaclass=PresetMeta):
     algorithm: ClassVar[str] = ""
 
     env_id: str = "CartPole-v1"
-    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
+    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0". Or a class
+    or function that makes it: "module:Class"."""
 
     preset: Literal["auto", "none", "classic", "box2d", "mujoco", "atari"] = "auto"
     """Settings tuned to a kind of environment, in place of the defaults; what you set yourself counts first. "auto":
     by env_id, where a preset is known for it."""
 
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
-    """Keyword arguments for the environment's constructor."""
+    """Keyword arguments for the environment's constructor, or for the function that makes it."""
 
     wrappers: tuple[str, ...] = ()
     """Functions that wrap each environment on its worker, in this order, each as "module:function"."""
@@ -167,6 +174,27 @@ class TrainConfig(metaclass=PresetMeta):
 
     checkpoint_interval_s: NonNegative = 5.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
+
+    on_env_error: Literal["raise", "restart"] = "raise"
+    """What happens to an environment that raises, and to those of a worker that dies or hangs: "raise" ends the run,
+    "restart" restarts the affected ones."""
+
+    step_timeout_s: Positive | None = None
+    """Seconds that a worker may take for one step of its environments before it is killed; unset: no limit."""
+
+    on_node_loss: Literal["rehost", "raise"] = "rehost"
+    """What happens to the environments of a lost node: "rehost" restarts them on the nodes that remain, "raise" ends
+    the run."""
+
+    groups: Literal[1, 2, "auto"] = 1
+    """With inference="driver": 2 lets the policy act on one half of the environments while the other half steps; "auto"
+    tries both and keeps the faster."""
+
+    preload: tuple[str, ...] = ()
+    """Modules that the workers import once for each node."""
+
+    plugin: tuple[str, ...] = ()
+    """Modules to import first, which register algorithms with rayvec.training.runs.register."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -317,6 +345,8 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
+        if isinstance(settings, dict):
+            import_plugins(settings.get("plugin") or ())
         if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
             raise ConfigError(
                 "Settings are a mapping with the name of the algorithm.",

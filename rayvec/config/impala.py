@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig
+from rayvec.config.base import Count, Fraction, NonNegative, Positive
+from rayvec.config.network import ActorCriticConfig
 from rayvec.errors import ConfigError
 
 __all__ = ["IMPALAConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IMPALAConfig(TrainConfig):
+class IMPALAConfig(ActorCriticConfig):
     """Importance-weighted actor-learner (Espeholt et al., 2018, arXiv:1802.01561): V-trace on steps of older weights.
 
     Raises:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig, check_ranks
+from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
+from rayvec.config.network import ActorCriticConfig
 from rayvec.errors import ConfigError
 
 __all__ = ["PPOConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(TrainConfig):
+class PPOConfig(ActorCriticConfig):
     """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
 
     Raises:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig, check_ranks
+from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
+from rayvec.config.network import NetworkConfig
 from rayvec.config.schema import Bounds
 from rayvec.errors import ConfigError
 
@@ -13,7 +14,7 @@ __all__ = ["SACConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SACConfig(TrainConfig):
+class SACConfig(NetworkConfig):
     """Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), for Discrete actions arXiv:1910.07207.
 
     Raises:
@@ -23,7 +24,8 @@ class SACConfig(TrainConfig):
     algorithm: ClassVar[str] = "sac"
 
     env_id: str = "Pendulum-v1"
-    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
+    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0". Or a class
+    or function that makes it: "module:Class"."""
 
     total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""

@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
         return list(value)
     if isinstance(value, dict):
         return dict(value)
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | str) else value  # a str may be a Reference
 
 
 def check(instance: Any) -> None:

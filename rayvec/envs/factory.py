@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import gymnasium
@@ -72,6 +72,26 @@ class _Wrapped:
 
 
 @dataclass(frozen=True, slots=True)
+class _Made:
+    """Makes an environment by a user's class or function."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+        env = self.function(**kwargs)
+        if isinstance(env, gymnasium.Env):
+            return env
+        raise TypeError(
+            message(
+                "A class or function that is passed as an environment makes one.",
+                expected="a gymnasium.Env",
+                got=f"{type(env).__name__} from {getattr(self.function, '__qualname__', self.function)}",
+                remedy="Return the environment; a vector environment can't be stepped one by one.",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EnvFactory:
     """Makes environment i of N, in the process that will step it.
 
@@ -91,7 +111,7 @@ class EnvFactory:
     @classmethod
     def build(
         cls,
-        env: str | EnvSpec | Sequence[EnvFn],
+        env: str | EnvSpec | EnvFn | Sequence[EnvFn],
         num_envs: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Wrapper] = (),
@@ -99,20 +119,23 @@ class EnvFactory:
         """Builds a factory from what a user passes for `env`.
 
         Args:
-            env: An id (``"module:Id-v0"`` imports the module first), a spec, or one callable for each
-                environment.
-            num_envs: How many; with callables it may be left out.
-            env_kwargs: Passed to ``gymnasium.make``; not allowed with callables.
+            env: An id (``"module:Id-v0"`` imports the module first), a spec, a class or function that makes an
+                environment (or its name, ``"module:Class"``), or a list of one callable for each environment.
+            num_envs: How many; with a list it may be left out, with one class or function it may not.
+            env_kwargs: Passed to ``gymnasium.make``, or to the class or function; not allowed with a list.
             wrappers: Applied to each environment in order.
 
         Raises:
             EnvIdError: No environment of that id is registered.
             ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
-        if isinstance(env, (str, EnvSpec)):
+        spec: EnvSpec | None
+        if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
-            spec = _spec_of(env) if isinstance(env, str) else env
-            env_fns: tuple[EnvFn, ...] = (partial(gymnasium.make, spec, **(env_kwargs or {})),) * count
+            made_by = _named(env) if isinstance(env, str) else env
+            spec = made_by if isinstance(made_by, EnvSpec) else None
+            make: EnvFn = partial(gymnasium.make, spec) if spec else _Made(made_by)  # type: ignore[arg-type]
+            env_fns: tuple[EnvFn, ...] = (partial(make, **env_kwargs) if env_kwargs else make,) * count
         else:
             spec, env_fns = None, _checked_env_fns(env, num_envs, env_kwargs)
         if wrappers:
@@ -168,16 +191,16 @@ def _load_after_path(path: list[str], data: bytes) -> Any:
 
 
 def _checked_env_fns(
-    env: Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
+    env: EnvFn | Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
 ) -> tuple[EnvFn, ...]:
     try:
-        env_fns = tuple(env)
+        env_fns = tuple(env)  # type: ignore[arg-type]
     except TypeError:
         env_fns = ()
     if not env_fns or not all(callable(env_fn) for env_fn in env_fns):
         raise ConfigError(
             "env says which environments to make.",
-            expected="an id, an EnvSpec, or a list of at least one callable that returns an environment",
+            expected="an id, an EnvSpec, a callable that returns an environment with num_envs=, or a list of callables",
             got=repr(env)[:200],
             remedy='Pass "CartPole-v1", or [make_env] * 8.',
         )
@@ -198,13 +221,25 @@ def _checked_env_fns(
     return env_fns
 
 
+def _named(name: str) -> EnvSpec | EnvFn:
+    """Returns the spec of an id, or the class or function that "module:name" names."""
+    try:
+        return _spec_of(name)
+    except EnvIdError:
+        module, _, attribute = name.partition(":")
+        found = getattr(sys.modules.get(module), attribute, None) if attribute else None
+        if not callable(found):
+            raise
+        return cast("EnvFn", found)
+
+
 def _spec_of(env_id: str) -> EnvSpec:
     try:
         return _find_spec(env_id)  # what gymnasium.make does: imports the module, completes the version
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
             "An environment id must be registered with Gymnasium.",
-            expected="a registered id, or 'module:Id-v0' with the module that registers it",
+            expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
             got=f"{env_id!r} ({error})",
             remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
         ) from error

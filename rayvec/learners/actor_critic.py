@@ -17,9 +17,10 @@ from rayvec.data import Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
+from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
-from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCriticModule, flat_weights
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -57,21 +58,14 @@ class ActorCriticLearner:
         config: PPOConfig | IMPALAConfig,
         make_optimizer: Callable[[torch.nn.Parameter], torch.optim.Optimizer | Adam],
         *,
-        module: ActorCritic | None,
+        module: ActorCriticModule | None,
         device: str | None,
         normalize_obs: bool = False,
     ) -> None:
         keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
-        self.module = module or make_actor_critic(
-            observation_space,
-            action_space,
-            config.hidden_sizes,
-            shared_trunk=config.shared_trunk,
-            normalize_obs=normalize_obs,
-            seed=config.seed,
-        )
+        self.module = module or make_module(observation_space, action_space, config, normalize_obs)
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))

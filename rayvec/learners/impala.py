@@ -22,7 +22,7 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import vtrace
-from rayvec.policies.networks import ActorCritic
+from rayvec.policies.networks import ActorCriticModule
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -104,7 +104,7 @@ class IMPALALearner(ActorCriticLearner):
         action_space: spaces.Space[Any],
         config: IMPALAConfig,
         *,
-        module: ActorCritic | None = None,
+        module: ActorCriticModule | None = None,
         device: str | None = None,
     ) -> None:
         super().__init__(

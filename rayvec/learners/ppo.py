@@ -22,7 +22,7 @@ from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
-from rayvec.policies.networks import ActorCritic
+from rayvec.policies.networks import ActorCriticModule
 
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig
@@ -86,7 +86,7 @@ class PPOLearner(ActorCriticLearner):
         action_space: spaces.Space[Any],
         config: PPOConfig,
         *,
-        module: ActorCritic | None = None,
+        module: ActorCriticModule | None = None,
         device: str | None = None,
     ) -> None:
         super().__init__(

@@ -37,7 +37,9 @@ class CompiledGradient:
     ) -> None:
         self._module, self._loss, self._capture = module, loss, capture
         self._quantum = max(32, num_samples // 4)
-        self._places = [(name, each.shape, each.numel()) for name, each in module.named_parameters()]
+        self._places = [
+            (name, each.shape, each.numel(), each.requires_grad) for name, each in module.named_parameters()
+        ]
         self._graph: Compiled | None = None
         self._captured: dict[int, CUDAGraph] = {}
 
@@ -96,8 +98,11 @@ class CompiledGradient:
         (flat,) = state
 
         def total(flat: Tensor) -> tuple[Tensor, Tensor]:
-            parts = torch.split(flat, [size for _, _, size in self._places])
-            parameters = {name: part.view(shape) for (name, shape, _), part in zip(self._places, parts, strict=True)}
+            parts = torch.split(flat, [size for _, _, size, _ in self._places])
+            parameters = {
+                name: (part if is_trained else part.detach()).view(shape)
+                for (name, shape, _, is_trained), part in zip(self._places, parts, strict=True)
+            }
             obs, *others = fields
             outputs: Any = functional_call(self._module, parameters, (obs,))
             loss, metrics = self._loss(outputs, *others)

@@ -25,9 +25,9 @@ from rayvec.learners.base import keep_freed_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
-from rayvec.learners.sac_nets import SACActor, initial_nets, make_math, make_sac_distribution
+from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
+from rayvec.learners.sac_networks import default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
-from rayvec.policies.encoders import make_encoder
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -102,11 +102,14 @@ class SACLearner:
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(config.learner_device)
-        encoder, distribution = make_encoder(observation_space), make_sac_distribution(action_space)
-        self._math = make_math(encoder.num_features, distribution, config)
-        self._nets = initial_nets(self._math, config, dtype, self._device)
-        self.module = SACActor(encoder, distribution, self._math.actor, self._nets.actor.param)
-        self._num_act = self._math.actor.sizes[-1] // (1 if self._math.is_discrete else 2)
+        distribution = make_sac_distribution(action_space)
+        make = default_networks if config.network is None else own_networks
+        networks = make(observation_space, action_space, distribution, config)
+        self._math = make_math(networks.critic, networks.actor, distribution, config)
+        self._nets = initial_nets(*networks.initial, config, dtype, self._device)
+        self.module = networks.attach(self._nets.actor.param)
+        self._obs_shape = networks.obs_shape
+        self._num_act = distribution.num_params // (1 if self._math.is_discrete else 2)
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = 0
@@ -233,9 +236,9 @@ class SACLearner:
     def _fetch_rows(self, plan: _RowPlan) -> Minibatch:
         """Returns the rows of all minibatches; zeros of weight 0 for those of other ranks or without steps."""
         environments, ages, weight = plan.environments.ravel(), plan.ages.ravel(), plan.weight.flatten()
-        num_envs, num_features = len(self._replay.sizes), self._math.actor.sizes[0]
+        num_envs, obs_shape = len(self._replay.sizes), (0, *self._obs_shape)
         if not len(environments):
-            shapes = ((0, num_features), (0, self._num_act), (0,), (0, num_features), (0,), (0,))
+            shapes = (obs_shape, (0, self._num_act), (0,), obs_shape, (0,), (0,))
             return Minibatch(*(torch.zeros(shape, device=self._device, dtype=self._dtype) for shape in shapes))
         padding = (environments < 0) | (environments >= num_envs) | (weight == 0)
         environments = environments.clip(0, num_envs - 1)
@@ -284,7 +287,8 @@ class SACLearner:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the actor's parameters, flat: what ``Policy.load_weights`` takes."""
-        return self.module.weights()
+        weights: NDArray[np.float32] = self.module.weights()
+        return weights
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.

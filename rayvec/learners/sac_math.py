@@ -16,14 +16,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN
 
-__all__ = ["AdamState", "MLPLayout", "Minibatch", "Nets", "SACMath"]
+__all__ = ["AdamState", "MLPLayout", "Minibatch", "NetLayout", "Nets", "SACMath"]
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
@@ -76,6 +76,17 @@ class Nets(NamedTuple):
     healthy: Tensor
 
 
+class NetLayout(Protocol):
+    """E nets whose parameters lie in one flat vector."""
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+
+    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
+        """Returns the outputs ``[E, B, out]`` for inputs ``[B, ...]`` with the parameters in `flat`, ``[P]``."""
+
+
 @dataclass(frozen=True)
 class MLPLayout:
     """Where the layers of E MLPs with ReLU lie in one flat vector.
@@ -99,6 +110,10 @@ class MLPLayout:
         parts = torch.split(flat, [math.prod(shape) for layer in shapes for shape in layer])
         views = [part.view(shape) for part, shape in zip(parts, itertools.chain(*shapes), strict=True)]
         return list(zip(views[::2], views[1::2], strict=True))
+
+    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
+        """See :class:`NetLayout`. The nets read their inputs side by side."""
+        return forward(self.layers(flat), inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1))
 
 
 def forward(layers: Layers, rows: Tensor) -> Tensor:
@@ -145,8 +160,8 @@ class SACMath:
     Every loss is a sum weighted by ``minibatch.weight``, so that the sum over ranks is the mean over all rows.
 
     Attributes:
-        critic: Layout of the E critics: from ``D + C`` to 1 for a Box, from D to C for a Discrete.
-        actor: Layout of the actor: from D to ``2 C`` for a Box (means, then squashed logarithms of standard
+        critic: The E critics: from ``D + C`` to 1 for a Box, from D to C for a Discrete.
+        actor: The actor: from D to ``2 C`` for a Box (means, then squashed logarithms of standard
             deviations), to C logits for a Discrete.
         is_discrete: Which of the two.
         gamma: Discount.
@@ -158,8 +173,8 @@ class SACMath:
         alpha_lr: Step size of the temperature.
     """
 
-    critic: MLPLayout
-    actor: MLPLayout
+    critic: NetLayout
+    actor: NetLayout
     is_discrete: bool
     gamma: float
     tau: float
@@ -182,7 +197,7 @@ class SACMath:
         target = self._target(nets, minibatch, noise)
 
         def loss(param: Tensor) -> tuple[Tensor, Tensor]:
-            values = forward(self.critic.layers(param), self._critic_rows(minibatch.obs, minibatch.act))
+            values = self._critic_outputs(param, minibatch.obs, minibatch.act)
             q = (values * minibatch.act).sum(-1) if self.is_discrete else values.squeeze(-1)
             total = 0.5 * ((q - target).square() * minibatch.weight).sum()
             return total, torch.stack([total, (q * minibatch.weight).sum() / len(q)])
@@ -208,10 +223,9 @@ class SACMath:
             minibatch: As for the critics.
             noise: Standard normal, ``[B, C]``, other than the critics' had.
         """
-        critics = self.critic.layers(nets.critic.param)
 
         def loss(param: Tensor) -> tuple[Tensor, Tensor]:
-            value, logp, alpha = self._value(critics, param, minibatch.obs, noise)
+            value, logp, alpha = self._value(nets.critic.param, param, minibatch.obs, noise)
             total, entropy = -(value * minibatch.weight).sum(), -(logp * minibatch.weight).sum()
             surplus = (entropy - self.target_entropy * minibatch.weight.sum()).detach()
             alpha_loss = (alpha * surplus).sum() if self.autotune else 0.0
@@ -229,33 +243,33 @@ class SACMath:
 
     def _target(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Returns what the critics should say, ``[B]`` (arXiv:1812.05905, equation 3; arXiv:1910.07207, 10)."""
-        value, _, _ = self._value(self.critic.layers(nets.target), nets.actor.param, minibatch.next_obs, noise)
+        value, _, _ = self._value(nets.target, nets.actor.param, minibatch.next_obs, noise)
         return minibatch.rew + self.gamma * (1 - minibatch.terminated) * value
 
-    def _value(self, critics: Layers, param: Tensor, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _value(self, critics: Tensor, param: Tensor, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the expected ``min Q - alpha * log pi``, the expected ``log pi``, ``[B]`` each, and alpha, ``[1]``.
 
         Args:
-            critics: Layers of the critics.
+            critics: Parameters of the critics.
             param: Parameters of the actor and the logarithm of alpha; alpha is a constant of the first result.
             obs: ``[B, D]``.
             noise: Standard normal, ``[B, C]``.
         """
         flat, log_alpha = torch.split(param, [self.actor.num_params, 1])
-        outputs, alpha = forward(self.actor.layers(flat), obs).squeeze(0), log_alpha.exp()
+        outputs, alpha = self.actor.outputs(flat, obs).squeeze(0), log_alpha.exp()
         if self.is_discrete:
             logp = outputs.log_softmax(-1)
-            q = forward(critics, obs).amin(0)
+            q = self._critic_outputs(critics, obs, obs).amin(0)
             probability = logp.exp()
             value = (probability * (q - alpha.detach() * logp)).sum(-1)
             return value, (probability * logp).sum(-1), alpha
         act, logp = _sample(outputs, noise)
-        q = forward(critics, self._critic_rows(obs, act)).squeeze(-1).amin(0)
+        q = self._critic_outputs(critics, obs, act).squeeze(-1).amin(0)
         return q - alpha.detach() * logp, logp, alpha
 
-    def _critic_rows(self, obs: Tensor, act: Tensor) -> Tensor:
-        """Returns what critics read, ``[B, D + C]``, or ``[B, D]`` where they have an output for each action."""
-        return obs if self.is_discrete else torch.cat([obs, act], 1)
+    def _critic_outputs(self, param: Tensor, obs: Tensor, act: Tensor) -> Tensor:
+        """Returns values, ``[E, B, 1]``, or ``[E, B, C]`` of all choices, for which critics do not read the action."""
+        return self.critic.outputs(param, obs) if self.is_discrete else self.critic.outputs(param, obs, act)
 
 
 def _sample(outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
+from rayvec.learners.sac_math import AdamState, MLPLayout, NetLayout, Nets, SACMath
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder
@@ -21,7 +21,7 @@ from rayvec.policies.networks import flat_weights, linear_places
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["SACActor", "initial_nets", "make_math", "make_sac_distribution"]
+__all__ = ["SACActor", "initial_mlps", "initial_nets", "make_math", "make_mlps", "make_sac_distribution"]
 
 
 class SACActor(nn.Module):
@@ -81,7 +81,18 @@ def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
     )
 
 
-def make_math(num_features: int, distribution: Distribution, config: SACConfig) -> SACMath:
+def make_mlps(num_features: int, distribution: Distribution, config: SACConfig) -> tuple[MLPLayout, MLPLayout]:
+    """Returns the layouts of the default critics and the default actor."""
+    is_discrete = isinstance(distribution, Categorical)
+    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
+    return (
+        MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
+        MLPLayout(1, (num_features, *config.hidden_sizes, distribution.num_params)),
+    )
+
+
+def make_math(critic: NetLayout, actor: NetLayout, distribution: Distribution, config: SACConfig) -> SACMath:
     """Returns the formulas for a space.
 
     The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
@@ -90,10 +101,9 @@ def make_math(num_features: int, distribution: Distribution, config: SACConfig) 
     is_discrete = isinstance(distribution, Categorical)
     num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
     usual = config.target_entropy_scale * math.log(num_actions) if is_discrete else -float(num_actions)
-    inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
     return SACMath(
-        critic=MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
-        actor=MLPLayout(1, (num_features, *config.hidden_sizes, distribution.num_params)),
+        critic=critic,
+        actor=actor,
         is_discrete=is_discrete,
         gamma=config.gamma,
         tau=config.tau,
@@ -105,8 +115,8 @@ def make_math(num_features: int, distribution: Distribution, config: SACConfig) 
     )
 
 
-def initial_nets(sac: SACMath, config: SACConfig, dtype: torch.dtype, device: torch.device) -> Nets:
-    """Returns nets whose weights and biases are uniform within ``1 / sqrt(inputs)``, as those of ``nn.Linear``."""
+def initial_mlps(layouts: tuple[MLPLayout, MLPLayout], config: SACConfig) -> tuple[Tensor, Tensor]:
+    """Returns the flat parameters of critics and actor, uniform within ``1 / sqrt(inputs)`` as in ``nn.Linear``."""
     generator = torch.Generator().manual_seed(config.seed)
 
     def draw(layout: MLPLayout) -> Tensor:
@@ -117,10 +127,18 @@ def initial_nets(sac: SACMath, config: SACConfig, dtype: torch.dtype, device: to
             bias.uniform_(-bound, bound, generator=generator)
         return flat
 
+    critic, actor = layouts
+    first = draw(actor)  # the actor's are drawn first
+    return draw(critic), first
+
+
+def initial_nets(critic: Tensor, actor: Tensor, config: SACConfig, dtype: torch.dtype, device: torch.device) -> Nets:
+    """Returns nets with these parameters, of critics and of the actor, with fresh optimizers."""
+
     def adam(param: Tensor) -> AdamState:
         param = param.to(device, dtype)
         return AdamState(param, torch.zeros_like(param), torch.zeros_like(param))
 
-    actor = torch.cat([draw(sac.actor), torch.tensor([math.log(config.alpha)])])
-    critic = adam(draw(sac.critic))
-    return Nets(critic, critic.param.clone(), adam(actor), torch.ones(1, device=device, dtype=dtype))
+    critics = adam(critic)
+    whole = adam(torch.cat([actor, torch.tensor([math.log(config.alpha)])]))
+    return Nets(critics, critics.param.clone(), whole, torch.ones(1, device=device, dtype=dtype))

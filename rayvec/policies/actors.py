@@ -6,6 +6,7 @@ module (9 against 29 µs for 32 rows of a 64x64 net), and no worker spends two s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,10 +17,15 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder
+from rayvec.wrappers import MASK_KEY
 
-__all__ = ["Actor", "MLPActor", "check_length"]
+__all__ = ["NOT_ALLOWED", "Activation", "Actor", "MLPActor", "MaskedActor", "check_length"]
 
 Float = NDArray[np.float32]
+Activation = Literal["tanh", "relu", "elu", "gelu"]
+NOT_ALLOWED = -1e9
+"""Logit of what a mask does not allow: finite, so that probability 0 times its logarithm is 0 and not NaN."""
+_NORM_EPS = np.float32(1e-5)  # that of torch's LayerNorm
 
 
 class Actor(Protocol):
@@ -40,7 +46,7 @@ class Actor(Protocol):
 
 @dataclass
 class MLPActor:
-    """Linear layers with tanh or ReLU between them, in NumPy.
+    """Linear layers with activations between them, in NumPy.
 
     Attributes:
         encoder: From observations to rows of numbers.
@@ -52,7 +58,8 @@ class MLPActor:
             of standard deviations), which follow those that the last layer puts out.
         normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
             leaves them as they are.
-        activation: Function between the layers.
+        activation: Function between the layers; GELU in its approximation by tanh.
+        norms: Of each hidden layer, where the weight and the bias start of its layer norm; none without layer norms.
     """
 
     encoder: Encoder
@@ -61,9 +68,11 @@ class MLPActor:
     num_weights: int
     constants: slice
     normalizer: tuple[int, int] | None = None
-    activation: Literal["tanh", "relu"] = "tanh"
+    activation: Activation = "tanh"
+    norms: tuple[tuple[int, int], ...] = ()
     _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
+    _norms: list[tuple[Float, Float]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.load_weights(np.zeros(self.num_weights, np.float32))
@@ -74,13 +83,12 @@ class MLPActor:
         if self._moments is not None:
             mean, scale = self._moments
             rows = ((rows - mean) * scale).clip(-OBS_CLIP, OBS_CLIP)
-        for weight, bias in self._arrays[:-1]:
+        for layer, (weight, bias) in enumerate(self._arrays[:-1]):
             rows = rows @ weight
             rows += bias
-            if self.activation == "relu":
-                np.maximum(rows, 0, out=rows)
-            else:
-                np.tanh(rows, rows)
+            if self._norms:
+                rows = _normalized(rows, *self._norms[layer])
+            _activate(self.activation, rows)
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias
@@ -105,9 +113,62 @@ class MLPActor:
             zeros = np.zeros((len(weight), len(constants)), np.float32)
             arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, constants]))
         self._arrays = arrays
+        widths = [len(bias) for _, bias in arrays]
+        self._norms = [
+            (weights[scale : scale + width].copy(), weights[shift : shift + width].copy())
+            for (scale, shift), width in zip(self.norms, widths, strict=False)
+        ]
         if self.normalizer is not None:
             mean, scale = (weights[start : start + self.encoder.num_features].copy() for start in self.normalizer)
             self._moments = mean, scale
+
+
+class MaskedActor:
+    """An actor that gives choices that the observation's action mask does not allow the probability 0.
+
+    Args:
+        actor: From observations with a mask to logits.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.distribution = actor.distribution
+        self._actor = actor
+
+    def __call__(self, obs: Tree) -> Float:
+        """Returns logits ``float32 [k, P]``."""
+        mask = np.asarray(obs[MASK_KEY]) != 0
+        if not mask.any(-1).all():
+            row = int(np.argmin(mask.any(-1)))
+            raise ConfigError(
+                "An action mask allows at least one action.",
+                expected="a number other than 0 in each row",
+                got=f"none in row {row} of {len(mask)}",
+                remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
+            )
+        return np.where(mask, self._actor(obs), np.float32(NOT_ALLOWED))
+
+    def load_weights(self, weights: Float) -> None:
+        """See :class:`Actor`."""
+        self._actor.load_weights(weights)
+
+
+def _activate(activation: Activation, rows: Float) -> None:
+    """Applies a function to ``[k, units]`` in place, as torch does."""
+    if activation == "tanh":
+        np.tanh(rows, rows)
+    elif activation == "relu":
+        np.maximum(rows, 0, out=rows)
+    elif activation == "elu":
+        np.copyto(rows, np.expm1(np.minimum(rows, 0)), where=rows < 0)
+    else:
+        rows *= 0.5 * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)))
+
+
+def _normalized(rows: Float, scale: Float, shift: Float) -> Float:
+    """Returns a layer norm of ``[k, units]`` (Ba et al., 2016, arXiv:1607.06450, equation 4)."""
+    centred = rows - rows.mean(-1, keepdims=True)
+    normalized: Float = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + _NORM_EPS) * scale + shift
+    return normalized
 
 
 def check_length(weights: Float, num_weights: int) -> None:

@@ -15,14 +15,21 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
+from rayvec.wrappers import MASK_KEY
 
-__all__ = ["OBS_CLIP", "Encoder", "ImageLeaf", "make_encoder"]
+__all__ = ["NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "leaf_spaces", "make_encoder"]
 
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
 
 OBS_CLIP = 10.0
 """Normalised observations lie within this many standard deviations of their mean."""
+
+NATURE_PIXELS = 36
+"""The least height and width that a Nature-CNN reads."""
+
+_LEAST_PIXELS = 8
+"""The least height and width of what counts as an image."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ class ImageLeaf:
     path: Path
     shape: tuple[int, int, int]
     channels_last: bool
+
+    @property
+    def pixels(self) -> int:
+        """The smaller one of height and width."""
+        return min(self.shape[:2] if self.channels_last else self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,20 @@ class _Flatten:
         return obs.astype(np.float32, copy=False)
 
 
+@dataclass(frozen=True, eq=False)
+class _Scaled(_Flatten):
+    """A Box of uint8 that is no image: its numbers over their upper bounds.
+
+    Attributes:
+        scale: One over each number's upper bound, ``float32 [D_leaf]``.
+    """
+
+    scale: Float
+
+    def __call__(self, obs: NDArray[Any]) -> Float:
+        return super().__call__(obs) * self.scale
+
+
 @dataclass(frozen=True)
 class _OneHot:
     """A Discrete or MultiDiscrete: one number for each choice of each component."""
@@ -108,15 +134,19 @@ class _OneHot:
         return np.concatenate(hot, axis=-1).astype(np.float32)
 
 
-def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
+def make_encoder(
+    space: spaces.Space[Any], *, images: bool = False, scaled: bool = False, masked: bool = False
+) -> Encoder:
     """Returns the encoder of `space`: numbers as they are, choices one-hot, the parts of a Dict or Tuple side by side.
 
-    Images are Boxes of uint8 with three dimensions, at least 36 pixels high and wide; channels are last where
-    there are at most four of them. Smaller ones are taken for numbers.
+    Images are Boxes of uint8 with three dimensions, at least 8 pixels high and wide; channels are last where
+    there are at most four of them, or fewer than pixels. Below 36 pixels, their upper bound is 255.
 
     Args:
         space: Of one environment's observations.
         images: Whether the network reads images.
+        scaled: Whether the numbers of other Boxes of uint8 are divided by their upper bounds.
+        masked: Whether a Dict's action mask is left out.
 
     Raises:
         ConfigError: The space, or a part of it, can't be turned into a fixed number of numbers, or is an image and
@@ -124,13 +154,15 @@ def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
     """
     leaves: list[tuple[Path, _Flatten | _OneHot]] = []
     seen: list[ImageLeaf] = []
-    for path, leaf in _leaf_spaces(space, ()):
+    for path, leaf in leaf_spaces(space):
         image = _image(path, leaf)
         match leaf:
+            case _ if masked and path == (MASK_KEY,):
+                pass
             case spaces.Box() if image and images:
                 seen.append(image)
-            case spaces.Box(shape=shape) if not image and (len(shape) < 3 or math.prod(shape) < _FEW):
-                leaves.append((path, _Flatten(shape)))
+            case spaces.Box(shape=shape) if not _is_large(image) and (len(shape) < 3 or math.prod(shape) < _FEW):
+                leaves.append((path, _numbers(leaf, scaled)))
             case spaces.MultiBinary(shape=shape):
                 leaves.append((path, _Flatten(shape)))
             case spaces.Discrete():
@@ -144,9 +176,16 @@ def make_encoder(space: spaces.Space[Any], *, images: bool = False) -> Encoder:
                     + ("images as uint8 of three dimensions, " if images else "")
                     + "or a Dict or Tuple of these",
                     got=leaf,
-                    remedy="Transform the observation with a Gymnasium wrapper, or pass a module of your own",
+                    remedy="Transform the observation with a Gymnasium wrapper, or pass a network of your own",
                 )
     return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
+
+
+def _numbers(space: spaces.Box, scaled: bool) -> _Flatten:
+    high = np.asarray(space.high, np.float32).ravel()
+    if not scaled or space.dtype != np.uint8 or not high.size or high.max() <= 1:
+        return _Flatten(space.shape)
+    return _Scaled(space.shape, (1 / high.clip(1)).astype(np.float32))
 
 
 _FEW = 5000  # an array of three dimensions with more numbers is an image in a form that no network here reads
@@ -156,20 +195,23 @@ def _image(path: Path, space: spaces.Space[Any]) -> ImageLeaf | None:
     """Returns what a space is as an image; None where it is none."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
         return None
-    channels_last = space.shape[2] <= 4
-    height, width = space.shape[:2] if channels_last else space.shape[1:]
-    if min(height, width) < 36:
-        return None
-    return ImageLeaf(path, (space.shape[0], space.shape[1], space.shape[2]), channels_last)
+    height, width, last = space.shape
+    is_first = last > 4 and (min(width, last) >= NATURE_PIXELS or last >= min(height, width))
+    image = ImageLeaf(path, (height, width, last), not is_first)
+    least = _LEAST_PIXELS if space.high.min() == 255 else NATURE_PIXELS  # few numbers up to 3 or 10 are no colours
+    return image if image.pixels >= least else None
 
 
-def _leaf_spaces(
-    space: spaces.Space[Any], path: tuple[Any, ...]
-) -> Iterable[tuple[tuple[Any, ...], spaces.Space[Any]]]:
+def _is_large(image: ImageLeaf | None) -> bool:
+    return image is not None and image.pixels >= NATURE_PIXELS
+
+
+def leaf_spaces(space: spaces.Space[Any], path: Path = ()) -> Iterable[tuple[Path, spaces.Space[Any]]]:
+    """Yields the parts of a space that are no Dict or Tuple, each with the keys and places that lead to it."""
     match space:
         case spaces.Dict() | spaces.Tuple():
             parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
             for key, part in parts:
-                yield from _leaf_spaces(part, (*path, key))
+                yield from leaf_spaces(part, (*path, key))
         case _:
             yield path, space

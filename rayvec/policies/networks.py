@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,12 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_map
-from rayvec.policies.actors import Actor, MLPActor, check_length
+from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
+from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, Gaussian, make_distribution
-from rayvec.policies.encoders import OBS_CLIP, Encoder, ImageLeaf, make_encoder
+from rayvec.policies.encoders import OBS_CLIP, Encoder, make_encoder
 
 __all__ = [
     "ActorCritic",
+    "ActorCriticModule",
     "ModuleActor",
     "NatureCNN",
     "copy_to_cpu",
@@ -30,54 +31,67 @@ __all__ = [
     "make_actor_critic",
 ]
 
-_SQRT2 = math.sqrt(2)
+_ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "gelu": lambda: nn.GELU("tanh"),
+}
 
 
-class NatureCNN(nn.Module):
-    """Three convolutions and a layer of 512 units, with ReLU (Mnih et al., Nature 2015, "Model architecture").
+class ActorCriticModule(nn.Module):
+    """What learners of an actor-critic train: a module that encodes observations, acts on them and values them.
 
-    Args:
-        image: Form of the images.
-        generator: Of the initial weights, which are orthogonal with a gain of sqrt(2).
+    *Rows* are encoded observations: a tree of tensors ``[..., *shape]``.
+
+    Attributes:
+        encoder: From observations to rows of numbers.
+        distribution: Of actions.
+        cnns: Networks that may read images: where there are some, values are computed for few observations at once.
+        obs_mean: Mean of the numbers, ``[D]``, which the learner sets; None leaves the numbers as they are.
+        obs_scale: By what the numbers less their mean are multiplied, ``[D]``.
     """
 
-    num_features = 512
+    encoder: Encoder
+    distribution: Distribution
+    cnns: nn.ModuleList | tuple[nn.Module, ...]
+    obs_mean: Tensor | None
+    obs_scale: Tensor | None
 
-    def __init__(self, image: ImageLeaf, generator: torch.Generator) -> None:
-        super().__init__()
-        self._channels_last = image.channels_last
-        channels, height, width = np.roll(image.shape, 1) if image.channels_last else image.shape
-        layers: list[nn.Module] = []
-        for outs, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            layers += [_initialised(nn.Conv2d(int(channels), outs, kernel, stride, device="meta"), _SQRT2, generator)]
-            layers += [nn.ReLU()]
-            channels, height, width = outs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        linear = nn.Linear(int(channels * height * width), self.num_features, device="meta")
-        self.layers = nn.Sequential(*layers, nn.Flatten(), _initialised(linear, _SQRT2, generator), nn.ReLU())
+    def encode(self, obs: Tree) -> Tree:
+        """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
+        raise NotImplementedError
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Returns ``[..., 512]`` for ``uint8 [..., *shape]``."""
-        lead = images.shape[:-3]
-        images = images.reshape(-1, *images.shape[-3:])
-        if self._channels_last:
-            images = images.movedim(-1, 1)
-        layout = torch.channels_last if images.device.type == "cpu" else torch.preserve_format  # the fastest on CPUs
-        numbers = images.to(next(self.parameters()).dtype, memory_format=layout)
-        features: Tensor = self.layers(numbers / 255)
-        return features.view(*lead, self.num_features)
+    def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
+        """Returns the distribution's parameters ``[..., P]`` and values ``[...]``."""
+        raise NotImplementedError
+
+    def action_parameters(self, rows: Tree) -> Tensor:
+        """Returns the distribution's parameters ``[..., P]``."""
+        params: Tensor = self(rows)[0]
+        return params
+
+    def value(self, rows: Tree) -> Tensor:
+        """Returns values ``[...]``."""
+        value: Tensor = self(rows)[1]
+        return value
+
+    def make_actor(self) -> Actor:
+        """Returns the actor with the present weights."""
+        raise NotImplementedError
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(ActorCriticModule):
     """Two networks: the actor outputs the parameters of a distribution, the critic values.
 
-    Two MLPs with tanh read the numbers of an observation. They share all hidden layers if `shared_trunk` is set, else
-    nothing. Each image is read by a `NatureCNN` that both share; the MLPs read its features, joined with the numbers.
+    Two MLPs read the numbers of an observation. They share all hidden layers if `shared_trunk` is set, else
+    nothing. Each image is read by a CNN that both share; the MLPs read its features, joined with the numbers.
     Where there are images alone, the MLPs have no hidden layers.
 
     Weights are orthogonal, with a gain of sqrt(2) for hidden layers, 0.01 for the actor's last, so that it starts
     near the uniform or standard normal distribution, and 1 for the critic's last; biases are 0 (Andrychowicz et
     al., "What matters in on-policy reinforcement learning?", ICLR 2021). The standard deviation of a Gaussian does
-    not depend on the observation and starts at 1.
+    not depend on the observation.
 
     *Rows* are encoded observations: ``[..., D]`` numbers, or ``uint8 [..., *shape]`` images, or, where there are
     several of these, a tuple: numbers first, then the images.
@@ -89,12 +103,14 @@ class ActorCritic(nn.Module):
         shared_trunk: Whether actor and critic share them.
         normalize_obs: Whether numbers are shifted and scaled by ``obs_mean`` and ``obs_scale``, buffers ``[D]`` that
             the learner sets and that travel with the weights, and clipped to ±10.
+        activation: Function after each hidden layer of the MLPs: tanh, ReLU, ELU, or GELU in its approximation by tanh.
+        layer_norm: Whether each hidden layer of the MLPs is normalised before its activation.
+        cnn: Which network reads images; see :func:`rayvec.policies.cnns.make_cnn`.
+        log_std_init: Logarithm of the standard deviation of a Gaussian at the start.
         seed: Of the initial weights; torch's own generator is neither read nor moved.
     """
 
     log_std: nn.Parameter | None
-    obs_mean: Tensor | None
-    obs_scale: Tensor | None
 
     def __init__(
         self,
@@ -104,6 +120,10 @@ class ActorCritic(nn.Module):
         *,
         shared_trunk: bool = False,
         normalize_obs: bool = False,
+        activation: Activation = "tanh",
+        layer_norm: bool = False,
+        cnn: Literal["nature", "impala"] = "nature",
+        log_std_init: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -111,16 +131,21 @@ class ActorCritic(nn.Module):
         self.encoder, self.distribution = encoder, distribution
         is_gaussian = isinstance(distribution, Gaussian)
         num_outputs = distribution.num_params // 2 if is_gaussian else distribution.num_params
-        self.cnns = nn.ModuleList(NatureCNN(image, generator) for image in encoder.images)
-        width = encoder.num_features + len(self.cnns) * NatureCNN.num_features
+        self.activation: Activation = activation
+        self.cnns = nn.ModuleList(make_cnn(cnn, image, generator) for image in encoder.images)
+        width = encoder.num_features + sum(net.num_features for net in self.cnns)  # type: ignore[misc]
         hidden = tuple(hidden_sizes) if encoder.num_features else ()
+
+        def after(units: int) -> list[nn.Module]:
+            return [*([nn.LayerNorm(units)] if layer_norm else []), _ACTIVATIONS[activation]()]
+
         self.trunk = nn.Sequential()
         if shared_trunk and hidden:
-            self.trunk = nn.Sequential(*_mlp((width, *hidden), _SQRT2, generator), nn.Tanh())
+            self.trunk = nn.Sequential(*_mlp((width, *hidden), SQRT2, generator, after), *after(hidden[-1]))
             width, hidden = hidden[-1], ()
-        self.actor = _mlp((width, *hidden, num_outputs), 0.01, generator)
-        self.critic = _mlp((width, *hidden, 1), 1.0, generator)
-        self.log_std = nn.Parameter(torch.zeros(num_outputs)) if is_gaussian else None
+        self.actor = _mlp((width, *hidden, num_outputs), 0.01, generator, after)
+        self.critic = _mlp((width, *hidden, 1), 1.0, generator, after)
+        self.log_std = nn.Parameter(torch.full((num_outputs,), log_std_init)) if is_gaussian else None
         numbers = torch.zeros(encoder.num_features) if normalize_obs and encoder.num_features else None
         self.register_buffer("obs_mean", numbers)
         self.register_buffer("obs_scale", None if numbers is None else torch.ones_like(numbers))
@@ -182,9 +207,11 @@ class ActorCritic(nn.Module):
             self.encoder,
             self.distribution,
             layers=linear_places(self, ("trunk.", "actor.")),
+            norms=_norm_places(self, ("trunk.", "actor.")),
             num_weights=stop,
             constants=constants,
             normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
+            activation=self.activation,
         )
         actor.load_weights(flat_weights(self))
         return actor
@@ -195,23 +222,23 @@ def make_actor_critic(
     action_space: spaces.Space[Any],
     hidden_sizes: Sequence[int] = (64, 64),
     *,
-    shared_trunk: bool = False,
-    normalize_obs: bool = False,
-    seed: int = 0,
+    masked: bool = False,
+    **settings: Any,
 ) -> ActorCritic:
     """Returns an actor-critic for the spaces of one environment.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        hidden_sizes: Widths of the hidden layers, the same for actor and critic.
+        masked: Whether the network leaves out the observation's action mask.
+        settings: Further arguments of :class:`ActorCritic`.
 
     Raises:
         ConfigError: There is no encoder for the observations, or no distribution for the actions.
     """
-    return ActorCritic(
-        make_encoder(observation_space, images=True),
-        make_distribution(action_space),
-        hidden_sizes,
-        shared_trunk=shared_trunk,
-        normalize_obs=normalize_obs,
-        seed=seed,
-    )
+    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked)
+    return ActorCritic(encoder, make_distribution(action_space), hidden_sizes, **settings)
 
 
 class ModuleActor:
@@ -272,6 +299,17 @@ def linear_places(module: nn.Module, prefixes: Sequence[str] = ("",)) -> tuple[t
     )
 
 
+def _norm_places(module: nn.Module, prefixes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Returns where the layer norms lie in the flat vector of a module's weights; see `MLPActor.norms`."""
+    starts, _ = _starts(module)
+    return tuple(
+        (starts[f"{name}.weight"], starts[f"{name}.bias"])
+        for prefix in prefixes
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.LayerNorm) and name.startswith(prefix)
+    )
+
+
 def flat_weights(module: nn.Module) -> NDArray[np.float32]:
     """Returns a copy of a module's weights as one ``float32`` vector: parameters in their order, then buffers."""
     flat = torch.cat([part.detach().reshape(-1).float() for part in _parts(module)])
@@ -310,19 +348,13 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _mlp(sizes: Sequence[int], last_gain: float, generator: torch.Generator) -> nn.Sequential:
+def _mlp(
+    sizes: Sequence[int], last_gain: float, generator: torch.Generator, after: Callable[[int], list[nn.Module]]
+) -> nn.Sequential:
+    """Returns linear layers; `after` returns what follows each but the last, given its units."""
     modules: list[nn.Module] = []
     for i, (ins, outs) in enumerate(itertools.pairwise(sizes)):
         is_last = i == len(sizes) - 2
-        layer = _initialised(nn.Linear(ins, outs, device="meta"), last_gain if is_last else _SQRT2, generator)
-        modules += [layer] if is_last else [layer, nn.Tanh()]
+        layer = initialised(nn.Linear(ins, outs, device="meta"), last_gain if is_last else SQRT2, generator)
+        modules += [layer] if is_last else [layer, *after(outs)]
     return nn.Sequential(*modules)
-
-
-def _initialised(layer: nn.Module, gain: float, generator: torch.Generator) -> nn.Module:
-    """Returns a layer, given without values, with orthogonal weights and biases of 0."""
-    for name, parameter in list(layer.named_parameters()):  # layer.to_empty() would import sympy for half a second
-        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")))
-    nn.init.orthogonal_(layer.get_parameter("weight"), gain, generator)
-    nn.init.zeros_(layer.get_parameter("bias"))
-    return layer

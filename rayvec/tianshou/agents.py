@@ -21,7 +21,7 @@ from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN, Gaussian, Ta
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
-from rayvec.training.spaces import space_to_plain
+from rayvec.training.saved_spaces import space_to_plain
 
 __all__ = ["AgentPolicy", "load_critic", "load_policy", "save_policy"]
 

@@ -20,7 +20,7 @@ from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
 from rayvec.training.run_dir import load_config
 from rayvec.training.runs import LEARNERS, make_env
-from rayvec.training.spaces import space_from_plain
+from rayvec.training.saved_spaces import space_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]
 

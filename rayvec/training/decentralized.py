@@ -37,6 +37,7 @@ from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
+from rayvec.training.spaces import check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]
@@ -80,6 +81,10 @@ class RankTrainer:
         except BaseException:
             self._env.close()
             raise
+
+    def spaces(self) -> tuple[Any, Any]:
+        """Returns the observation space and the action space of this rank's environments."""
+        return self._env.single_observation_space, self._env.single_action_space
 
     def names(self) -> tuple[str, ...]:
         """Returns the names of the rank-local parts of the learner's state."""
@@ -157,6 +162,9 @@ class DecentralizedTrainer:
         self, config: TrainConfig, group: DecentralizedGroup, progress: Progress, state: Mapping[str, Any] | None
     ) -> None:
         self._config, self._group = config, group
+        found = group.run("spaces")
+        check_same_spaces(found)
+        warn_of_wide_ranges(found[0][0], config)
         self._pending: deque[list[Any]] = deque()
         learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))
         shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)

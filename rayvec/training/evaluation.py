@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
+from rayvec.training.own_parts import with_own_parts
 from rayvec.training.run_dir import load_weights
 from rayvec.training.runs import make_env, make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -159,6 +160,8 @@ def evaluate_run(
     num_episodes: int = 100,
     seed: int | None = None,
     checkpoint: str = "checkpoint.pt",
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
     **changes: Any,
 ) -> Evaluation:
     """Evaluates a checkpoint of a run.
@@ -168,6 +171,8 @@ def evaluate_run(
         num_episodes: How many episodes to play.
         seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
         checkpoint: File in that directory, by default the last checkpoint; as of :func:`rayvec.load`.
+        env: The environment of the run, where it was passed in Python and has no name.
+        network: The network of the run, likewise.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
@@ -175,9 +180,9 @@ def evaluate_run(
         CheckpointError: Its checkpoint is missing or damaged.
     """
     config, weights = load_weights(run_dir, checkpoint)
-    config = config.adjusted(**changes)
+    config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)
-    with open_env(config) as env:
-        module = make_learner(replace(config, learner_device="cpu"), env).module
+    with open_env(config) as envs:
+        module = make_learner(replace(config, learner_device="cpu"), envs).module
         policy = greedy_policy(module, weights)
-        return evaluate(env, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)
+        return evaluate(envs, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)

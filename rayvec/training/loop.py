@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.open_trainer import open_trainer
+from rayvec.training.own_parts import resume_command, with_own_parts
 from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
 from rayvec.training.trackers import check_tracker, open_tracker
@@ -55,7 +56,13 @@ class TrainResult:
     stop_reason: str | None = None
 
 
-def train(config: TrainConfig, *, callbacks: Sequence[Any] = ()) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> TrainResult:
     """Trains an agent, evaluates it, and keeps everything in a new run directory.
 
     If `num_nodes` is unset, the environments run on Ray where Ray is initialised or an address is given
@@ -65,6 +72,9 @@ def train(config: TrainConfig, *, callbacks: Sequence[Any] = ()) -> TrainResult:
 
     Args:
         config: Settings; their class decides which learner is used.
+        env: The environment, in place of ``config.env_id``: an id, a spec, or a class or function that makes one.
+        network: Function of (observation space, action space, settings) that returns the torch module to train, in
+            place of ``config.network``.
         callbacks: Objects with any of the methods ``on_iteration``, ``on_evaluation``, ``on_checkpoint`` and
             ``on_end``, each called with a :class:`rayvec.RunContext`. A run that ends by an error or by Ctrl-C does
             not call ``on_end``.
@@ -76,10 +86,18 @@ def train(config: TrainConfig, *, callbacks: Sequence[Any] = ()) -> TrainResult:
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
+    config = with_own_parts(config, env, network)
     return _run(config, free_run_dir(config), None, callbacks)
 
 
-def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any) -> TrainResult:
+def resume(
+    run_dir: Path | str,
+    *,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    **changes: Any,
+) -> TrainResult:
     """Resumes a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
@@ -88,6 +106,8 @@ def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any
 
     Args:
         run_dir: Directory of the run.
+        env: The environment of the run, where it was passed in Python and has no name.
+        network: The network of the run, likewise.
         callbacks: As of :func:`rayvec.train`; those of the run before are not kept.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
@@ -100,7 +120,8 @@ def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any
     run_dir = Path(run_dir)
     with locked(run_dir):
         config, state = load_run(run_dir)
-        return _run(config.adjusted(**changes), run_dir, state, callbacks)
+        config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
+        return _run(config, run_dir, state, callbacks)
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
@@ -152,7 +173,7 @@ class _Run:
         self.state = state
         self.num_losses = 0
         self.has_begun = False
-        self.how_to_resume = f"resume with: rayvec train {config.algorithm} --resume {run_dir}"
+        self.how_to_resume = f"resume with: {resume_command(config, run_dir)}"
         self._config, self._run_dir = config, run_dir
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None

@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -36,6 +37,7 @@ from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
+from rayvec.training.own_parts import resume_command
 from rayvec.training.progress import Progress, check_state
 
 __all__ = [
@@ -58,7 +60,7 @@ def free_run_dir(config: TrainConfig) -> Path:
     Raises:
         ConfigError: There is something in its place.
     """
-    env_name = config.env_id.replace("/", "-").replace(":", "-")
+    env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
     name = f"{env_name}-{config.algorithm}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = config.run_dir or Path("runs") / name
     if run_dir.exists():
@@ -71,7 +73,7 @@ def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
         "A run has a directory of its own.",
         expected="a path where there is nothing yet",
         got=f"{run_dir}, which exists",
-        remedy=f"Pass another run_dir, or resume that run: rayvec train {config.algorithm} --resume {run_dir}",
+        remedy=f"Pass another run_dir, or resume that run: {resume_command(config, run_dir)}",
     )
 
 

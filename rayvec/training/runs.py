@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.config.references import resolve
 from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.training.own_parts import environment_of
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.wrappers import StaggeredStart
+from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices
 
 __all__ = [
     "LEARNERS",
@@ -72,9 +75,9 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
-def env_parts(config: TrainConfig) -> tuple[str, Mapping[str, Any], list[Callable[..., Any]]]:
-    """Returns what an environment of a run is made of: its id, its keyword arguments and its wrappers, in order."""
-    return config.env_id, config.env_kwargs, [*map(_function, config.wrappers)]
+def env_parts(config: TrainConfig) -> tuple[Any, Mapping[str, Any], list[Callable[..., Any]]]:
+    """Returns what an environment of a run is made of: its id or maker, its keyword arguments, and its wrappers."""
+    return environment_of(config), config.env_kwargs, [resolve("wrappers", name) for name in config.wrappers]
 
 
 def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0) -> RayVecEnv:
@@ -86,16 +89,44 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         first_id: Global index of the first of these.
     """
     env_id, env_kwargs, wrappers = env_parts(config)
-    return RayVecEnv(
+    wrappers += [StaggeredStart] if config.stagger_starts else []
+    acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
+    make = functools.partial(
+        RayVecEnv,
         env_id,
         num_envs or config.num_envs,
         env_kwargs=env_kwargs,
-        wrappers=[*wrappers, *([StaggeredStart] if config.stagger_starts else [])],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
+        groups=config.groups,
+        step_timeout_s=config.step_timeout_s,
+        on_env_error=config.on_env_error,
+        on_node_loss=config.on_node_loss,
+        preload=(*config.preload, *(("torch",) if acts_by_torch else ())),
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
     )
+    env = make(wrappers=wrappers)
+    try:
+        if not _has_masks(env, config, first_id):
+            return env
+    except BaseException:
+        env.close(terminate=True)
+        raise
+    env.close()
+    return make(wrappers=[*wrappers, ActionMask])
+
+
+def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
+    """Whether observations or infos have an action mask; for the infos it resets the first environment."""
+    sizes, space = num_choices(env.single_action_space), env.single_observation_space
+    if not sizes or not getattr(config, "action_masks", False):
+        return False
+    if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
+        return space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
+    first = np.arange(env.num_envs) == 0
+    _, infos = env.reset(seed=config.train_seed(0) + first_id, options={"reset_mask": first})
+    return MASK_KEY in infos
 
 
 @contextlib.contextmanager
@@ -115,24 +146,6 @@ def open_env(config: TrainConfig) -> Iterator[RayVecEnv]:
         except KeyboardInterrupt:
             env.close(terminate=True)
             raise
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Returns the function that "module:function" names; a worker that unpickles it imports the module."""
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-        if callable(function):
-            return function  # type: ignore[no-any-return]
-        problem = "no function"
-    except (ImportError, AttributeError, ValueError) as error:
-        problem = str(error)
-    raise ConfigError(
-        "wrappers names functions that take an environment and return one.",
-        expected="module:function, which can be imported",
-        got=f"{name!r} ({problem})",
-        remedy='Correct the name, for example "gymnasium.wrappers:FlattenObservation".',
-    )
 
 
 def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:

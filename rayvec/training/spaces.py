@@ -1,56 +1,55 @@
-"""Spaces as tensors and plain values, so that a checkpoint says what its policy observes and does."""
+"""What is checked of an environment's spaces when a run begins."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import spaces
 
-__all__ = ["space_from_plain", "space_to_plain"]
+from rayvec.config import TrainConfig
+from rayvec.config.network import NetworkConfig
+from rayvec.errors import ConfigError
+from rayvec.policies.encoders import leaf_spaces
+
+__all__ = ["check_same_spaces", "warn_of_wide_ranges"]
+
+_WIDE = 100.0
+_UNBOUNDED = 1e30
+"""Bounds beyond this mean that there is none."""
 
 
-def space_to_plain(space: spaces.Space[Any]) -> dict[str, Any] | None:
-    """Returns what `space_from_plain` makes an equal space from; None for other spaces than those that it makes."""
-    match space:
-        case spaces.Box():
-            bounds = {"low": _packed(space.low), "high": _packed(space.high)}
-            return {"kind": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
-        case spaces.Discrete():
-            return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
-        case spaces.MultiDiscrete():
-            sizes = {"nvec": torch.tensor(space.nvec), "start": torch.tensor(space.start)}
-            return {"kind": "MultiDiscrete", **sizes, "dtype": str(space.dtype)}
-        case spaces.MultiBinary():
-            return {"kind": "MultiBinary", "shape": list(space.shape)}
-        case spaces.Dict() | spaces.Tuple():
-            named = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-            parts = {key: space_to_plain(part) for key, part in named.items()}
-            if all(isinstance(key, str | int) for key in parts) and None not in parts.values():
-                return {"kind": type(space).__name__, "parts": parts}
-    return None
+def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfig) -> None:
+    """Warns where a Box has bounds beyond ±100 and nothing normalises what the default network reads."""
+    if not isinstance(config, NetworkConfig) or config.network is not None or getattr(config, "normalize_obs", False):
+        return
+    for path, leaf in leaf_spaces(observation_space):
+        if not isinstance(leaf, spaces.Box) or leaf.dtype == np.uint8:
+            continue
+        bounds = np.abs(np.concatenate([leaf.low.ravel(), leaf.high.ravel()]).astype(np.float64))
+        wide = bounds[(bounds > _WIDE) & (bounds < _UNBOUNDED)]
+        if len(wide):
+            place = "".join(f"[{key!r}]" for key in path)
+            setting = "Pass normalize_obs=True, or wrap" if hasattr(config, "normalize_obs") else "Wrap"
+            warnings.warn(
+                f"Observations{place} range up to ±{wide.max():g}, and nothing normalises them. Networks learn badly "
+                f"from numbers beyond ±{_WIDE:g}. {setting} the environment in gymnasium.wrappers.NormalizeObservation "
+                "or RescaleObservation.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
 
 
-def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
-    """Returns the space that `space_to_plain` described."""
-    match value["kind"]:
-        case "Box":
-            dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-            low, high = (np.broadcast_to(value[name].numpy(), shape).astype(dtype) for name in ("low", "high"))
-            return spaces.Box(low, high, shape, dtype.type)
-        case "Discrete":
-            return spaces.Discrete(value["n"], start=value["start"])
-        case "MultiDiscrete":
-            dtype = np.dtype(value["dtype"])
-            return spaces.MultiDiscrete(value["nvec"].numpy(), dtype.type, start=value["start"].numpy())
-        case "MultiBinary":
-            return spaces.MultiBinary(value["shape"])
-        case kind:
-            parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
-            return spaces.Dict(parts) if kind == "Dict" else spaces.Tuple(list(parts.values()))
-
-
-def _packed(bounds: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Returns bounds as a tensor, one number if all are equal."""
-    return torch.tensor(bounds.flat[0] if bounds.size and (bounds == bounds.flat[0]).all() else bounds)
+def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]]]) -> None:
+    """Raises a ConfigError where ranks found other observation or action spaces than rank 0."""
+    for rank, (observation, action) in enumerate(found):
+        if (observation, action) != found[0]:
+            raise ConfigError(
+                "All environments of a run have the same spaces.",
+                expected=f"observations {found[0][0]} and actions {found[0][1]}, as on rank 0",
+                got=f"observations {observation} and actions {action} on rank {rank}",
+                remedy="Let the class or function that makes environments return the same spaces at every call.",
+            )

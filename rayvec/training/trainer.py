@@ -21,7 +21,7 @@ from rayvec.distributed.arrivals import Stragglers
 from rayvec.learners.base import Learner
 from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
 from rayvec.training.progress import Progress, begin_collecting
-from rayvec.training.spaces import space_to_plain
+from rayvec.training.saved_spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Iteration", "RunTrainer", "Trainer"]

@@ -46,10 +46,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     ``address``, ``RAY_ADDRESS`` or a private local cluster, in this order.
 
     Args:
-        env: An id, a spec, or one callable for each environment; they are called on the workers.
-        num_envs: How many environments; with callables it may be left out. It need not be divisible by
+        env: An id, a spec, a class or function that makes an environment (or its name, ``"module:Class"``), or a list
+            of one callable for each environment; they are called on the workers.
+        num_envs: How many environments; with a list it may be left out. It need not be divisible by
             the number of workers.
-        env_kwargs: Passed to ``gymnasium.make``.
+        env_kwargs: Passed to ``gymnasium.make``, or to the class or function.
         wrappers: Applied to each environment in order.
         copy: Whether observations are copies, or views that the next step overwrites.
         autoreset_mode: When an environment is reset whose episode has ended.
@@ -82,7 +83,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     def __init__(
         self,
-        env: str | EnvSpec | Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        env: str | EnvSpec | Callable[..., gymnasium.Env[Any, Any]] | Sequence[Callable[[], gymnasium.Env[Any, Any]]],
         num_envs: int | None = None,
         *,
         env_kwargs: Mapping[str, Any] | None = None,

@@ -20,7 +20,7 @@ from rayvec.training.agent import Agent
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
-from rayvec.training.spaces import space_from_plain, space_to_plain
+from rayvec.training.saved_spaces import space_from_plain, space_to_plain
 
 VECTOR = spaces.Box(-3, 3, (5,))
 IMAGE = spaces.Box(0, 255, (40, 36, 3), np.uint8)

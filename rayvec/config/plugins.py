@@ -1,0 +1,47 @@
+"""Plugins: modules that register algorithms when they are imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+
+from rayvec.errors import ConfigError
+
+__all__ = ["import_plugins", "split_plugins"]
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Imports modules, each of which calls :func:`rayvec.training.runs.register`.
+
+    Raises:
+        ConfigError: One of them can't be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ConfigError(
+                "A plugin is a module that registers an algorithm when it is imported.",
+                expected="a module that can be imported",
+                got=f"{module!r} ({type(error).__name__}: {error})",
+                remedy="Correct the name, or set PYTHONPATH to the directory of the module.",
+            ) from error
+
+
+def split_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the values of ``--plugin``, wherever it stands in a command line, and the other arguments.
+
+    >>> split_plugins(["train", "--plugin", "mine", "reinforce", "--seed", "3"])
+    (['mine'], ['train', 'reinforce', '--seed', '3'])
+    """
+    plugins: list[str] = []
+    others: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--plugin":
+            plugins.extend(value for value in [next(rest, None)] if value is not None)
+        elif arg.startswith("--plugin="):
+            plugins.append(arg.partition("=")[2])
+        else:
+            others.append(arg)
+    return plugins, others

@@ -1,0 +1,108 @@
+"""Objects in settings: an environment or a network as a name, which can be written to a file, with its object."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rayvec.errors import ConfigError
+
+__all__ = ["Reference", "imported", "is_unnamed", "refer", "resolve"]
+
+_UNNAMED = " (passed in Python)"
+"""Ends the name of an object that can't be imported by it."""
+
+
+class Reference(str):
+    """The name of an object, "module:name", with the object.
+
+    It is a string wherever settings are compared or written. A pickle of it carries the object.
+
+    Args:
+        name: The name.
+        target: The object.
+    """
+
+    target: Any
+
+    def __new__(cls, name: str, target: Any) -> Reference:
+        """Makes a string with an attribute."""
+        reference = super().__new__(cls, name)
+        reference.target = target
+        return reference
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reference, (str(self), self.target)
+
+
+def refer(target: Any) -> Reference:
+    """Returns the name of an object with the object; :func:`resolve` returns the object.
+
+    A function or class of an importable module is named "module:name". Any other object (a lambda, a local function,
+    a function of a script) gets a name that only describes it.
+    """
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", type(target).__qualname__)
+    path = f"{module}:{name}"
+    if module != "__main__":
+        try:
+            if imported(path) is target:
+                return Reference(path, target)
+        except (ImportError, AttributeError, ValueError, TypeError):
+            pass
+    return Reference(f"{name}{_UNNAMED}", target)
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether `name` only describes an object, so that the object must be passed again."""
+    return name.endswith(_UNNAMED)
+
+
+def resolve(setting: str, name: str) -> Any:
+    """Returns the object that a setting names.
+
+    Args:
+        setting: The name of the setting, for errors.
+        name: Its value: a :class:`Reference`, or "module:name".
+
+    Raises:
+        ConfigError: The object can't be imported by this name.
+    """
+    if isinstance(name, Reference):
+        return name.target
+    argument = setting.removesuffix("_id")
+    if is_unnamed(name):
+        raise ConfigError(
+            f"The {setting} of this run was passed in Python and can't be imported by a name.",
+            expected=f"the same object as an argument, {argument}=",
+            got=f"only its description, {name!r}",
+            remedy=f"Pass it again: rayvec.resume(run_dir, {argument}=...), or the same argument of evaluate_run. "
+            "To use the command line, move it into a module and name it as module:function.",
+        )
+    try:
+        target = imported(name)
+        if callable(target):
+            return target
+        problem = f"it is no function or class but {type(target).__name__}"
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = str(error)
+    raise ConfigError(
+        f"{setting} names a function or class.",
+        expected="module:function or module:Class, which can be imported",
+        got=f"{str(name)!r} ({problem})",
+        remedy="Correct the name, or set PYTHONPATH to the directory of the module.",
+    )
+
+
+def imported(name: str) -> Any:
+    """Returns the object that "module:name" names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: The module has no such object.
+        ValueError: There is no module in the name.
+    """
+    module, _, path = name.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in path.split("."):
+        target = getattr(target, part)
+    return target

@@ -1,0 +1,67 @@
+"""Which network a learner trains: your own or the default one, with or without action masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gymnasium import spaces
+
+from rayvec.config.references import resolve
+from rayvec.errors import ConfigError
+from rayvec.policies.distributions import make_distribution
+from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
+from rayvec.policies.networks import ActorCriticModule, make_actor_critic
+from rayvec.policies.own_network import OwnActorCritic, build_network
+
+if TYPE_CHECKING:
+    from rayvec.config import IMPALAConfig, PPOConfig
+
+__all__ = ["make_module"]
+
+
+def make_module(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    config: PPOConfig | IMPALAConfig,
+    normalize_obs: bool,
+) -> ActorCriticModule:
+    """Returns the actor-critic that the settings ask for, with its initial weights.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        config: The settings.
+        normalize_obs: Whether the default network normalises its observations.
+
+    Raises:
+        ConfigError: There is no network for these spaces, or your own can't be trained.
+    """
+    is_masked = config.action_masks and has_mask(observation_space, action_space)
+    module: ActorCriticModule
+    if config.network is None:
+        module = make_actor_critic(
+            observation_space,
+            action_space,
+            config.hidden_sizes,
+            masked=is_masked,
+            shared_trunk=config.shared_trunk,
+            normalize_obs=normalize_obs,
+            activation=config.activation,
+            layer_norm=config.layer_norm,
+            cnn=config.cnn,
+            log_std_init=config.log_std_init,
+            seed=config.seed,
+        )
+    else:
+        if normalize_obs:
+            raise ConfigError(
+                "normalize_obs normalises what the default network reads. Your own network gets observations as they "
+                "are.",
+                expected="normalize_obs=False with network",
+                got="normalize_obs=True",
+                remedy="Normalise in your network, or with gymnasium.wrappers.NormalizeObservation.",
+            )
+        space = without_mask(observation_space) if is_masked else observation_space
+        net = build_network(resolve("network", config.network), space, action_space, config)
+        module = OwnActorCritic(net, space, make_distribution(action_space), seen if is_masked else None)
+    return MaskedActorCritic(module) if is_masked else module

@@ -1,0 +1,197 @@
+"""Your own network in the place of the default one: what it must return, and how it is checked before a run begins."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from gymnasium import Space
+from gymnasium.vector.utils import batch_space
+from torch import Tensor, nn
+
+from rayvec.data import Tree, tree_leaves, tree_map
+from rayvec.errors import ConfigError
+from rayvec.policies.actors import Actor
+from rayvec.policies.distributions import Distribution
+from rayvec.policies.encoders import Encoder
+from rayvec.policies.networks import ActorCriticModule, ModuleActor, to_tensor
+
+__all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch"]
+
+_BATCH = 3
+
+
+class OwnActorCritic(ActorCriticModule):
+    """Your own module as an actor-critic.
+
+    The module is called with the observations as tensors ``[B, *obs_shape]``, in their own dtype but float64 as
+    float32; a dict or tuple of these where the space is one. It returns the parameters ``[B, P]`` of the distribution
+    and values ``[B]`` or ``[B, 1]``. It stays in evaluation mode, so that learning computes the probabilities that
+    actions were drawn with.
+
+    Args:
+        net: The module; it becomes a part of this one.
+        observation_space: What it sees.
+        distribution: Of actions.
+        see: From a whole observation to what the module sees of it.
+
+    Raises:
+        ConfigError: The module has no parameters, can't be pickled, raises, or returns something else.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        observation_space: Space[Any],
+        distribution: Distribution,
+        see: Callable[[Tree], Tree] | None = None,
+    ) -> None:
+        super().__init__()
+        self.net, self.distribution, self._see = net.eval(), distribution, see
+        self.cnns = (net,)
+        self.obs_mean = self.obs_scale = None
+        self.encoder = Encoder((), 0)
+        sample = sample_batch(observation_space)
+        self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
+        check_module(net)
+        outputs = outputs_of(net, sample)
+        if not isinstance(outputs, tuple) or len(outputs) != 2:
+            raise ConfigError(
+                "A network returns two tensors for a batch of observations.",
+                expected="a tuple (parameters of the distribution, values)",
+                got=f"a tuple of {len(outputs)}" if isinstance(outputs, tuple) else type(outputs).__name__,
+                remedy="Let forward return (params, value).",
+            )
+        check_output("the parameters of the distribution over actions", outputs[0], distribution.num_params)
+        check_output("one value", outputs[1], None)
+
+    def train(self, mode: bool = True) -> OwnActorCritic:
+        """Keeps the evaluation mode."""
+        return super().train(False)
+
+    def encode(self, obs: Tree) -> Tree:
+        """See :class:`ActorCriticModule`. Rows are what the module sees."""
+        device = next(self.parameters()).device
+        return tree_map(lambda leaf: to_tensor(leaf).to(device), obs if self._see is None else self._see(obs))
+
+    def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
+        """See :class:`ActorCriticModule`."""
+        leaf, num_axes = next(zip(tree_leaves(rows), tree_leaves(self._num_axes), strict=True))
+        lead = leaf.shape[: leaf.ndim - num_axes]
+        if len(lead) == 1:
+            params, value = self.net(rows)
+        else:
+            flat = tree_map(lambda part, axes: part.reshape(-1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
+            params, value = self.net(flat)
+        return params.reshape(*lead, params.shape[-1]), value.reshape(lead)
+
+    def make_actor(self) -> Actor:
+        """See :class:`ActorCriticModule`. It acts through torch."""
+        return _OwnActor(self, self.distribution)
+
+
+class _OwnActor(ModuleActor):
+    """Acts with an :class:`OwnActorCritic`."""
+
+    _module: OwnActorCritic
+
+    def _evaluate(self, obs: Tree) -> Tensor:
+        return self._module.action_parameters(self._module.encode(obs))
+
+
+def build_network(
+    function: Callable[..., Any], observation_space: Space[Any], action_space: Space[Any], config: Any
+) -> nn.Module:
+    """Returns the module that a user's function makes; it draws the same initial weights wherever it is called.
+
+    Args:
+        function: Of the two spaces and the settings.
+        observation_space: What the network sees.
+        action_space: Of one environment.
+        config: The settings; torch's generator begins with their seed, and is then as it was before.
+
+    Raises:
+        ConfigError: The function returns no module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        net = function(observation_space, action_space, config)
+    if not isinstance(net, nn.Module):
+        raise ConfigError(
+            "network is a function of (observation space, action space, settings) that returns a torch module.",
+            expected="a torch.nn.Module",
+            got=type(net).__name__,
+            remedy="Return the module.",
+        )
+    return net
+
+
+def check_module(net: nn.Module) -> None:
+    """Raises a ConfigError for a module that can't be trained or sent to workers."""
+    parameters = list(net.parameters())
+    if not any(each.requires_grad for each in parameters):
+        raise ConfigError(
+            "A network learns by changing its parameters.",
+            expected="a module with parameters that require a gradient",
+            got=f"{type(net).__name__} with {len(parameters)} parameters, none of which requires one",
+            remedy="Assign layers as attributes of the module; in a list, use torch.nn.ModuleList.",
+        )
+    if kinds := sorted({str(each.dtype) for each in parameters} - {"torch.float32"}):
+        raise ConfigError(
+            "Weights travel to workers as float32.",
+            expected="a module whose parameters are float32",
+            got=", ".join(kinds),
+            remedy="Return net.float().",
+        )
+    try:
+        cloudpickle.dumps(net)
+    except Exception as error:
+        raise ConfigError(
+            "A network travels to workers and ranks by pickling.",
+            expected=f"a {type(net).__name__} that can be pickled",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Remove attributes such as locks, open files and generators from the module.",
+        ) from error
+
+
+def sample_batch(space: Space[Any]) -> Tree:
+    """Returns three random elements of a space as tensors ``[3, *shape]``; the space's own generator stays as it is."""
+    batched = batch_space(copy.deepcopy(space), _BATCH)
+    batched.seed(0)
+    return tree_map(lambda leaf: to_tensor(np.asarray(leaf)), batched.sample())
+
+
+def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
+    """Returns what a module returns for sample inputs.
+
+    Raises:
+        ConfigError: The module raises.
+    """
+    try:
+        with torch.no_grad():
+            return net(*inputs)
+    except Exception as error:
+        shapes = [str(tree_map(lambda leaf: (*leaf.shape, str(leaf.dtype)), each)) for each in inputs]
+        raise ConfigError(
+            f"{type(net).__name__} is called with batches of observations as tensors, in their own dtype.",
+            expected=f"a result for tensors of shape and dtype {', '.join(shapes)}",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Convert them in forward, for example obs.float().flatten(1).",
+        ) from error
+
+
+def check_output(name: str, output: Any, width: int | None) -> None:
+    """Raises a ConfigError unless a module returned a tensor ``[B, width]``, or ``[B]`` where `width` is None."""
+    shapes = {(_BATCH,), (_BATCH, 1)} if width is None else {(_BATCH, width)}
+    if not isinstance(output, Tensor) or tuple(output.shape) not in shapes:
+        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(
+            f"A network returns {name} for each observation.",
+            expected=f"a tensor of shape {(_BATCH,) if width is None else (_BATCH, width)} for {_BATCH} observations",
+            got=got,
+            remedy="Change the last layer; the page 'Your own network' says how many outputs each action space needs.",
+        )

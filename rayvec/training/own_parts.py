@@ -1,0 +1,98 @@
+"""What a run is made of that is yours: the environment and the network, by name where they have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from rayvec.config import TrainConfig
+from rayvec.config.references import Reference, is_unnamed, refer, resolve
+from rayvec.config.schema import field_names
+from rayvec.errors import ConfigError
+
+__all__ = ["environment_of", "resume_command", "with_own_parts"]
+
+
+def with_own_parts(
+    config: TrainConfig, env: Any = None, network: Callable[..., Any] | None = None, *, begun: bool = False
+) -> TrainConfig:
+    """Returns settings that name an environment and a network, and carry them.
+
+    Args:
+        config: The settings.
+        env: An id, a spec, or a class or function that makes an environment; None keeps that of the settings.
+        network: See :attr:`rayvec.config.network.NetworkConfig.network`; None keeps that of the settings.
+        begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
+
+    Raises:
+        ConfigError: One of them is of another kind, or the run was begun with another one.
+    """
+    parts: dict[str, str] = {}
+    if env is not None:
+        parts["env_id"] = _named_env(env)
+    if network is not None:
+        if not callable(network):
+            raise ConfigError(
+                "network makes the module to train.",
+                expected="a function of (observation space, action space, settings)",
+                got=repr(network)[:200],
+                remedy="Pass the function itself; its name belongs into the settings, as 'module:function'.",
+            )
+        if "network" not in field_names(type(config)):
+            raise ConfigError(
+                f"{type(config).__name__} has no setting `network`: its learner makes its own network.",
+                expected="settings derived from NetworkConfig, such as PPOConfig, IMPALAConfig or SACConfig",
+                got=f"network with {type(config).__name__}",
+                remedy="Leave network out, and change the learner.",
+            )
+        parts["network"] = refer(network)
+    for name, part in parts.items() if begun else ():
+        before = getattr(config, name)
+        if part != before and not (before is not None and is_unnamed(before)):
+            raise ConfigError(
+                f"A run keeps the {name} that it was begun with.",
+                expected=str(before),
+                got=str(part),
+                remedy=f"Leave {name.removesuffix('_id')}= out, or start a new run.",
+            )
+    return replace(config, **parts)  # type: ignore[arg-type]
+
+
+def _named_env(env: Any) -> str:
+    if isinstance(env, str):
+        return env
+    if isinstance(env, EnvSpec):
+        return env.id if gymnasium.registry.get(env.id) == env else refer(env)
+    if callable(env):
+        return refer(env)
+    raise ConfigError(
+        "env says which environment to make.",
+        expected="an id, an EnvSpec, or a class or function that makes an environment",
+        got=repr(env)[:200],
+        remedy='Pass "CartPole-v1", MyEnv, or make_env; a list of environments is for RayVecEnv.',
+    )
+
+
+def environment_of(config: TrainConfig) -> Any:
+    """Returns the environment of a run in the form that :class:`rayvec.RayVecEnv` takes.
+
+    Raises:
+        ConfigError: It was passed in Python, has no name, and was not passed again.
+    """
+    name = config.env_id
+    return resolve("env_id", name) if isinstance(name, Reference) or is_unnamed(name) else name
+
+
+def resume_command(config: TrainConfig, run_dir: Path) -> str:
+    """Returns how to resume a run: on the command line, or in Python where a part has no name."""
+    names = {"env": config.env_id, "network": getattr(config, "network", None)}
+    unnamed = [f", {argument}=..." for argument, name in names.items() if name is not None and is_unnamed(name)]
+    if unnamed:
+        return f"rayvec.resume({str(run_dir)!r}{''.join(unnamed)})"
+    plugins = "".join(f" --plugin {module}" for module in config.plugin)
+    return f"rayvec train {config.algorithm}{plugins} --resume {run_dir}"

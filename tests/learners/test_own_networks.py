@@ -1,0 +1,175 @@
+"""Learners train your own networks exactly as they train the default ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers import actor_critic_kit as kit
+from helpers import own_parts, sac_kit
+from torch import Tensor, nn
+
+from rayvec import IMPALAConfig, PPOConfig, SACConfig
+from rayvec.config.references import refer
+from rayvec.errors import ConfigError
+from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
+from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.policy import Policy
+
+
+class LikeTheDefault(nn.Module):
+    """The default network, as a user would write it: with its parameters in the same order."""
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any) -> None:
+        super().__init__()
+        default = make_actor_critic(observation_space, action_space, config.hidden_sizes, seed=config.seed)
+        self.log_std, self.actor, self.critic = default.log_std, default.actor, default.critic
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.actor(obs)
+        if self.log_std is not None:
+            outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return outputs, self.critic(obs)
+
+
+@kit.SPACES
+@pytest.mark.parametrize("kind", ["ppo", "impala"])
+def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind: str) -> None:
+    make: Any = PPOLearner if kind == "ppo" else IMPALALearner
+    settings = kit.ppo_config() if kind == "ppo" else kit.impala_config()
+    own = (kit.ppo_config if kind == "ppo" else kit.impala_config)(network=refer(LikeTheDefault))
+    ours, theirs = make(kit.OBS, action_space, settings), make(kit.OBS, action_space, own)
+    np.testing.assert_array_equal(ours.weights(), theirs.weights())
+    for seed in range(2):
+        batch = kit.make_batch(Policy(ours.module), seed, invalid=True)
+        ours.update(batch)
+        theirs.update(batch)
+    np.testing.assert_allclose(ours.weights(), theirs.weights(), atol=1e-6)
+    theirs.load_state_dict(theirs.state_dict())
+
+
+def frozen(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    net = own_parts.TwoHeads(observation_space, action_space)
+    net.body.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_frozen_parameters_stay(compile: bool) -> None:
+    learner = PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(frozen), compile=compile))
+    before = [each.detach().clone() for each in learner.module.parameters()]
+    learner.update(kit.make_batch(Policy(learner.module)))
+    same = [torch.equal(old, new) for old, new in zip(before, learner.module.parameters(), strict=True)]
+    assert same == [True, True, False, False, False, False]
+
+
+def like_sac(default: SACLearner, action_space: Any) -> Any:
+    """Returns a function that makes the default networks of a learner, with its weights."""
+    sizes = (3, *default.config.hidden_sizes)
+
+    def mlp(inputs: int, outputs: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for ins, outs in zip((inputs, *sizes[1:]), (*sizes[1:], outputs), strict=True):
+            layers += [nn.Linear(ins, outs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(5, 1)
+
+        def forward(self, obs: Tensor, act: Tensor) -> Tensor:
+            value: Tensor = self.net(torch.cat([obs, act], -1))
+            return value
+
+    def function(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+        is_box = isinstance(action_space, spaces.Box)
+        module = nn.Module()
+        module.actor = mlp(3, 4 if is_box else 3)
+        module.critics = nn.ModuleList(Critic() if is_box else mlp(3, 3) for _ in range(2))
+        math: Any = default._math
+        for layout, flat, nets in (
+            (math.actor, default._nets.actor.param[:-1], [module.actor]),
+            (math.critic, default._nets.critic.param, list(module.critics)),
+        ):
+            for e, net in enumerate(nets):
+                parts = [part[e] for layer in layout.layers(flat) for part in layer]
+                for parameter, part in zip(net.parameters(), parts, strict=True):
+                    parameter.data.copy_(part)
+        return module
+
+    return function
+
+
+@pytest.mark.parametrize("action_space", [sac_kit.BOX, sac_kit.DISCRETE], ids=["box", "discrete"])
+def test_the_same_networks_learn_the_same_in_sac(action_space: spaces.Space[Any]) -> None:
+    ours = sac_kit.make_learner(action_space, dtype=torch.float32)
+    config = sac_kit.make_config(network=refer(like_sac(ours, action_space)))
+    theirs = SACLearner(sac_kit.OBS, action_space, config)
+    np.testing.assert_array_equal(ours.weights(), theirs.weights())
+    for seed in range(3):
+        batch = sac_kit.make_batch(action_space, seed, num_steps=8)
+        mine, other = ours.update(batch), theirs.update(batch)
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(ours.weights(), theirs.weights(), atol=1e-5)
+    obs = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    actor = theirs.module.make_actor()
+    actor.load_weights(theirs.weights())
+    np.testing.assert_allclose(actor(obs), ours.module.make_actor()(obs), atol=1e-4)
+    again = SACLearner(sac_kit.OBS, action_space, config)
+    again.load_state_dict(theirs.state_dict())
+    np.testing.assert_array_equal(again.weights(), theirs.weights())
+
+
+def test_critics_of_sac_can_read_images() -> None:
+    space, images = sac_kit.DISCRETE, spaces.Box(0, 255, (2, 12, 12), np.uint8)
+
+    def function(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+        def net() -> nn.Module:
+            return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(300, 3))
+
+        module = nn.Module()
+        module.actor, module.critics = net(), nn.ModuleList([net()])
+        return module
+
+    learner = SACLearner(images, space, sac_kit.make_config(network=refer(function), learning_starts=0))
+    chunk = sac_kit.make_chunk(space, 0, 8)
+    rng = np.random.default_rng(0)
+    obs = rng.integers(0, 256, (9, sac_kit.N, 2, 12, 12), np.uint8)
+    final_obs = obs[-1][np.zeros(len(chunk.final_index), int)]
+    from dataclasses import replace
+
+    from rayvec.data import Batch
+
+    chunk = replace(chunk, obs=obs[:-1], last_obs=obs[-1], final_obs=final_obs)
+    assert "critic_loss" in learner.update(Batch((chunk,), sac_kit.STATS))
+    assert Policy(learner.module).act(obs[0], np.full((sac_kit.N, 1), 0.5))[0].shape == (sac_kit.N,)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (own_parts.two_heads, "actor.*critics.*body, policy, value"),
+        (lambda o, a, c: own_parts.ActorAndCritics(o, spaces.Discrete(2)), r"distribution.*shape \(3, 4\).*\(3, 2\)"),
+        (lambda o, a, c: _with_critic(o, a, nn.Linear(3, 1)), "batches.*Got: TypeError"),
+        (lambda o, a, c: _with_critic(o, a, own_parts._Critic(4)), "Got: RuntimeError"),
+    ],
+)
+def test_networks_of_sac_that_cannot_work(function: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        SACLearner(sac_kit.OBS, sac_kit.BOX, SACConfig(network=refer(function)))
+
+
+def _with_critic(observation_space: Any, action_space: Any, critic: nn.Module) -> nn.Module:
+    module = own_parts.ActorAndCritics(observation_space, action_space)
+    module.critics = nn.ModuleList([critic])
+    return module
+
+
+def test_settings_of_all_three_have_a_network() -> None:
+    assert [kind().network for kind in (PPOConfig, IMPALAConfig, SACConfig)] == [None, None, None]

@@ -1,0 +1,158 @@
+"""Your own network in the place of the default one, and the settings of the default one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from helpers import own_parts
+
+from rayvec.config import IMPALAConfig, PPOConfig
+from rayvec.config.references import refer
+from rayvec.data import tree_map
+from rayvec.errors import ConfigError
+from rayvec.learners.networks import make_module
+from rayvec.policies.encoders import make_encoder
+from rayvec.policies.networks import flat_weights, make_actor_critic
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+ACTIONS = {
+    "discrete": spaces.Discrete(4),
+    "multi-discrete": spaces.MultiDiscrete([3, 2]),
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+}
+
+
+def draw(space: spaces.Space[Any], count: int) -> Any:
+    batched = batch_space(space, count)
+    batched.seed(0)
+    return batched.sample()
+
+
+@pytest.mark.parametrize("action_space", ACTIONS.values(), ids=ACTIONS)
+@pytest.mark.parametrize("observation_space", [BOX, spaces.Box(0, 255, (5, 6), np.uint8)], ids=["floats", "bytes"])
+def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
+    action_space: spaces.Space[Any], observation_space: spaces.Space[Any]
+) -> None:
+    config = PPOConfig(network=refer(own_parts.two_heads))
+    module = make_module(observation_space, action_space, config, False)
+    obs = draw(observation_space, 6)
+    params, value = module(module.encode(obs))
+    assert value.shape == (6,)
+    actor = module.make_actor()
+    np.testing.assert_allclose(actor(obs), params.detach(), atol=1e-6)
+    stacked = module(module.encode(obs.reshape(2, 3, *obs.shape[1:])))
+    torch.testing.assert_close(stacked[0], params.view(2, 3, -1))
+    torch.testing.assert_close(stacked[1], value.view(2, 3))
+    copied = cloudpickle.loads(cloudpickle.dumps(actor))
+    copied.load_weights(2 * flat_weights(module))
+    assert not np.allclose(copied(obs), actor(obs))
+
+
+def test_a_dict_observation_reaches_the_module_in_its_own_dtypes() -> None:
+    space = spaces.Dict(far=BOX, sight=spaces.Box(0, 255, (2, 4, 4), np.uint8), which=spaces.Discrete(3, start=1))
+
+    class Net(own_parts.TwoHeads):
+        def forward(self, obs: Any) -> Any:
+            assert {key: part.dtype for key, part in obs.items()} == {
+                "far": torch.float32,
+                "sight": torch.uint8,
+                "which": torch.int64,
+            }
+            one = torch.nn.functional.one_hot(obs["which"] - 1, 3)
+            return super().forward(torch.cat([obs["far"], obs["sight"].flatten(1), one], -1))
+
+    config = IMPALAConfig(network=refer(lambda o, a, c: Net(o, a)))
+    module = make_module(space, spaces.Discrete(2), config, False)
+    obs = draw(space, 4)
+    lead = tree_map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), obs)
+    assert module(module.encode(lead))[0].shape == (2, 2, 2)
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    def weights(seed: int) -> Any:
+        config = PPOConfig(network=refer(own_parts.two_heads), seed=seed)
+        return flat_weights(make_module(BOX, spaces.Discrete(2), config, False))
+
+    torch.manual_seed(3)
+    first, expected = weights(1), torch.random.get_rng_state()
+    torch.rand(5)
+    np.testing.assert_array_equal(first, weights(1))
+    assert not np.array_equal(first, weights(2))
+    torch.manual_seed(3)
+    weights(1)
+    assert torch.equal(torch.random.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (own_parts.too_many_outputs, r"shape \(3, 2\) .*Got: shape \(3, 7\)"),
+        (own_parts.no_parameters, "with 0 parameters"),
+        (own_parts.not_picklable, "can be pickled.*lock"),
+        (own_parts.no_module, "torch.nn.Module. Got: function"),
+        (own_parts.raises, r"Linear is called with batches.*\(3, 3, 'torch.float32'\).*Got: RuntimeError"),
+        (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "float32. Got: torch.float64"),
+        (lambda o, a, c: torch.nn.Linear(3, 2), r"tuple \(parameters.*Got: Tensor"),
+    ],
+)
+def test_a_network_that_cannot_work_is_refused(function: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(function)), False)
+
+
+def test_normalisation_is_a_setting_of_the_default_network() -> None:
+    with pytest.raises(ConfigError, match="NormalizeObservation"):
+        make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(own_parts.two_heads)), True)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "gelu"])
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_numpy_computes_what_the_default_network_computes(
+    activation: Any, layer_norm: bool, shared_trunk: bool
+) -> None:
+    module = make_actor_critic(
+        BOX,
+        ACTIONS["box"],
+        (16, 8),
+        activation=activation,
+        layer_norm=layer_norm,
+        shared_trunk=shared_trunk,
+        log_std_init=-0.5,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator))
+    obs = 3 * draw(BOX, 50)
+    np.testing.assert_allclose(module.make_actor()(obs), module(torch.from_numpy(obs))[0].detach(), atol=2e-4)
+
+
+def test_the_initial_standard_deviation_is_a_setting() -> None:
+    module = make_module(BOX, ACTIONS["box"], PPOConfig(log_std_init=-1.5), False)
+    assert module.make_actor()(draw(BOX, 1))[0, 2:].tolist() == [-1.5, -1.5]
+
+
+@pytest.mark.parametrize("cnn", ["nature", "impala"])
+@pytest.mark.parametrize("shape", [(32, 32, 3), (3, 32, 32), (10, 10, 1), (84, 84, 3), (4, 84, 84), (8, 9, 7)])
+def test_images_of_any_size_are_read_by_a_cnn(cnn: Any, shape: tuple[int, ...]) -> None:
+    space = spaces.Box(0, 255, shape, np.uint8)
+    module = make_module(space, spaces.Discrete(2), PPOConfig(cnn=cnn), False)
+    assert len(module.cnns) == 1
+    obs = draw(space, 2)
+    np.testing.assert_allclose(module.make_actor()(obs), module(module.encode(obs))[0].detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(128,), (84, 84), (5, 5, 3)])
+@pytest.mark.parametrize("high", [255, 10, 1])
+def test_bytes_that_are_no_image_are_scaled(shape: tuple[int, ...], high: int) -> None:
+    space = spaces.Box(0, high, shape, np.uint8)
+    obs = draw(space, 3)
+    rows = make_encoder(space, images=True, scaled=True)(obs)
+    np.testing.assert_allclose(rows, obs.reshape(3, -1) / np.float32(high), rtol=1e-6)
+    assert rows.dtype == np.float32

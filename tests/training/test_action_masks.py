@@ -1,0 +1,160 @@
+"""Action masks: what an environment does not allow is never chosen, and learning knows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.own_parts import Masked, two_heads
+from helpers.training_kit import HERE, SMALL, tiny
+
+import rayvec
+from rayvec import IMPALAConfig, PPOConfig, TrainConfig
+from rayvec.cli import main
+from rayvec.errors import ConfigError, EnvError
+from rayvec.learners.ppo import PPOLearner
+from rayvec.policies.policy import Policy
+from rayvec.training.evaluation import evaluate_run
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env, make_learner
+from rayvec.wrappers import ActionMask
+
+IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}
+PPO = {**SMALL, **HERE, "total_steps": 256}
+WHERE = pytest.mark.parametrize("where", ["info", "obs"])
+
+
+def weights_of(run_dir: Path) -> torch.Tensor:
+    weights: torch.Tensor = load_run(run_dir)[1]["weights"]
+    return weights
+
+
+@WHERE
+@pytest.mark.parametrize("nvec", [4, [3, 2]], ids=["discrete", "multi-discrete"])
+@pytest.mark.parametrize(("kind", "settings"), [(PPOConfig, PPO), (IMPALAConfig, IMPALA)])
+def test_no_action_is_taken_that_is_not_allowed(
+    tmp_path: Path, where: str, nvec: Any, kind: type[TrainConfig], settings: dict[str, Any]
+) -> None:
+    """The environment refuses such actions, in training, in the evaluation, and in one later."""
+    config = kind(**{**settings, "eval_episodes": 8, "run_dir": tmp_path / "a"})
+    result = rayvec.train(config, env=lambda: Masked(where, nvec))
+    assert result.total_steps == 256
+    evaluate_run(tmp_path / "a", num_episodes=8, env=lambda: Masked(where, nvec))
+
+
+def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not allowed"):
+        rayvec.train(tiny(tmp_path / "a", action_masks=False), env=Masked)
+
+
+@WHERE
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"workers_per_node": 2},
+        {"inference": "driver"},
+        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_runs_learn_the_same_wherever_they_run(tmp_path: Path, where: str, elsewhere: dict[str, Any]) -> None:
+    results = []
+    for name, changes in (("here", {}), ("there", elsewhere)):
+        config = tiny(tmp_path / name, total_steps=256, env_kwargs={"where": where}, **changes)
+        results.append(rayvec.train(config, env=Masked).eval_return_mean)
+    torch.testing.assert_close(weights_of(tmp_path / "there"), weights_of(tmp_path / "here"), atol=1e-5, rtol=0)
+    assert results[0] == results[1]
+
+
+@WHERE
+def test_acting_and_learning_have_the_same_probabilities(where: str) -> None:
+    config = PPOConfig(**{**PPO, "env_kwargs": {"where": where}, "env_id": "helpers.own_parts:Masked"})
+    with make_env(config) as env:
+        learner = make_learner(config, env)
+        env.reset(seed=0)
+        chunk = env.rollout(Policy(learner.module), 16)
+        module: Any = learner.module
+        params, _ = module(module.encode(chunk.obs))
+        sample = torch.from_numpy(module.distribution.recorded(chunk.act, chunk.extras))
+        logp, entropy = module.distribution.logp_entropy(params.flatten(0, 1), sample.flatten(0, 1))
+        np.testing.assert_allclose(logp.detach(), chunk.extras["logp"].ravel(), atol=1e-5)
+        mask = chunk.obs["action_mask"].reshape(-1, 4) != 0
+        assert (params.flatten(0, 1).detach().softmax(-1).numpy()[~mask] == 0).all()
+        reference = torch.distributions.Categorical(logits=params.flatten(0, 1).detach().double())
+        allowed = torch.from_numpy(mask)
+        renormalised = torch.where(allowed, reference.probs, 0)  # type: ignore[arg-type]
+        logs = torch.where(allowed, renormalised.clamp(min=1e-300).log(), 0)
+        torch.testing.assert_close(entropy.detach().double(), -(renormalised * logs).sum(-1), atol=1e-5, rtol=0)
+        logp.sum().backward()
+        assert all(each.grad is None or each.grad.isfinite().all() for each in module.parameters())
+
+
+def test_the_network_does_not_see_the_mask() -> None:
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    mask = spaces.MultiBinary(4)
+    plain = PPOLearner(space, spaces.Discrete(4), PPOConfig())
+    for parts in ({"observation": space}, {"x": space}):
+        masked = PPOLearner(spaces.Dict({**parts, "action_mask": mask}), spaces.Discrete(4), PPOConfig())
+        np.testing.assert_array_equal(masked.weights(), plain.weights())
+    read = PPOLearner(spaces.Dict(x=space, action_mask=mask), spaces.Discrete(4), PPOConfig(action_masks=False))
+    assert len(read.weights()) > len(plain.weights())
+
+
+def test_an_own_network_and_normalised_observations_go_with_masks(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Masked, network=two_heads)
+    rayvec.train(tiny(tmp_path / "b", total_steps=128, normalize_obs=True), env=Masked)
+    rayvec.resume(tmp_path / "b")
+
+
+@pytest.mark.parametrize("nvec", [3, [3, 2]], ids=["discrete", "multi-discrete"])
+@WHERE
+def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> None:
+    with pytest.raises(ValueError, match=r"allows at least one.*after 4 steps") as caught:
+        rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(where, nvec, empty_at=4))
+    assert isinstance(caught.value.__cause__, EnvError)
+    assert "environment 0" in str(caught.value.__cause__)
+
+
+def test_the_command_line_names_environment_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in PPO.items()]
+    env = ["--env-id", "helpers.own_parts:Masked", "--env-kwargs", "empty_at", "2", "--run-dir", str(tmp_path / "a")]
+    assert main(["train", "ppo", *small, *env]) == 1
+    error = capsys.readouterr().err
+    assert "environment 0" in error and "after 2 steps" in error
+
+
+def test_a_mask_of_another_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"4 numbers.*Got: 5 after 0 steps"):
+        rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(size=5))
+    with pytest.raises(ConfigError, match=r"one number for each choice.*\(4,\)"):
+        rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_wrapper_takes_masks_of_components() -> None:
+    class Parts(Masked):
+        def _draw(self, empty: bool = False) -> Any:
+            obs, info = super()._draw(empty)
+            mask = info["action_mask"]
+            return obs, {"action_mask": (mask[:3], mask[3:])} if self._t < 2 else {}
+
+    env = ActionMask(Parts(nvec=[3, 2]))
+    obs, info = env.reset(seed=0)
+    np.testing.assert_array_equal(obs["action_mask"], np.concatenate(info["action_mask"]))
+    assert obs in env.observation_space
+    for _ in range(2):
+        action = [int(np.flatnonzero(part)[0]) for part in np.split(obs["action_mask"], [3])]
+        obs = env.step(action)[0]
+    assert obs["action_mask"].all()
+
+
+def test_the_wrapper_is_for_choices() -> None:
+    import gymnasium
+
+    with pytest.raises(ConfigError, match="Discrete or MultiDiscrete"):
+        ActionMask(gymnasium.make("Pendulum-v1"))

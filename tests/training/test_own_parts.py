@@ -1,0 +1,204 @@
+"""Runs with an environment and a network of the user's own: trained, resumed and evaluated, wherever they run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers import own_parts
+from helpers.own_parts import Line, TwoHeads, make_line, two_heads
+from helpers.training_kit import HERE, SMALL, assert_same, tiny
+
+import rayvec
+from rayvec import IMPALAConfig, PPOConfig, TrainConfig
+from rayvec.cli import main
+from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training.evaluation import evaluate_run
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env, make_learner
+
+LOCAL_LINE = lambda: Line(4)  # noqa: E731
+
+
+def local_heads(observation_space: Any, action_space: Any, config: Any) -> torch.nn.Module:
+    """Can't be imported by a name once it has been wrapped in a lambda."""
+    return TwoHeads(observation_space, action_space, units=6)
+
+
+LOCAL_HEADS = lambda *args: local_heads(*args)  # noqa: E731
+
+
+def weights_of(run_dir: Path) -> torch.Tensor:
+    weights: torch.Tensor = load_run(run_dir)[1]["weights"]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        (Line, "helpers.own_parts:Line"),
+        (make_line, "helpers.own_parts:make_line"),
+        ("helpers.own_parts:Line", "helpers.own_parts:Line"),
+        (gymnasium.spec("CartPole-v1"), "CartPole-v1"),
+    ],
+)
+def test_an_environment_that_has_a_name_is_found_again(tmp_path: Path, env: Any, name: str) -> None:
+    result = rayvec.train(tiny(tmp_path / "a", total_steps=64), env=env)
+    config, _ = load_run(result.run_dir)
+    assert config.env_id == name
+    assert rayvec.resume(result.run_dir).eval_return_mean == result.eval_return_mean
+    assert evaluate_run(result.run_dir, num_episodes=6).return_mean == result.eval_return_mean
+
+
+def test_env_kwargs_reach_a_class(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, env_kwargs={"length": 3}), env=Line)
+    assert evaluate_run(tmp_path / "a", num_episodes=4).lens.tolist() == [3, 3, 3, 3]
+
+
+def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a"
+    result = rayvec.train(tiny(run_dir, total_steps=64), env=LOCAL_LINE, network=LOCAL_HEADS)
+    for passed, missing in (({}, "env="), ({"env": LOCAL_LINE}, "network="), ({"network": LOCAL_HEADS}, "env=")):
+        with pytest.raises(ConfigError, match=f"passed in Python.*{missing}"):
+            rayvec.resume(run_dir, **passed)
+        with pytest.raises(ConfigError, match=f"passed in Python.*{missing}"):
+            evaluate_run(run_dir, **passed)
+    again = rayvec.resume(run_dir, env=LOCAL_LINE, network=LOCAL_HEADS)
+    assert again.eval_return_mean == result.eval_return_mean
+    evaluation = evaluate_run(run_dir, num_episodes=6, env=LOCAL_LINE, network=LOCAL_HEADS)
+    assert evaluation.return_mean == result.eval_return_mean and set(evaluation.lens) == {4}
+    with pytest.raises(CheckpointError, match="parameters"):
+        rayvec.resume(run_dir, env=LOCAL_LINE, network=two_heads)
+
+
+def test_a_run_keeps_the_parts_that_have_a_name(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Line, network=two_heads)
+    rayvec.resume(tmp_path / "a", env=Line, network=two_heads)
+    with pytest.raises(ConfigError, match=r"env_id.*begun with.*make_line"):
+        rayvec.resume(tmp_path / "a", env=make_line)
+    with pytest.raises(ConfigError, match=r"network.*begun with.*two_heads.*local_heads"):
+        rayvec.resume(tmp_path / "a", network=local_heads)
+
+
+def test_a_checkpoint_holds_the_whole_state(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, eval_episodes=0), env=Line, network=two_heads)
+    config, state = load_run(tmp_path / "a")
+    with make_env(config) as env:
+        learner = make_learner(config, env)
+        learner.load_state_dict(state["learner"])
+        assert_same(learner.state_dict(), state["learner"])
+        assert torch.equal(torch.from_numpy(learner.weights()), state["weights"])
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"workers_per_node": 2},
+        pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow),
+        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", [PPOConfig, pytest.param(IMPALAConfig, marks=pytest.mark.slow)])
+def test_it_is_trained_alike_wherever_it_runs(tmp_path: Path, kind: type[TrainConfig], where: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {**SMALL, **HERE, "total_steps": 256, "eval_episodes": 4}
+    if kind is IMPALAConfig:
+        usual = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, **HERE, "total_steps": 256, "prefetch": False}
+    results = []
+    for name, changes in (("here", {}), ("there", where)):
+        config = kind(**{**usual, **changes, "run_dir": tmp_path / name})
+        results.append(rayvec.train(config, env=LOCAL_LINE, network=LOCAL_HEADS).eval_return_mean)
+    torch.testing.assert_close(weights_of(tmp_path / "there"), weights_of(tmp_path / "here"), atol=1e-6, rtol=0)
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("learners", ["dedicated", "decentralized"])
+def test_both_travel_to_ranks_on_ray(tmp_path: Path, learners: Any) -> None:
+    one_worker = {"num_nodes": 1, "workers_per_node": 1}
+    on_ray = {"num_learners": 2, "learners": learners, **(one_worker if learners == "dedicated" else {"num_nodes": 2})}
+    for name, changes in (("here", {}), ("there", {"workers_per_node": None, **on_ray})):
+        config = tiny(tmp_path / name, total_steps=128, eval_episodes=4, sync_fraction=1.0, **changes)
+        rayvec.train(config, env=LOCAL_LINE, network=LOCAL_HEADS)
+    torch.testing.assert_close(weights_of(tmp_path / "there"), weights_of(tmp_path / "here"), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("network", "text"),
+    [
+        (own_parts.too_many_outputs, "shape"),
+        (own_parts.no_parameters, "parameters"),
+        (own_parts.not_picklable, "pickled"),
+        ("two_heads", "function of"),
+    ],
+)
+def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: Path, network: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rayvec.train(tiny(tmp_path / "a"), env=Line, network=network)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_algorithm_whose_settings_have_no_network(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no setting `network`"):
+        rayvec.train(TrainConfig(), network=two_heads)
+
+
+@pytest.mark.parametrize("env", [["CartPole-v1"], 7])
+def test_what_is_no_environment(env: Any) -> None:
+    with pytest.raises(ConfigError, match="env says which environment"):
+        rayvec.train(PPOConfig(), env=env)
+
+
+def test_an_environment_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"gymnasium.Env. Got: int"):
+        rayvec.train(tiny(tmp_path / "a"), env=lambda: 3)
+
+
+def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent.*environment 1"):
+        rayvec.train(tiny(tmp_path / "a"), env=own_parts.Changing())
+    ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
+    with pytest.raises(ConfigError, match=r"same spaces.*rank 0.*rank 1"):
+        rayvec.train(tiny(tmp_path / "a", **ranks), env=own_parts.ByProcess(tmp_path / "first"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=LOCAL_LINE)
+    with pytest.raises(CheckpointError, match="same network"):
+        rayvec.resume(tmp_path / "a", env=lambda: Line(width=5))
+
+
+@pytest.mark.parametrize(
+    ("high", "settings", "warned"),
+    [(500, {}, True), (500, {"normalize_obs": True}, False), (100, {}, False), (np.inf, {}, False)],
+)
+def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[str, Any], warned: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
+        rayvec.train(config, env=lambda: own_parts.Line(high=high))
+    assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize("env", ["helpers.own_parts:Nothing", "helpers.own_parts:__name__", "helpers.nowhere:Line"])
+def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
+    with pytest.raises(ConfigError, match="registered"):
+        rayvec.train(tiny(tmp_path / "a"), env=env)
+
+
+def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, **HERE, "total_steps": 64}.items()]
+    parts = ["--env-id", "helpers.own_parts:Line", "--network", "helpers.own_parts:two_heads"]
+    assert main(["train", "ppo", *small, *parts, "--eval-episodes", "4", "--run-dir", str(run_dir)]) == 0
+    assert "TwoHeads" not in (run_dir / "config.yaml").read_text()
+    assert main(["eval", str(run_dir), "--episodes", "4"]) == 0
+    assert main(["train", "ppo", "--resume", str(run_dir)]) == 0
+    assert main(["train", "ppo", *small, "--network", "helpers.own_parts:nothing"]) == 2
+    assert "network names a function or class" in capsys.readouterr().err
