@@ -18,6 +18,7 @@ SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
+    "recurrent_cartpole.py": (2048,),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),

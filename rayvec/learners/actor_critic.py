@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Chunk
-from rayvec.errors import CheckpointError, LearnerError
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
+from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -64,14 +65,15 @@ class ActorCriticLearner:
         keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
-        self.module = module or make_actor_critic(
-            observation_space,
-            action_space,
-            config.hidden_sizes,
-            shared_trunk=config.shared_trunk,
-            normalize_obs=normalize_obs,
-            seed=config.seed,
-        )
+        self.module = module or _make_module(observation_space, action_space, config, normalize_obs)
+        self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
+        if (self._recurrent is None) != (config.recurrent is None):
+            raise ConfigError(
+                "The setting `recurrent` says what network there is.",
+                expected=f"a network that fits recurrent={config.recurrent!r}",
+                got=type(self.module).__name__,
+                remedy="Change the setting, or pass another module.",
+            )
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
@@ -189,6 +191,30 @@ class ActorCriticLearner:
             self._normalize()
         if self._return_scale:
             self._return_scale.load_state_dict(state["return_scale"])
+
+
+def _make_module(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    config: PPOConfig | IMPALAConfig,
+    normalize_obs: bool,
+) -> ActorCritic:
+    """Returns the network that the settings describe."""
+    common: dict[str, Any] = {"normalize_obs": normalize_obs, "seed": config.seed}
+    if config.recurrent is None:
+        return make_actor_critic(
+            observation_space, action_space, config.hidden_sizes, shared_trunk=config.shared_trunk, **common
+        )
+    return make_recurrent_actor_critic(
+        observation_space,
+        action_space,
+        config.hidden_sizes,
+        kind=config.recurrent,
+        recurrent_size=config.recurrent_size,
+        sequence_length=config.sequence_length,
+        burn_in=config.burn_in,
+        **common,
+    )
 
 
 def _shape(state: Mapping[str, Any]) -> str:
