@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from rayvec.data import Tree, tree_leaves
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Distribution
+from rayvec.policies.encoders import Encoder
 
-__all__ = ["CellKind", "NumPyRecurrentActor", "RecurrentActor", "StatefulActor", "num_gates", "state_size"]
+__all__ = ["CellKind", "NumPyRecurrentActor", "RecurrentActor", "StatefulActor", "num_gates", "state_size", "unencoded"]
 
 Float = NDArray[np.float32]
 CellKind = Literal["gru", "lstm"]
@@ -114,6 +115,15 @@ class NumPyRecurrentActor:
         count = num_gates(self.kind) * size
         self._weight = weights[start : start + count * size].reshape(count, size).T.copy()
         self._bias = weights[bias : bias + count].copy()
+
+
+def unencoded(num_features: int) -> Encoder:
+    """Returns the encoder of what is encoded already."""
+    return Encoder((((), _unchanged),), num_features)
+
+
+def _unchanged(rows: Float) -> Float:
+    return rows
 
 
 def _gru(inputs: Float, recurrent: Float, state: Float) -> Float:

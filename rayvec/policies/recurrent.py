@@ -23,6 +23,7 @@ from rayvec.policies.memory import (
     StatefulActor,
     num_gates,
     state_size,
+    unencoded,
 )
 from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places
 
@@ -168,7 +169,7 @@ class RecurrentActorCritic(ActorCritic):
             inputs = replace(whole, layers=linear_places(self, ("trunk.", "cell.inputs")), constants=slice(0))
             outputs = replace(
                 whole,
-                encoder=Encoder((((), _unchanged),), size),
+                encoder=unencoded(size),
                 layers=linear_places(self, ("actor.",)),
                 normalizer=None,
             )
@@ -212,10 +213,6 @@ class TorchRecurrentActor(ModuleActor):
         with torch.inference_mode():
             following = self._module.next_state(self._module.encode(obs), torch.from_numpy(state))
             return self._module.heads(following)[0].numpy(), following.numpy()
-
-
-def _unchanged(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    return rows
 
 
 def _linear(num_inputs: int, parts: Sequence[int], gain: float, generator: torch.Generator) -> nn.Linear:
