@@ -18,6 +18,7 @@ SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "own_algorithm.py": (2048,),
+    "recurrent_cartpole.py": (2048,),
     "sb3_ppo.py": (1024, 5),
     "sb3_sac.py": (160, 2),
     "train_cartpole.py": (1024,),

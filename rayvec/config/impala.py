@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive
 from rayvec.config.network import ActorCriticConfig
+from rayvec.config.recurrent import RecurrentSettings, check_recurrent
 from rayvec.errors import ConfigError
 
 __all__ = ["IMPALAConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IMPALAConfig(ActorCriticConfig):
+class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     """Importance-weighted actor-learner (Espeholt et al., 2018, arXiv:1802.01561): V-trace on steps of older weights.
 
     Raises:
@@ -75,10 +76,12 @@ class IMPALAConfig(ActorCriticConfig):
     """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
 
     shared_trunk: bool = False
-    """Share the hidden layers between policy and value; convolutional layers are always shared."""
+    """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
+    before a recurrent cell."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_recurrent(self)
         if self.prefetch and self.learner_mode == "decentralized":
             raise ConfigError(
                 "A decentralized rank collects with the newest weights, and ends its chunk when the others are ready.",

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
 from rayvec.config.network import ActorCriticConfig
+from rayvec.config.recurrent import RecurrentSettings, check_recurrent
 from rayvec.errors import ConfigError
 
 __all__ = ["PPOConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(ActorCriticConfig):
+class PPOConfig(RecurrentSettings, ActorCriticConfig):
     """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
 
     Raises:
@@ -77,13 +78,15 @@ class PPOConfig(ActorCriticConfig):
     """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
 
     shared_trunk: bool = False
-    """Share the hidden layers between policy and value; convolutional layers are always shared."""
+    """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
+    before a recurrent cell."""
 
     compile: bool = False
     """Compile loss and gradient into one graph, cached on disk and captured on CUDA; faster for small networks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_recurrent(self)
         if self.minibatch_size > self.steps_per_iteration:
             raise ConfigError(
                 "A minibatch is part of one iteration.",
@@ -92,6 +95,25 @@ class PPOConfig(ActorCriticConfig):
                 remedy="Lower minibatch_size, or raise num_envs or num_steps.",
             )
         check_ranks(self, "minibatch_size")
+        if self.recurrent is not None:
+            self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        if self.compile:
+            raise ConfigError(
+                "The update of a recurrent policy can't be compiled.",
+                expected="compile=False with recurrent",
+                got=f"compile=True with recurrent={self.recurrent!r}",
+                remedy="Leave compile out.",
+            )
+        if self.sequence_length * self.num_learners > self.minibatch_size:
+            raise ConfigError(
+                "A minibatch has whole sequences, at least one for each rank.",
+                expected=f"minibatch_size at least sequence_length * num_learners = "
+                f"{self.sequence_length * self.num_learners}",
+                got=self.minibatch_size,
+                remedy="Raise minibatch_size, or lower sequence_length or num_learners.",
+            )
 
     @property
     def steps_per_iteration(self) -> int:

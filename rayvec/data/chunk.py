@@ -16,6 +16,7 @@ from rayvec.data.trees import Tree, tree_map
 __all__ = ["AXES", "Chunk", "ChunkRef"]
 
 _STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
+_STATES = {"axes": "K, N"}  # array [K, N, ...]
 _ENVS = {"axes": "N"}  # tree of arrays [N, ...]
 _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
@@ -42,6 +43,8 @@ class Chunk:
         final_obs: The true last observation of each of these episodes, tree of ``[F, *obs_shape]``.
         extras: What the policy recorded with its actions, by name, ``[T, N, ...]``:
             ``logp`` (float32, log-probability of the action), and whatever else it returns.
+        states: Hidden states of a recurrent policy before the steps at which its sequences begin,
+            ``float32 [K, N, D]``; see :meth:`rayvec.policies.memory.StatefulActor.state_to_record`. Without one K is 0.
         infos: Non-empty infos of steps, sorted by (t, n): a sequence of :class:`~rayvec.data.ChunkInfo` that makes
             the dicts when one of them is first read.
         reset_infos: Non-empty infos of the resets that followed within step t, sorted likewise.
@@ -64,6 +67,7 @@ class Chunk:
     final_index: NDArray[np.int64] = field(metadata=_PLACES)
     final_obs: Tree = field(metadata=_ENDS)
     extras: dict[str, NDArray[Any]] = field(default_factory=dict, metadata=_STEPS)
+    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32), metadata=_STATES)
     infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
     reset_infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
     restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
@@ -109,6 +113,7 @@ class Chunk:
         ended, origin = inside(self.final_index), np.array([0, start])
         cut: dict[str, Callable[[Any], Any]] = {
             "T, N": partial(tree_map, lambda leaf: leaf[:, start:stop]),
+            "K, N": lambda states: states[:, start:stop],
             "N": partial(tree_map, lambda leaf: leaf[start:stop]),
             "(t, n)": lambda places: places[inside(places)] - origin,
             "F": partial(tree_map, lambda leaf: leaf[ended]),

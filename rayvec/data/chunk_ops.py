@@ -63,6 +63,7 @@ def _joined(
     order = _in_order([part.final_index for part in parts], offsets)[1]
     join: dict[str, Callable[[list[Any]], Any]] = {
         "T, N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves, axis=1), *trees),
+        "K, N": _join_states,
         "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
         "(t, n)": lambda places: _in_order(places, offsets)[0],
         "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
@@ -70,6 +71,12 @@ def _joined(
         "": min,
     }
     return {name: join[AXES[name]]([getattr(part, name) for part in parts]) for name in names}, order
+
+
+def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Joins states side by side. Where a chunk took fewer steps than others, sequences without a step begin with 0."""
+    count = max(map(len, parts))
+    return np.concatenate([np.pad(part, ((0, count - len(part)), (0, 0), (0, 0))) for part in parts], axis=1)
 
 
 def _in_order(

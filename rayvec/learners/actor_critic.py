@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Chunk
-from rayvec.errors import CheckpointError, LearnerError
+from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
 from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.policies.networks import ActorCriticModule, flat_weights
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -66,6 +67,14 @@ class ActorCriticLearner:
         self.config = config
         self.ranks: Ranks = ALONE
         self.module = module or make_module(observation_space, action_space, config, normalize_obs)
+        self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
+        if (self._recurrent is None) != (config.recurrent is None):
+            raise ConfigError(
+                "The setting `recurrent` says what network there is.",
+                expected=f"a network that fits recurrent={config.recurrent!r}",
+                got=type(self.module).__name__,
+                remedy="Change the setting, or pass another module.",
+            )
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))

@@ -22,6 +22,7 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import vtrace
+from rayvec.learners.sequences import by_step, cut, next_values
 from rayvec.policies.networks import ActorCriticModule
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ __all__ = ["IMPALALearner"]
 
 _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fraction", "approx_kl")
 """What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
+
+
+_BY_ENVIRONMENT = ("sample", "logp", "rew", "terminated", "truncated", "valid", "states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Trajectories:
         terminated: ``bool [T, n]``.
         truncated: ``bool [T, n]``.
         valid: ``bool [T, n]``.
+        states: Recorded states of a recurrent policy, ``[K, n, D]``.
     """
 
     obs: Tree
@@ -60,6 +65,7 @@ class Trajectories:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     valid: NDArray[np.bool_]
+    states: NDArray[np.float32]
 
     def of(self, environments: NDArray[np.int64]) -> Trajectories:
         """Returns those of some environments, given in ascending order."""
@@ -73,7 +79,7 @@ class Trajectories:
             tree_map(lambda leaf: leaf[index], self.last_obs),
             np.stack([t[ended], place[n[ended]]], -1),
             tree_map(lambda leaf: leaf[ended], self.final_obs),
-            *(getattr(self, name)[:, index] for name in ("sample", "logp", "rew", "terminated", "truncated", "valid")),
+            *(getattr(self, name)[:, index] for name in _BY_ENVIRONMENT),
         )
 
 
@@ -158,6 +164,7 @@ class IMPALALearner(ActorCriticLearner):
             chunk.terminated,
             chunk.truncated,
             chunk.valid,
+            chunk.states if len(chunk.states) else np.zeros((0, chunk.num_envs, 0), np.float32),
         )
 
     def _minibatches(
@@ -187,10 +194,10 @@ class IMPALALearner(ActorCriticLearner):
             ``float64 [11]``: `_SUMMED`, the count, and first and second moments of the targets and of their errors.
         """
         config, valid = self.config, torch.from_numpy(part.valid).to(self._device)
-        params, values = self.module(part.obs)
+        params, values, states = self._outputs(part)
         logp, entropy = self.module.distribution.logp_entropy(params[valid], part.sample[valid])
         log_ratio = logp.detach() - torch.from_numpy(part.logp).to(self._device)[valid]
-        target, advantage = self._targets(part, values.detach(), log_ratio)
+        target, advantage = self._targets(part, values.detach(), log_ratio, states)
         value = values[valid]
 
         policy_loss = -advantage * logp
@@ -214,7 +221,20 @@ class IMPALALearner(ActorCriticLearner):
             moments = [target, target.square(), error, error.square()]
             return torch.stack([each.double().sum() for each in (*terms, *moments)])
 
-    def _targets(self, part: Trajectories, values: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    def _outputs(self, part: Trajectories) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns parameters ``[T, n, P]``, values ``[T, n]``, and states after each step if there are any."""
+        module = self._recurrent
+        if module is None:
+            params, values = self.module(part.obs)
+            return params, values, None
+        sequences = cut(module, part.states, part.obs, part.terminated | part.truncated, part.valid)
+        states = sequences.states(module)
+        params, values = module.heads(by_step(states, *part.valid.shape))
+        return params, values, states
+
+    def _targets(
+        self, part: Trajectories, values: Tensor, log_ratio: Tensor, states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns V-trace targets and advantages of the valid steps, ``[B]`` each.
 
         The observation after a step is what the policy saw next, except where an episode ended: each observation is
@@ -224,11 +244,8 @@ class IMPALALearner(ActorCriticLearner):
             part: What happened.
             values: Of all observations, ``[T, n]``.
             log_ratio: Logarithms of the valid steps' importance weights, ``[B]``.
+            states: See `_outputs`.
         """
-        t, n = part.final_index.T
-        with torch.no_grad():
-            next_values = torch.cat([values[1:], self.module.value(part.last_obs)[None]])
-            next_values[t, n] = self.module.value(part.final_obs)
         value = values.cpu().numpy()
         log_ratios = np.zeros_like(value)
         log_ratios[part.valid] = log_ratio.cpu().numpy()
@@ -236,7 +253,7 @@ class IMPALALearner(ActorCriticLearner):
         target, advantage = vtrace(
             part.rew,
             value,
-            next_values.cpu().numpy(),
+            self._next_values(part, value, states),
             log_ratios,
             part.terminated,
             part.truncated,
@@ -248,6 +265,19 @@ class IMPALALearner(ActorCriticLearner):
         )
         rows = (torch.from_numpy(each[part.valid]).to(self._device) for each in (target, advantage))
         return next(rows), next(rows)
+
+    def _next_values(
+        self, part: Trajectories, value: NDArray[np.floating[Any]], states: Tensor | None
+    ) -> NDArray[np.floating[Any]]:
+        """Returns the values of the observations after each step, ``[T, n]``."""
+        if self._recurrent is not None and states is not None:
+            ends = part.last_obs, part.final_index, part.final_obs
+            return next_values(self._recurrent, states, value, part.valid, *ends)
+        t, n = part.final_index.T
+        with torch.no_grad():
+            following = np.concatenate([value[1:], self.module.value(part.last_obs)[None].cpu().numpy()])
+            following[t, n] = self.module.value(part.final_obs).cpu().numpy()
+        return following
 
     def _metrics(self, sums: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches, each a mean over the steps of all ranks; 0 where there were none."""

@@ -12,6 +12,7 @@ from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCriticModule, make_actor_critic
 from rayvec.policies.own_network import OwnActorCritic, build_network
+from rayvec.policies.recurrent import make_recurrent_actor_critic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -38,20 +39,27 @@ def make_module(
     """
     is_masked = config.action_masks and has_mask(observation_space, action_space)
     module: ActorCriticModule
+    spaces_and_sizes = observation_space, action_space, config.hidden_sizes
+    settings: dict[str, Any] = {
+        "normalize_obs": normalize_obs,
+        "activation": config.activation,
+        "layer_norm": config.layer_norm,
+        "cnn": config.cnn,
+        "log_std_init": config.log_std_init,
+        "seed": config.seed,
+    }
+    if config.recurrent is not None:
+        if is_masked:
+            raise ConfigError(
+                "A recurrent policy chooses among all actions.",
+                expected="action_masks=False, or no recurrent",
+                got=f"recurrent={config.recurrent!r}, and observations with an action mask",
+                remedy="Pass action_masks=False to let the network read the mask, or leave recurrent out.",
+            )
+        settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length", "burn_in")}
+        return make_recurrent_actor_critic(*spaces_and_sizes, kind=config.recurrent, **settings)
     if config.network is None:
-        module = make_actor_critic(
-            observation_space,
-            action_space,
-            config.hidden_sizes,
-            masked=is_masked,
-            shared_trunk=config.shared_trunk,
-            normalize_obs=normalize_obs,
-            activation=config.activation,
-            layer_norm=config.layer_norm,
-            cnn=config.cnn,
-            log_std_init=config.log_std_init,
-            seed=config.seed,
-        )
+        module = make_actor_critic(*spaces_and_sizes, masked=is_masked, shared_trunk=config.shared_trunk, **settings)
     else:
         if normalize_obs:
             raise ConfigError(

@@ -7,7 +7,7 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,9 @@ from rayvec.learners.adam import Adam
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
+from rayvec.learners.sequences import Sequences, by_step, cut, draw_sequences, join_sequences, next_values
 from rayvec.policies.networks import ActorCriticModule
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig
@@ -39,7 +41,7 @@ class Samples(NamedTuple):
     """B steps that happened; those of a batch environment by environment, and of each environment in time.
 
     Attributes:
-        obs: Encoded observations, tree of ``[B, ...]``.
+        obs: Encoded observations, tree of ``[B, ...]``; for a recurrent network the sequences that they are in.
         sample: What the policy drew, ``[B, C]``.
         logp: Its log-probability at the time, ``[B]``.
         value: Value of `obs` before the update, ``[B]``.
@@ -57,6 +59,10 @@ class Samples(NamedTuple):
     def at(self, index: Tensor) -> Samples:
         """Returns the samples that `index` selects."""
         return Samples(*tree_map(lambda leaf: leaf[index], tuple(self)))
+
+    def of(self, numbers: Tensor, steps: Tensor) -> Samples:
+        """Returns some sequences and the samples of their steps, by number."""
+        return Samples(self.obs.at(numbers), *(leaf[steps] for leaf in self[1:]))
 
 
 class PPOLearner(ActorCriticLearner):
@@ -152,8 +158,9 @@ class PPOLearner(ActorCriticLearner):
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             return whole.swapaxes(0, 1)[kept.to(whole.device)].to(self._device)
 
+        observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, len(kept))
         others = (by_environment(torch.from_numpy(array)) for array in (sample, logp, value, advantage, target))
-        return Samples(tree_map(by_environment, *obs), *others)
+        return Samples(observed, *others)
 
     def _inputs(self, chunk: Chunk) -> tuple[Tree, ...]:
         """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
@@ -164,24 +171,42 @@ class PPOLearner(ActorCriticLearner):
         distribution, (t, n) = self.module.distribution, chunk.final_index.T
         self._check_recorded(chunk)
         obs = self.module.encode(chunk.obs)
-        value = self._values(obs, chunk.num_envs)
-        next_value = np.concatenate([value[1:], self._values(self.module.encode(chunk.last_obs))[None]])
-        next_value[t, n] = self._values(self.module.encode(chunk.final_obs))
+        if self._recurrent is not None:
+            obs, value, next_value = self._unrolled(self._recurrent, chunk, obs)
+        else:
+            value = self._values(obs, chunk.num_envs)
+            next_value = np.concatenate([value[1:], self._values(self.module.encode(chunk.last_obs))[None]])
+            next_value[t, n] = self._values(self.module.encode(chunk.final_obs))
         sample = distribution.recorded(chunk.act, chunk.extras)
         ends = (chunk.rew, chunk.terminated, chunk.truncated, chunk.valid)
         return (obs, sample, chunk.extras["logp"], value, next_value, *ends)
 
+    def _unrolled(
+        self, module: RecurrentActorCritic, chunk: Chunk, obs: Tree
+    ) -> tuple[Sequences, NDArray[np.float32], NDArray[np.float32]]:
+        """Returns the sequences of a chunk, and its values and next values ``[T, N]`` by the recurrent network."""
+        sequences = cut(module, chunk.states, obs, chunk.done, chunk.valid)
+        with torch.no_grad():
+            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows, len(sequences.valid)))
+            value = by_step(module.heads(states)[1], chunk.num_steps, chunk.num_envs).cpu().numpy()
+        last, final = module.encode(chunk.last_obs), module.encode(chunk.final_obs)
+        return sequences, value, next_values(module, states, value, chunk.valid, last, chunk.final_index, final)
+
     def _values(self, obs: Tree, width: int = 1) -> NDArray[np.float32]:
         """Returns values ``[T, ...]`` for encoded observations ``[T, ...]``, `width` of them in each place."""
+        values: NDArray[np.float32] = self._in_parts(self.module.value, obs, width).cpu().numpy()
+        return values
+
+    def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int) -> Tensor:
+        """Returns what a function without a graph returns for encoded observations, of which it gets some at a time."""
         count = len(next(tree_leaves(obs)))
         at_once = max(1, _ROWS_AT_ONCE // max(1, width)) if self.module.cnns else max(1, count)
         with torch.no_grad():
             parts = [
-                self.module.value(tree_map(lambda leaf: leaf[start : start + at_once], obs))  # noqa: B023
+                function(tree_map(lambda leaf: leaf[start : start + at_once], obs))  # noqa: B023
                 for start in range(0, max(1, count), at_once)
             ]
-        values: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
-        return values
+        return torch.cat(parts)
 
     def _measure(self, batch: Batch) -> None:
         """Adds the observations of a batch, all used by now, to the moments that normalise later ones."""
@@ -205,16 +230,23 @@ class PPOLearner(ActorCriticLearner):
             This rank's samples of a minibatch, advantages normalised by the whole minibatch's moments, and the size
             of the whole one.
         """
-        shuffled = stratified_shuffle(total, max(1, round(total / self.config.minibatch_size)), generator)
-        counts = [len(numbers) for numbers in shuffled]
-        places = [torch.from_numpy(own_part(numbers, own)).to(self._device) for numbers in shuffled]
+        num_minibatches = max(1, round(total / self.config.minibatch_size))
+        if self._recurrent is None:
+            shuffled = stratified_shuffle(total, num_minibatches, generator)
+            counts = [len(numbers) for numbers in shuffled]
+            places = [torch.from_numpy(own_part(numbers, own)).to(self._device) for numbers in shuffled]
+            parts = (samples.at(index) for index in places)
+        else:
+            drawn = draw_sequences(self.ranks, samples.obs, num_minibatches, generator)
+            places, counts = [steps for _, steps, _ in drawn], [count for _, _, count in drawn]
+            parts = (samples.of(numbers, steps) for numbers, steps, _ in drawn)
         advantages = [samples.advantage[index] for index in places]
         if self.config.normalize_advantage:
             mean, variance = global_moments(self.ranks, advantages, counts)
             scale = 1 / (variance.sqrt() + 1e-8)
             advantages = [(each - mean[k]) * scale[k] for k, each in enumerate(advantages)]
-        for index, advantage, count in zip(places, advantages, counts, strict=True):
-            yield samples.at(index)._replace(advantage=advantage), count
+        for part, advantage, count in zip(parts, advantages, counts, strict=True):
+            yield part._replace(advantage=advantage), count
 
     def _gradients(self, samples: Samples, count: int) -> Tensor:
         """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
@@ -230,7 +262,9 @@ class PPOLearner(ActorCriticLearner):
             gradient, shares = self._compiled(self._flat.data, tuple(samples), count, self.ranks.size)
             self._flat.grad.copy_(gradient)
         else:
-            loss, metrics = self._loss(self.module(samples.obs), *samples[1:])
+            module = self._recurrent
+            outputs = self.module(samples.obs) if module is None else samples.obs.outputs(module)
+            loss, metrics = self._loss(outputs, *samples[1:])
             self._flat.zero_grad()
             torch.autograd.backward(loss.sum() / count)
             shares = metrics.sum(1) / count

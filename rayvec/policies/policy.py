@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rayvec.data import Tree
+from rayvec.data import Tree, tree_leaves
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import make_distribution
+from rayvec.policies.memory import StatefulActor
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
 
 __all__ = ["Policy"]
@@ -30,6 +32,9 @@ class Policy:
 
     The policy holds a copy of the module's weights: training the module does not change it, `load_weights` does. It
     pickles without gradients and, for a module that has ``make_actor``, without torch.
+
+    For a recurrent module, the policy keeps a hidden state for each environment, and acts on the same environments in
+    each call. A rollout resets the states where episodes begin. `act_from` acts from states that the caller keeps.
 
     Args:
         module: Either an ``nn.Module`` with a method ``make_actor() -> Actor``, such as
@@ -79,6 +84,63 @@ class Policy:
             params = self._actor(obs)
             sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
+
+    def initial_state(self, count: int) -> Float | None:
+        """Returns the hidden state of `count` environments whose episodes begin, for `act_from`.
+
+        It is ``float32 [count, D]``, or None for a module without a hidden state.
+        """
+        return self._actor.actor.initial_state(count) if isinstance(self._actor, StatefulActor) else None
+
+    def act_from(
+        self, obs: Tree, noise: NDArray[np.float64], state: Float | None
+    ) -> tuple[NDArray[Any], dict[str, NDArray[Any]], Float | None]:
+        """Chooses actions as `act` does, from hidden states that the caller keeps. Those of `act` are not touched.
+
+        Args:
+            obs: Observations, tree of ``[k, *obs_shape]``.
+            noise: ``float64 [k, lanes]``.
+            state: ``float32 [k, D]`` of `initial_state` or of the call before; None for a module without one.
+
+        Returns:
+            Actions and extras, as `act`, and the next states.
+
+        Raises:
+            ConfigError: There is not one state for each observation.
+        """
+        if not isinstance(self._actor, StatefulActor):
+            return *self.act(obs, noise), None
+        expected = self._actor.actor.initial_state(len(next(tree_leaves(obs)))).shape
+        if state is None or np.shape(state) != expected:
+            raise ConfigError(
+                "A recurrent policy acts from one hidden state for each observation.",
+                expected=f"states {expected}",
+                got=None if state is None else np.shape(state),
+                remedy="Pass policy.initial_state(k) where episodes begin, and then what the call before returned.",
+            )
+        kept, self._actor.state = self._actor.state, np.asarray(state, np.float32)
+        try:
+            return *self.act(obs, noise), self._actor.state
+        finally:
+            self._actor.state = kept
+
+    @property
+    def begin_episodes(self) -> Callable[[NDArray[np.int64]], None]:
+        """Resets hidden states: see :class:`rayvec.rollout.loop.RecurrentPolicy`.
+
+        Only the policy of a recurrent module has it; for others this raises ``AttributeError``.
+        """
+        return self._stateful("begin_episodes").begin_episodes
+
+    @property
+    def state_to_record(self) -> Callable[[int, int], Float | None]:
+        """See :meth:`rayvec.policies.memory.StatefulActor.state_to_record`; ``AttributeError`` as `begin_episodes`."""
+        return self._stateful("state_to_record").state_to_record
+
+    def _stateful(self, name: str) -> StatefulActor:
+        if isinstance(self._actor, StatefulActor):
+            return self._actor
+        raise AttributeError(f"{name}: this policy has no hidden state")
 
     def load_weights(self, weights: Float) -> None:
         """Loads new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.

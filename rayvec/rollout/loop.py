@@ -48,7 +48,11 @@ class ActingPolicy(Protocol):
 
 
 class RecurrentPolicy(ActingPolicy, Protocol):
-    """A policy with a hidden state for each environment: it acts on all of them at once, and learns of new episodes."""
+    """A policy with a hidden state for each environment: it acts on all of them at once, and learns of new episodes.
+
+    If it has a method ``state_to_record``, the chunk keeps what that returns: see
+    :meth:`rayvec.policies.memory.StatefulActor.state_to_record`.
+    """
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:
         """Resets the hidden state of some environments, whose next observation begins an episode."""
@@ -153,6 +157,7 @@ def rollout(
     """
     now, stopwatch = time.perf_counter, stopwatch or Stopwatch()
     begin_episodes = getattr(policy, "begin_episodes", None)
+    state_to_record = getattr(policy, "state_to_record", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(pool.num_envs)]
     env_ids = pool.first_id + np.arange(pool.num_envs)
@@ -178,6 +183,8 @@ def rollout(
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:
                 began_s = now()
+                if state_to_record is not None and (state := state_to_record(t, pool.num_envs)) is not None:
+                    recorder.add_state(state)
                 actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
                 stopwatch.inference_s += now() - began_s
                 recorder.add_actions(t, group, actions, extras)

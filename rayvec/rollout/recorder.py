@@ -69,6 +69,7 @@ class Recorder:
         )
         self._act: Tree = None
         self._extras: dict[str, NDArray[Any]] = {}
+        self._states: list[NDArray[np.float32]] = []
         self._finals: list[tuple[int, int, Any]] = []
         self._infos: list[ChunkInfo] = []
         self._reset_infos: list[ChunkInfo] = []
@@ -101,6 +102,10 @@ class Recorder:
         _assign(self._act, (t, self.columns[group]), actions)
         for name, extra in extras.items():
             self._extras[name][t, self.columns[group]] = extra
+
+    def add_state(self, state: NDArray[np.float32]) -> None:
+        """Records the hidden state of every environment, ``float32 [N, D]``, before a step that begins a sequence."""
+        self._states.append(state.copy())
 
     def add_results(self, t: int, group: int, batch: StepBatch) -> None:
         """Records rewards, ends of episodes and infos of step t."""
@@ -166,6 +171,7 @@ class Recorder:
             final_index=_places([final[:2] for final in finals]),
             final_obs=final_obs,
             extras=taken(self._extras),
+            states=np.stack(self._states) if self._states else chunk.states,
             infos=ChunkInfos.of(self._infos),
             reset_infos=ChunkInfos.of(self._reset_infos),
             restarts=_places(sorted(self._restarts)),

@@ -1,0 +1,226 @@
+"""An actor-critic with a recurrent cell between what reads observations and its two heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rayvec.data import Tree
+from rayvec.policies.actors import MLPActor
+from rayvec.policies.distributions import Distribution, make_distribution
+from rayvec.policies.encoders import Encoder, make_encoder
+from rayvec.policies.memory import (
+    CellKind,
+    NumPyRecurrentActor,
+    RecurrentActor,
+    StatefulActor,
+    num_gates,
+    state_size,
+    unencoded,
+)
+from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places
+
+__all__ = ["RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
+
+
+class RecurrentCell(nn.Module):
+    """A GRU or an LSTM with the equations of ``torch.nn.GRU`` and ``torch.nn.LSTM``, of one layer.
+
+    The state of a GRU is its output, that of an LSTM its output and then what it remembers, side by side. Weights are
+    orthogonal, gate by gate. Biases are 0, apart from that of the GRU's update gate and the LSTM's forget gate, which
+    is 1, so that a new cell keeps its state (Jozefowicz, Zaremba and Sutskever, "An empirical exploration of recurrent
+    network architectures", ICML 2015, section 2.2).
+
+    Args:
+        kind: ``"gru"`` or ``"lstm"``.
+        num_features: F, the length of an input.
+        size: H, the number of units.
+        generator: Of the initial weights.
+    """
+
+    def __init__(self, kind: CellKind, num_features: int, size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.kind, self.size, self.state_size = kind, size, state_size(kind, size)
+        gates = [size] * num_gates(kind)
+        self.inputs = _linear(num_features, gates, 1.0, generator)
+        self.recurrent = _linear(size, gates, 1.0, generator)
+        with torch.no_grad():
+            self.inputs.bias[size : 2 * size] = 1.0
+
+    def forward(self, features: Tensor, state: Tensor, reset: Tensor) -> Tensor:
+        """Returns the state after each step, ``[L, S, D]``, whose first H numbers are the outputs of the cell.
+
+        Args:
+            features: Inputs, ``[L, S, F]``.
+            state: State before the first step, ``[S, D]``.
+            reset: Where the state is set to 0 before a step, ``bool [L, S]``.
+        """
+        step = self._gru if self.kind == "gru" else self._lstm
+        states = []
+        inputs = self.inputs(features)  # of all steps at once
+        for gates, begins, any_begins in zip(inputs, reset.unsqueeze(-1), reset.any(1).tolist(), strict=True):
+            if any_begins:
+                state = state.masked_fill(begins, 0.0)
+            state = step(gates, state)
+            states.append(state)
+        return torch.stack(states)
+
+    def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
+        gates, new = inputs.tensor_split((2 * self.size,), -1)
+        recurrent_gates, recurrent_new = self.recurrent(state).tensor_split((2 * self.size,), -1)
+        reset, update = (gates + recurrent_gates).sigmoid().chunk(2, -1)
+        return torch.lerp(torch.tanh(new + reset * recurrent_new), state, update)
+
+    def _lstm(self, inputs: Tensor, state: Tensor) -> Tensor:
+        output, memory = state.chunk(2, -1)
+        enter, keep, new, leave = (inputs + self.recurrent(output)).chunk(4, -1)
+        memory = keep.sigmoid() * memory + enter.sigmoid() * new.tanh()
+        return torch.cat([leave.sigmoid() * memory.tanh(), memory], -1)
+
+
+class RecurrentActorCritic(ActorCritic):
+    """An actor and a critic that share a memory: hidden layers or a CNN, then a recurrent cell, then a head each.
+
+    Hidden layers, initial weights and *rows* are those of :class:`~rayvec.policies.networks.ActorCritic` with
+    ``shared_trunk``.
+
+    Args:
+        encoder: From observations to rows.
+        distribution: Of actions.
+        hidden_sizes: Widths of the hidden layers before the cell.
+        kind: Of the cell, ``"gru"`` or ``"lstm"``.
+        recurrent_size: H, the number of units of the cell.
+        sequence_length: L, the number of steps in a sequence of the learner; the policy records a state for each.
+        burn_in: B, the number of steps before a sequence that only bring the state up to date, less than L.
+        seed: Of the initial weights.
+        settings: Further arguments of :class:`~rayvec.policies.networks.ActorCritic`, but not ``shared_trunk``.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        distribution: Distribution,
+        hidden_sizes: Sequence[int] = (64, 64),
+        *,
+        kind: CellKind = "gru",
+        recurrent_size: int = 64,
+        sequence_length: int = 16,
+        burn_in: int = 0,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(encoder, distribution, hidden_sizes, shared_trunk=True, seed=seed, **settings)
+        generator = torch.Generator().manual_seed(seed)
+        last = self.actor[-1]  # the heads on the features give way to heads on the cell's output
+        assert isinstance(last, nn.Linear)
+        self.sequence_length, self.burn_in = sequence_length, burn_in
+        self.cell = RecurrentCell(kind, last.in_features, recurrent_size, generator)
+        self.actor = nn.Sequential(_linear(recurrent_size, [last.out_features], 0.01, generator))
+        self.critic = nn.Sequential(_linear(recurrent_size, [1], 1.0, generator))
+
+    def forward(self, rows: Tree, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the distribution's parameters ``[k, P]`` and values ``[k]`` of one observation each.
+
+        Args:
+            rows: Encoded observations, tree of ``[k, ...]``.
+            state: States before them, ``[k, D]``; None where episodes begin.
+        """
+        return self.heads(self.next_state(rows, state))
+
+    def action_parameters(self, rows: Tree, state: Tensor | None = None) -> Tensor:
+        """Returns the first part of what `forward` returns."""
+        return self.forward(rows, state)[0]
+
+    def value(self, rows: Tree, state: Tensor | None = None) -> Tensor:
+        """Returns the second part of what `forward` returns."""
+        return self.forward(rows, state)[1]
+
+    def next_state(self, rows: Tree, state: Tensor | None = None) -> Tensor:
+        """Returns the states after one observation each, ``[k, D]``; arguments are those of `forward`."""
+        features = self.features(rows)
+        if state is None:
+            state = features.new_zeros(len(features), self.cell.state_size)
+        reset = torch.zeros(1, len(features), dtype=torch.bool, device=features.device)
+        following: Tensor = self.cell(features[None], state, reset)[0]
+        return following
+
+    def features(self, rows: Tree) -> Tensor:
+        """Returns the inputs of the cell, ``[..., F]``, for encoded observations, tree of ``[..., ...]``."""
+        return self._features(rows)
+
+    def heads(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns parameters ``[..., P]`` and values ``[...]`` from states of the cell, ``[..., D]``."""
+        output = states[..., : self.cell.size]
+        return self._outputs(output), self._value(output)
+
+    def make_actor(self) -> StatefulActor:
+        """Returns the actor with the present weights: without torch, unless there are images."""
+        whole = super().make_actor()
+        actor: RecurrentActor = TorchRecurrentActor(self, self.distribution)
+        if isinstance(whole, MLPActor):
+            [(weight, bias, _, size)] = linear_places(self, ("cell.recurrent",))
+            inputs = replace(whole, layers=linear_places(self, ("trunk.", "cell.inputs")), constants=slice(0))
+            outputs = replace(
+                whole,
+                encoder=unencoded(size),
+                layers=linear_places(self, ("actor.",)),
+                norms=(),
+                normalizer=None,
+            )
+            actor = NumPyRecurrentActor(self.cell.kind, inputs, (weight, bias, size), outputs)
+            actor.load_weights(flat_weights(self))
+        return StatefulActor(actor, self.sequence_length, self.burn_in)
+
+
+def make_recurrent_actor_critic(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    hidden_sizes: Sequence[int] = (64, 64),
+    **settings: Any,
+) -> RecurrentActorCritic:
+    """Returns a recurrent actor-critic for the spaces of one environment.
+
+    Args:
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        hidden_sizes: Widths of the hidden layers before the cell.
+        **settings: Further arguments of :class:`RecurrentActorCritic`.
+
+    Raises:
+        ConfigError: There is no encoder for the observations, or no distribution for the actions.
+    """
+    encoder = make_encoder(observation_space, images=True, scaled=True)
+    distribution = make_distribution(action_space)
+    return RecurrentActorCritic(encoder, distribution, hidden_sizes, **settings)
+
+
+class TorchRecurrentActor(ModuleActor):
+    """Acts with a copy of a recurrent module in torch; see :class:`rayvec.policies.memory.RecurrentActor`."""
+
+    _module: RecurrentActorCritic
+
+    def initial_state(self, count: int) -> NDArray[np.float32]:
+        """Returns zeros, ``float32 [count, D]``."""
+        return np.zeros((count, self._module.cell.state_size), np.float32)
+
+    def __call__(self, obs: Tree, state: NDArray[np.float32]) -> Any:  # type: ignore[override]
+        """Returns parameters ``float32 [k, P]`` and the next states ``float32 [k, D]``."""
+        with torch.inference_mode():
+            following = self._module.next_state(self._module.encode(obs), torch.from_numpy(state))
+            return self._module.heads(following)[0].numpy(), following.numpy()
+
+
+def _linear(num_inputs: int, parts: Sequence[int], gain: float, generator: torch.Generator) -> nn.Linear:
+    """Returns a layer with outputs in parts, whose weights are orthogonal within each, and biases of 0."""
+    layer = nn.Linear(num_inputs, sum(parts), device="meta")
+    weights = [nn.init.orthogonal_(torch.empty(part, num_inputs), gain, generator) for part in parts]
+    layer.weight = nn.Parameter(torch.cat(weights))
+    layer.bias = nn.Parameter(torch.zeros(sum(parts)))
+    return layer

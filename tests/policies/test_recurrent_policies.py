@@ -1,0 +1,194 @@
+"""Policies with a hidden state: in NumPy as in torch, without torch where they act, with states that callers keep."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.actor_critic_kit import BOX, DISCRETE, FAR, MIXED, OBS, SIGHT, draw_obs, perturb
+from torch import nn
+
+from rayvec.data import tree_map
+from rayvec.errors import ConfigError
+from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
+from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
+
+CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
+K = 3
+
+
+def make(
+    kind: Any = "gru", obs: spaces.Space[Any] = OBS, act: spaces.Space[Any] = DISCRETE, **kwargs: Any
+) -> RecurrentActorCritic:
+    return make_recurrent_actor_critic(obs, act, (8,), kind=kind, recurrent_size=6, **kwargs)
+
+
+def noise_of(policy: Policy, num_steps: int, count: int = K) -> Any:
+    return keyed_noise(policy.noise, seed=1, env_ids=np.arange(count), first_step=0, num_steps=num_steps)
+
+
+@CELLS
+def test_the_cell_is_that_of_torch(kind: str) -> None:
+    module = make(kind)
+    perturb(module, 0.5)
+    cell, theirs = module.cell, (nn.GRU if kind == "gru" else nn.LSTM)(8, 6)
+    with torch.no_grad():
+        for ours, name in ((cell.inputs, "ih"), (cell.recurrent, "hh")):
+            getattr(theirs, f"weight_{name}_l0").copy_(ours.weight)
+            getattr(theirs, f"bias_{name}_l0").copy_(ours.bias)
+        features = torch.randn(9, K, 8, generator=torch.Generator().manual_seed(0))
+        states = cell(features, torch.zeros(K, cell.state_size), torch.zeros(9, K, dtype=torch.bool))
+        torch.testing.assert_close(states[..., :6], theirs(features)[0], atol=1e-6, rtol=1e-5)
+
+
+@CELLS
+@pytest.mark.parametrize("space", [OBS, SIGHT, MIXED], ids=["numbers", "image", "both"])
+@pytest.mark.parametrize("act", [DISCRETE, BOX], ids=["discrete", "box"])
+def test_the_actor_computes_what_the_network_does(kind: str, space: Any, act: Any) -> None:
+    module = make(kind, space, act, normalize_obs=True)
+    perturb(module, 0.1)
+    if module.obs_mean is not None:
+        module.obs_mean.fill_(0.5)
+    actor = Policy(module)._actor.actor  # type: ignore[attr-defined]
+    state, expected = actor.initial_state(K), torch.zeros(K, module.cell.state_size)
+    assert state.shape == expected.shape
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        obs = draw_obs(space, rng, K)
+        params, state = actor(obs, state)
+        with torch.no_grad():
+            expected = module.next_state(module.encode(obs), expected)
+            torch.testing.assert_close(torch.from_numpy(params), module.heads(expected)[0], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(state), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_new_network_remembers_and_the_seed_alone_decides() -> None:
+    before = torch.get_rng_state()
+    module, same, other = make(seed=1), make(seed=1), make(seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    np.testing.assert_array_equal(flat_weights(module), flat_weights(same))
+    assert (flat_weights(module) != flat_weights(other)).any()
+    for part in (*module.cell.recurrent.weight.split(6), module.cell.inputs.weight[:6]):
+        torch.testing.assert_close(part @ part.T, torch.eye(6), atol=1e-5, rtol=0)
+    assert module.cell.inputs.bias.tolist() == [0.0] * 6 + [1.0] * 6 + [0.0] * 6
+
+
+@CELLS
+def test_episodes_begin_where_the_caller_says(kind: str) -> None:
+    policy = Policy(make(kind))
+    rng = np.random.default_rng(0)
+    observations, noise = [draw_obs(OBS, rng, K) for _ in range(3)], noise_of(policy, 3)
+    policy.act(observations[0], noise[0])
+    policy.begin_episodes(np.array([1]))
+    state = policy.state_to_record(0, K)
+    assert state is not None and not state[1].any() and state[0].any() and state[2].any()
+    assert policy.state_to_record(3, K) is None and policy.state_to_record(16, K) is not None
+    got = policy.act(observations[1], noise[1])[1]["logp"]
+    fresh = Policy(make(kind)).act(observations[1], noise[1])[1]["logp"]
+    assert got[1] == pytest.approx(fresh[1], abs=1e-6) and got[0] != fresh[0]
+    policy.begin_episodes(np.arange(5))  # those of other environments, more of them
+    wide = draw_obs(OBS, rng, 5)
+    np.testing.assert_array_equal(
+        policy.act(wide, noise_of(policy, 1, 5)[0])[1]["logp"],
+        Policy(make(kind)).act(wide, noise_of(policy, 1, 5)[0])[1]["logp"],
+    )
+
+
+@CELLS
+@pytest.mark.parametrize("act", [DISCRETE, BOX], ids=["discrete", "box"])
+def test_states_that_the_caller_keeps(kind: str, act: Any) -> None:
+    """Acting from explicit states gives what the policy gives with its own, and leaves those alone."""
+    policy, other = Policy(make(kind, act=act)), Policy(make(kind, act=act))
+    state = policy.initial_state(K)
+    assert state is not None and state.shape == (K, 6 if kind == "gru" else 12) and not state.any()
+    noise = noise_of(policy, 4)
+    for obs, numbers in zip(draw_obs(OBS, np.random.default_rng(0), 4, K), noise, strict=True):
+        before = state.copy()
+        actions, extras, following = policy.act_from(obs, numbers, state)
+        assert following is not None
+        np.testing.assert_array_equal(state, before)
+        expected, expected_extras = other.act(obs, numbers)
+        np.testing.assert_array_equal(actions, expected)
+        np.testing.assert_array_equal(extras["logp"], expected_extras["logp"])
+        state = following
+    kept = policy.state_to_record(0, K)
+    assert kept is not None and not kept.any()
+    for wrong in (None, state[:2], state[:, :3]):
+        with pytest.raises(ConfigError, match=r"one hidden state for each observation.*Remedy"):
+            policy.act_from(obs, numbers, wrong)
+
+
+def test_a_policy_without_memory_acts_from_no_state() -> None:
+    policy = Policy(make_actor_critic(OBS, DISCRETE))
+    obs, noise = draw_obs(OBS, np.random.default_rng(0), K), noise_of(policy, 1)[0]
+    assert policy.initial_state(K) is None
+    actions, extras, state = policy.act_from(obs, noise, None)
+    assert state is None
+    np.testing.assert_array_equal(actions, policy.act(obs, noise)[0])
+    assert not hasattr(policy, "begin_episodes") and not hasattr(policy, "state_to_record")
+    assert "logp" in extras
+
+
+@CELLS
+@pytest.mark.parametrize("space", [OBS, SIGHT], ids=["numbers", "image"])
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
+def test_a_pickled_policy_begins_all_episodes(kind: str, space: Any, pickler: Any) -> None:
+    policy = Policy(make(kind, space))
+    obs, noise = draw_obs(space, np.random.default_rng(0), 2, K), noise_of(policy, 2)
+    first = policy.act(tree_map(lambda leaf: leaf[0], obs), noise[0])[1]["logp"]
+    copy = pickler.loads(pickler.dumps(policy))
+    np.testing.assert_array_equal(copy.act(tree_map(lambda leaf: leaf[0], obs), noise[0])[1]["logp"], first)
+
+
+def test_weights_are_loaded_and_states_stay() -> None:
+    policy, module = Policy(make()), make(seed=3)
+    obs, noise = draw_obs(OBS, np.random.default_rng(0), 2, K), noise_of(policy, 2)
+    policy.act(obs[0], noise[0])
+    before = policy.state_to_record(0, K)
+    policy.load_weights(flat_weights(module))
+    np.testing.assert_array_equal(policy.state_to_record(0, K), before)
+    _, expected, _ = Policy(module).act_from(obs[1], noise[1], before)
+    np.testing.assert_array_equal(policy.act(obs[1], noise[1])[1]["logp"], expected["logp"])
+    for wrong in (
+        flat_weights(module)[:-1],
+        flat_weights(make("lstm")),
+        flat_weights(make_actor_critic(OBS, DISCRETE)),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"one flat vector.*Remedy: Build the policy from the same kind of module"
+        ):
+            policy.load_weights(wrong)
+    with pytest.raises(ConfigError, match="one flat vector"):
+        Policy(make(obs=SIGHT)).load_weights(flat_weights(module))
+
+
+def test_it_acts_without_torch(tmp_path: Path) -> None:
+    for name in ("gru", "lstm"):
+        (tmp_path / name).write_bytes(cloudpickle.dumps(Policy(make(name, FAR, BOX, normalize_obs=True))))
+    code = (
+        "import pickle, sys, numpy as np\n"
+        "for name in sys.argv[1:]:\n"
+        "    policy = pickle.load(open(name, 'rb'))\n"
+        "    for _ in range(3):\n"
+        "        policy.act(np.ones((2, 3), np.float32), np.zeros((2, 2)))\n"
+        "    policy.begin_episodes(np.array([0]))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *(str(tmp_path / name) for name in ("gru", "lstm"))], check=True)
+
+
+def test_large_numbers_do_not_overflow() -> None:
+    policy = Policy(make("lstm"))
+    noise = noise_of(policy, 2)
+    for step in noise:
+        assert np.isfinite(policy.act(np.full((K, 3), 1e20, np.float32), step)[1]["logp"]).all()

@@ -1,0 +1,190 @@
+"""The hidden state of an environment depends on its own history only, in any topology."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.exact import DriftEnv
+
+from rayvec.collect.collector import Collector
+from rayvec.data import Chunk
+from rayvec.policies.policy import Policy
+from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+N, LENGTH, BURN_IN = 5, 6, 2
+HERE: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0}
+WORKERS: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 2}
+TOPOLOGIES = {
+    "here": HERE,
+    "groups": {**HERE, "groups": 2},
+    "workers": WORKERS,
+    "worker": {**HERE, "workers_per_node": 1},
+}
+Make = Callable[..., RayVecEnv]
+
+
+class BreakingEnv(DriftEnv):
+    """Raises, or ends its process, in its 13th step in all; the mark says that it has."""
+
+    def __init__(self, mark: Path, how: str) -> None:
+        super().__init__()
+        self._mark, self._how, self._num_steps = mark, how, 0
+
+    def step(self, action: Any) -> Any:
+        self._num_steps += 1
+        if self._num_steps == 13 and not self._mark.exists():
+            self._mark.touch()
+            if self._how == "exit":
+                os._exit(1)
+            raise ValueError("broken")
+        return super().step(action)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes environments, and closes them after the test."""
+    with ExitStack() as stack:
+        yield lambda env_fns, **kwargs: stack.enter_context(RayVecEnv(env_fns, **kwargs))
+
+
+def make_module(kind: Any = "gru", seed: int = 0) -> RecurrentActorCritic:
+    module = make_recurrent_actor_critic(
+        DriftEnv.observation_space, DriftEnv.action_space, (8,), kind=kind, recurrent_size=8,
+        sequence_length=LENGTH, burn_in=BURN_IN, seed=seed,
+    )  # fmt: skip
+    for parameter in module.parameters():
+        parameter.data.mul_(1.5)
+    return module
+
+
+def assert_states_follow(module: RecurrentActorCritic, chunks: Sequence[Chunk]) -> int:
+    """Replays every environment alone; returns how many episodes ended. All begin an episode with the first chunk."""
+    actor = module.make_actor().actor
+    count = 0
+    for n in range(N):
+        state = actor.initial_state(1)
+        for chunk in chunks:
+            starts = [t for t in range(chunk.num_steps) if t == 0 or (t + BURN_IN) % LENGTH == 0]
+            assert len(chunk.states) == len(starts)
+            if [-1, n] in chunk.restarts.tolist():
+                state[:] = 0
+            for t in range(chunk.num_steps):
+                if t in starts:
+                    np.testing.assert_allclose(chunk.states[starts.index(t), n], state[0], atol=2e-6)
+                params, state = actor(chunk.obs[t, n][None], state)
+                if chunk.valid[t, n]:
+                    chosen = params[0] - np.log(np.exp(params[0]).sum())
+                    assert chunk.extras["logp"][t, n] == pytest.approx(chosen[chunk.act[t, n]], abs=5e-6)
+                if chunk.done[t, n] or not chunk.valid[t, n]:
+                    state[:] = 0
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_topology_changes_nothing(make: Make, inference: Any, kind: str) -> None:
+    module = make_module(kind)
+    results = {}
+    for name, topology in TOPOLOGIES.items():
+        env = make([DriftEnv] * N, **topology)
+        collector = Collector(env, Policy(module), inference=inference, seed=3)
+        results[name] = [collector.collect(n_step=N * count).chunks[0] for count in (1, 13, 64)]
+    assert assert_states_follow(module, results["here"]) > 5
+    for chunks in results.values():
+        for chunk, expected in zip(chunks, results["here"], strict=True):
+            for column in ("obs", "act", "rew", "terminated", "truncated"):
+                np.testing.assert_array_equal(getattr(chunk, column), getattr(expected, column))
+            np.testing.assert_allclose(chunk.states, expected.states, atol=1e-6)
+            np.testing.assert_allclose(chunk.extras["logp"], expected.extras["logp"], atol=2e-6)
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_states_outlive_new_weights_and_end_with_the_episode(make: Make, inference: Any) -> None:
+    env = make([DriftEnv] * N, **WORKERS)
+    module, other = make_module(), make_module(seed=1)
+    collector = Collector(env, Policy(module), inference=inference, seed=3)
+    first = collector.collect(n_step=N * 8).chunks[0]
+    weights = np.concatenate([parameter.detach().numpy().ravel() for parameter in other.parameters()])
+    collector.set_weights(weights)
+    second = collector.collect(n_step=N * 8).chunks[0]
+    running = np.flatnonzero(~first.done[-1])
+    assert np.abs(second.states[0, running]).min(0).max() > 0
+    actor = module.make_actor().actor
+    for n in running.tolist():
+        began = int(np.flatnonzero([True, *first.done[:, n]])[-1])
+        state = actor.initial_state(1)
+        for t in range(began, 8):
+            state = actor(first.obs[t, n][None], state)[1]
+        np.testing.assert_allclose(second.states[0, n], state[0], atol=2e-6)
+
+    collector.reset(seed=9)
+    assert not collector.collect(n_step=N * 8).chunks[0].states[0].any(), "new episodes everywhere"
+    collector.collect(n_step=N * 3)
+    env.reset(options={"reset_mask": np.arange(N) == 2})
+    states = collector.collect(n_step=N * 3).chunks[0].states[0]
+    assert not states[2].any() and states.any()
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_another_policy_between_two_chunks_begins_new_episodes(make: Make, inference: Any) -> None:
+    """As an evaluation between two iterations does."""
+    env = make([DriftEnv] * N, **WORKERS)
+    collector = Collector(env, Policy(make_module()), inference=inference, seed=3)
+    collector.collect(n_step=N * 7)
+    greedy = Collector(env, Policy(make_module(), deterministic=True), inference=inference, seed=5)
+    batch = greedy.collect(n_episode=7)
+    assert batch.stats.n_collected_episodes == 7
+    greedy.close()
+    collector.reset(seed=1)
+    assert_states_follow(make_module(), collector.collect(n_step=N * 20).chunks)
+
+
+def test_chunks_that_are_collected_ahead_go_on_from_the_state_before(make: Make) -> None:
+    env = make([DriftEnv] * N, **WORKERS)
+    collector = Collector(env, Policy(make_module()), prefetch=True, seed=3)
+    chunks = [collector.collect(n_step=N * 9).chunks[0] for _ in range(4)]
+    assert_states_follow(make_module(), chunks)
+
+
+@pytest.mark.parametrize(
+    ("how", "inference"), [("raise", "worker"), ("raise", "driver"), ("exit", "worker"), ("exit", "driver")]
+)
+def test_a_restarted_environment_begins_with_no_memory(make: Make, tmp_path: Path, how: str, inference: Any) -> None:
+    """In the middle of a chunk; the others go on, unless their worker has died."""
+    env_fns = [DriftEnv, lambda: BreakingEnv(tmp_path / "mark", how), *[DriftEnv] * (N - 2)]
+    env = make(env_fns, **WORKERS, on_env_error="restart")
+    collector = Collector(env, Policy(make_module()), inference=inference, seed=3)
+    chunks = [collector.collect(n_step=N * 9).chunks[0] for _ in range(3)]
+    restarts = np.concatenate([chunk.restarts for chunk in chunks])
+    assert 1 in restarts[:, 1].tolist()
+    assert_states_follow(make_module(), chunks)
+
+
+def test_a_cut_chunk_has_the_states_of_its_steps(make: Make) -> None:
+    env = make([DriftEnv] * N, **HERE)
+    collector = Collector(env, Policy(make_module()), inference="driver", seed=3)
+    chunks = [
+        collector.collect(n_step=N * 20, cut=lambda taken: taken >= 7 * N).chunks[0],
+        *collector.collect(n_step=N * 9).chunks,
+    ]
+    assert [chunk.num_steps for chunk in chunks] == [7, 9]
+    assert_states_follow(make_module(), chunks)
+
+
+def test_a_policy_without_memory_records_no_states(make: Make) -> None:
+    from rayvec.policies.networks import make_actor_critic
+
+    env = make([DriftEnv] * N, **HERE)
+    policy = Policy(make_actor_critic(DriftEnv.observation_space, DriftEnv.action_space))
+    assert not hasattr(policy, "begin_episodes") and policy.initial_state(3) is None
+    chunk = env.rollout(policy, 8, seed=1)
+    assert chunk.states.shape == (0, 0, 0)
+    assert chunk.columns(1, 3).states.shape == (0, 0, 0)

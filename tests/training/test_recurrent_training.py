@@ -1,0 +1,98 @@
+"""Runs with a recurrent policy: on ranks, resumed, evaluated; and tasks that take memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.maze import register
+from helpers.training_kit import HERE, assert_same, lengthen
+
+import rayvec
+from rayvec.config import IMPALAConfig, PPOConfig
+from rayvec.training.evaluation import evaluate_run
+from rayvec.training.run_dir import load_run
+
+COMMON: dict[str, Any] = {
+    "num_envs": 8, "num_steps": 16, "total_steps": 512, "eval_episodes": 5, "seed": 5, "anneal_lr": False,
+    "recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, "burn_in": 2, **HERE,
+}  # fmt: skip
+CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
+    (PPOConfig, {**COMMON, "recurrent": "gru", "minibatch_size": 32, "normalize_obs": True}),
+    (IMPALAConfig, {**COMMON, "recurrent": "lstm", "num_minibatches": 2, "prefetch": False}),
+]
+ALGORITHMS = pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=["ppo", "impala"])
+
+
+@ALGORITHMS
+def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
+    ranked = {name: value for name, value in settings.items() if name != "prefetch"}
+    ranks = rayvec.train(
+        kind(run_dir=tmp_path / "ranks", **ranked, learners="decentralized", sync_fraction=1.0, num_learners=3)
+    )
+    (_, one), (_, three) = (load_run(result.run_dir) for result in (alone, ranks))
+    torch.testing.assert_close(three["weights"], one["weights"], atol=1e-6, rtol=0)
+    assert three["progress"]["episodes"] == one["progress"]["episodes"]
+    assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
+    assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
+
+
+@pytest.mark.slow
+@ALGORITHMS
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_on_ray_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
+    """From chunks that stay in the object store."""
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
+    on_ray = {**settings, "num_nodes": 1, "workers_per_node": 1, "num_learners": 2}
+    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **on_ray))
+    weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@ALGORITHMS
+def test_ranks_that_are_stopped_and_lengths_that_vary(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
+    ranked = {name: value for name, value in settings.items() if name != "prefetch"}
+    ranked |= {"learners": "decentralized", "num_learners": 2, "variable_lengths": True, "workers_per_node": 4}
+    result = rayvec.train(kind(run_dir=tmp_path / "a", **ranked))
+    assert result.total_steps >= 512
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_a_resumed_run_repeats_itself(tmp_path: Path, kind: Any, settings: dict[str, Any], inference: str) -> None:
+    """Environments begin new episodes there, with no memory; the same twice."""
+    states = []
+    for name in "ab":
+        run = rayvec.train(kind(run_dir=tmp_path / name, **{**settings, "inference": inference}))
+        lengthen(run.run_dir, 512, 768)
+        assert rayvec.resume(run.run_dir).total_steps == 768
+        states.append(load_run(run.run_dir)[1]["learner"])
+    assert_same(*states)
+
+
+MAZE: dict[str, Any] = {
+    "total_steps": 150_000, "num_envs": 16, "gamma": 0.99, "eval_episodes": 100, "seed": 1, **HERE,
+}  # fmt: skip
+IN_THE_MAZE: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "ppo": (PPOConfig, {"num_steps": 64, "sequence_length": 32, "entropy_coef": 0.01, "gae_lambda": 0.95}),
+    "impala": (IMPALAConfig, {"num_steps": 32, "sequence_length": 32}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", IN_THE_MAZE)
+@pytest.mark.parametrize("recurrent", ["gru", "lstm", None])
+def test_a_maze_takes_memory(tmp_path: Path, algorithm: str, recurrent: Any) -> None:
+    """The cue is seen 20 steps before it is needed; half of the choices are right without memory."""
+    kind, settings = IN_THE_MAZE[algorithm]
+    config = kind(env_id=register(), recurrent=recurrent, run_dir=tmp_path / "a", **{**MAZE, **settings})
+    result = rayvec.train(config)
+    if recurrent is None:
+        assert 0.3 < result.eval_return_mean < 0.7
+    else:
+        assert result.eval_return_mean > 0.95
