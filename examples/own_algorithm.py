@@ -2,6 +2,8 @@
 
 python examples/own_algorithm.py
 
+On the command line: rayvec train --plugin own_algorithm reinforce --env-id CartPole-v1 (in this directory).
+
 A learner turns batches into weights. It is plain torch and needs neither Ray nor the environments. This one has a state
 that checkpoints keep, and a policy that acts in the worker processes without torch.
 """
@@ -99,9 +101,11 @@ class ReinforceLearner:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
+register(ReinforceConfig, ReinforceLearner)
+
+
 def main(total_steps: int = 200_000) -> None:
-    """Registers the algorithm and trains with it, with a run directory, checkpoints and an evaluation."""
-    register(ReinforceConfig, ReinforceLearner)
+    """Trains with the algorithm, with a run directory, checkpoints and an evaluation."""
     result = rayvec.train(ReinforceConfig(env_id="CartPole-v1", total_steps=total_steps, seed=1))
     print(f"mean greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps in {result.run_dir}")
     rayvec.resume(result.run_dir)  # the run is complete, so this only evaluates it again

@@ -17,10 +17,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
+    "action_masks.py": (1024,),
     "own_algorithm.py": (2048,),
     "recurrent_cartpole.py": (2048,),
     "sb3_ppo.py": (1024, 5),
     "sb3_sac.py": (160, 2),
+    "own_environment.py": (1024,),
+    "own_network.py": (1024,),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,32 @@ class Line(gymnasium.Env[Any, Any]):
         self._t += 1
         return self._obs(), float(action == self._t % 3), self._t >= self._length, False, {}
 
+    def has_module(self, name: str) -> bool:
+        return name in sys.modules
+
     def _obs(self) -> Any:
         return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)
+
+
+class FailsOnce(Line):
+    """Raises or hangs in its third step, unless a file says that it has.
+
+    Args:
+        mark: The file.
+        action: ``"raise"`` or ``"hang"``.
+    """
+
+    def __init__(self, mark: Path, action: str) -> None:
+        super().__init__()
+        self._mark, self._action = mark, action
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._t == 2 and not self._mark.exists():
+            self._mark.touch()
+            if self._action == "raise":
+                raise OSError("the simulator has ended")
+            threading.Event().wait()
+        return super().step(action)
 
 
 def make_line(**kwargs: Any) -> Line:
