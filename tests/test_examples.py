@@ -15,9 +15,12 @@ from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
+    "callbacks.py": (2048, 1024),
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
+    "load_agent.py": (1024,),
     "own_algorithm.py": (2048,),
+    "sweep.py": (1024, 1),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),
