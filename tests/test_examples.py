@@ -15,6 +15,7 @@ from rayvec.config import CONFIGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
+    "callbacks.py": (2048, 1024),
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "action_masks.py": (1024,),
@@ -24,6 +25,8 @@ SMALL = {
     "sb3_sac.py": (160, 2),
     "own_environment.py": (1024,),
     "own_network.py": (1024,),
+    "load_agent.py": (1024,),
+    "sweep.py": (1024, 1),
     "train_cartpole.py": (1024,),
     "vector_env.py": (20,),
     "tianshou_impala.py": (5_120, 1, 16),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.training.files import written_whole
 
-__all__ = ["episode_mean", "plot_learning_curve"]
+__all__ = ["episode_mean", "plot_learning_curve", "training_points"]
 
 BLUE, ORANGE = "#4477aa", "#ee7733"
 
@@ -36,8 +36,7 @@ def plot_learning_curve(
     from matplotlib.ticker import EngFormatter
 
     lines = list(metrics)
-    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line.get("episodes")]
-    steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    steps, returns, line_means = training_points(lines)
     evaluations = [
         (line["steps"], line["eval/return_mean"]) for line in lines if line.get("eval/return_mean") is not None
     ]
@@ -46,9 +45,16 @@ def plot_learning_curve(
     axes = figure.subplots()
     if len(steps):
         axes.plot(
-            steps, returns, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean of the episodes of a line of metrics"
+            steps,
+            line_means,
+            ".",
+            color=BLUE,
+            alpha=0.35,
+            mew=0,
+            ms=7,
+            label="episodes of a line of metrics",
         )
-        axes.plot(steps, _smoothed(returns, episodes), color=BLUE, linewidth=2, label="smoothed")
+        axes.plot(steps, returns, color=BLUE, linewidth=2, label="smoothed")
     if evaluations:
         label = "greedy evaluations during training"
         axes.plot(*np.array(evaluations).T, ".-", color=ORANGE, linewidth=1.2, ms=5, label=label)
@@ -74,7 +80,14 @@ def episode_mean(line: Mapping[str, Any]) -> float:
     return mean
 
 
-def _smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def training_points(lines: Iterable[Mapping[str, Any]]) -> NDArray[np.float64]:
+    """Returns steps, smoothed returns, and returns as they are, of the lines in which episodes ended, ``[3, L]``."""
+    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line.get("episodes")]
+    steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    return np.array([steps, smoothed(returns, episodes), returns])
+
+
+def smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
     half = max(1, len(values) // 25)
     reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]

@@ -15,6 +15,7 @@ from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.files import written_whole
+from rayvec.training.learning_curve import training_points
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config
 
@@ -33,7 +34,7 @@ class Curves:
     Attributes:
         label: Algorithm, and the settings in which other runs of the same environment differ.
         env_id: Their environment.
-        training: Of each run, steps and mean returns of the last 100 episodes, ``float64 [2, L]``.
+        training: Of each run, steps and smoothed returns of episodes in training, ``float64 [2, L]``.
         evaluations: Of each run, steps and mean returns of greedy evaluations during training, ``float64 [2, E]``.
         final: Mean returns of the greedy evaluations after training, of the runs that have ended.
     """
@@ -74,7 +75,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     for members in groups.values():
         config = configs[members[0]]
         read = [list(read_metrics(path / "metrics.jsonl")) if _has_metrics(path) else [] for path in members]
-        curves = [_points(lines, "return_mean") for lines in read]
+        curves = [training_points(lines)[:2] for lines in read]
         for run_dir, points in zip(members, curves, strict=True):
             if not points.size:
                 raise ConfigError(
@@ -112,7 +113,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
 
 
 def plot_runs(groups: Sequence[Curves], path: Path) -> None:
-    """Draws the mean return over steps, one panel for each environment and one line for each group.
+    """Draws returns over steps, smoothed, one panel for each environment and one line for each group.
 
     The line is the mean over seeds; the area around it is one standard deviation wide in both directions. Lines end
     where the shortest run of their group does. Greedy evaluations during training are dashed.
@@ -134,7 +135,7 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
             _draw(axes, group.training, color, "-", str(group))
             if all(each.size for each in group.evaluations):
                 _draw(axes, group.evaluations, color, "--", None)
-        axes.set(title=env_id, ylabel="mean return of the last 100 episodes")
+        axes.set(title=env_id, ylabel="return (sum of rewards in an episode)")
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(frameon=False, loc="best", fontsize=8)

@@ -12,11 +12,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.training import loggers
-from rayvec.training.learning_curve import _smoothed, plot_learning_curve
+from rayvec.training.learning_curve import plot_learning_curve, smoothed
 from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, read_metrics
 from rayvec.training.progress import Progress
 from rayvec.training.trainer import Iteration
@@ -80,7 +81,9 @@ def test_returns_are_of_the_last_hundred_episodes_and_never_missing_after_the_fi
     assert means == [None, 5.0, 5.0, np.arange(50, 150).mean(), np.arange(50, 150).mean()]
 
 
-def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
+def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of one second are read in the order of this count, in which 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     log(tmp_path, [16, 32, 48])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"steps": 64, "retu')  # what a kill in the middle of a write leaves
@@ -137,9 +140,9 @@ def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
 
 def test_smoothing_keeps_a_constant_and_both_ends() -> None:
     values, weights = np.arange(101.0), np.ones(101)
-    assert _smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
-    assert _smoothed(values, weights) == pytest.approx(values)
-    heavy = _smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
+    assert smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
+    assert smoothed(values, weights) == pytest.approx(values)
+    heavy = smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
     assert heavy == pytest.approx([0.0, 0.5, 0.0])
 
 
