@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 240.0  # Ray starts in 5 s on a quiet machine
+DEADLINE_S = 180.0  # Ray starts in 5 s on a quiet machine
 _PREFIX = "10.77.0"
 _EPHEMERAL = (32768, 60999)
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -46,8 +47,8 @@ def why_not() -> str:
     try:
         with Network(1) as network:
             network.hosts[0].run("true")
-    except (subprocess.CalledProcessError, RuntimeError) as error:
-        return f"needs network and process namespaces: {getattr(error, 'stderr', '') or error}".strip()
+    except RuntimeError as error:
+        return f"needs network and process namespaces: {error}".strip()
     return ""
 
 
@@ -71,7 +72,10 @@ class _Namespaces:
 
     def ip(self, *arguments: str) -> None:
         """Runs ``ip`` in the network of the namespaces."""
-        subprocess.run(["nsenter", "-t", self.pid, "-n", "ip", *arguments], check=True, capture_output=True, text=True)
+        command = ["nsenter", "-t", self.pid, "-n", "ip", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr}")
 
     def end(self) -> None:
         """Ends the first process, and with it all others and the namespaces."""
@@ -121,10 +125,15 @@ class Host:
         write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
         self.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
 
+    @property
+    def enter(self) -> list[str]:
+        """Words before a command that runs it on the host."""
+        return ["nsenter", "-t", self._space.pid, "-n", "-m", "-p", "-u"]
+
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on the host, as leader of its own group."""
         return subprocess.Popen(
-            ["nsenter", "-t", self._space.pid, "-n", "-m", "-p", "-u", *command],
+            [*self.enter, *command],
             env={**_environment(), **self.environment, **options.pop("environment", {})},
             text=True,
             start_new_session=True,
@@ -165,6 +174,7 @@ class Network:
     def __init__(self, num_hosts: int, environment: dict[str, str] | None = None) -> None:
         self.environment = environment or {}
         self.hosts: list[Host] = []
+        self._numbers = itertools.count()
         address = f"ip address add {_PREFIX}.254/24 dev switch"
         setup = f"ip link add switch type bridge && ip link set switch up && {address}"
         self._switch = _Namespaces("--net", setup=setup)
@@ -177,7 +187,7 @@ class Network:
 
     def add(self, **options: Any) -> Host:
         """Adds a host."""
-        self.hosts.append(Host(len(self.hosts), self._switch, self.environment, **options))
+        self.hosts.append(Host(next(self._numbers), self._switch, self.environment, **options))
         return self.hosts[-1]
 
     def close(self) -> None:
