@@ -28,7 +28,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_dir.token"
 [ -s "$RAY_AUTH_TOKEN_PATH" ] || python3 -c 'import secrets; print(secrets.token_hex(32))' >"$RAY_AUTH_TOKEN_PATH"
 
 export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=120
-export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 # a node that is gone is noticed in 15 s
+export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 # notices in 30 s that a node is gone
 ulimit -n "$(ulimit -Hn)"
 
 ranks=(--learners decentralized --num-learners "$SLURM_JOB_NUM_NODES")

@@ -29,10 +29,12 @@ _PREFIX = "10.77.0"
 _EPHEMERAL = (32768, 60999)
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 _PORT = 6379
-_ALIVE = """
-import json, ray
+_AWAIT_END = """
+import sys, time, ray
 ray.init("auto", log_to_driver=False, logging_level="ERROR")
-print(json.dumps([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]))
+while sys.argv[1] in [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]:
+    time.sleep(0.2)
+print("{}")
 """
 
 
@@ -220,6 +222,8 @@ class Cluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ADDRESS": self.address,
             "RAY_worker_niceness": "0",
+            "RAY_health_check_period_ms": "1000",  # with these, Ray notices after 20 s that a node is gone
+            "RAY_health_check_timeout_ms": "3000",
         }
         for host in network.hosts:
             self.join(host)
@@ -260,16 +264,12 @@ class Cluster:
             "--disable-usage-stats",
         )
 
-    def alive(self) -> list[str]:
-        """Returns the addresses of the hosts that the head takes for alive."""
-        found: list[str] = self.head.python(_ALIVE)
-        return found
-
     def replace(self, host: Host) -> Host:
         """Replaces a host that a fault has broken by a new one, which joins the cluster."""
         host.end()
-        new = self.network.add()
         self.network.hosts.remove(host)
+        self.head.python(_AWAIT_END, host.address)  # else Ray would place something there
+        new = self.network.add()
         self.join(new)
         return new
 

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,8 @@ if [ "$1 $2" = "show hostnames" ]; then tr , '\\n' <<<"$3"; else echo "$@" >> "$
 class Job:
     """A job of two nodes: hosts that exist while it runs, and the script."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory: Path, stub_tmp: Path, *arguments: str) -> None:
         self.network = Network(2)
-        (directory / "tmp").mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {
             "PATH": f"{directory}:{ROOT / '.venv' / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -50,11 +50,11 @@ class Job:
             "SLURM_CPUS_PER_TASK": "2",
             "SLURM_JOB_NODELIST": ",".join(host.address for host in self.network.hosts),
             "SLURM_SUBMIT_DIR": str(directory),
-            "STUB_TMP": str(directory / "tmp"),
+            "STUB_TMP": str(stub_tmp),
         }
         for number, host in enumerate(self.network.hosts, 1):
             environment[f"STUB_ENTER_{number}"] = " ".join(host.enter)
-            (directory / "tmp" / str(number)).mkdir(exist_ok=True)
+            (stub_tmp / str(number)).mkdir(exist_ok=True)
         self.output = directory / "output.txt"
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
@@ -80,7 +80,14 @@ class Job:
         kill_group(self.process)
 
 
-def test_a_job_that_is_requeued_resumes(tmp_path: Path) -> None:
+@pytest.fixture
+def stub_tmp() -> Iterator[Path]:
+    """A directory with a short name, for sockets of Ray."""
+    with tempfile.TemporaryDirectory(prefix="s-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+def test_a_job_that_is_requeued_resumes(tmp_path: Path, stub_tmp: Path) -> None:
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -88,18 +95,18 @@ def test_a_job_that_is_requeued_resumes(tmp_path: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     small = ["--num-envs=4", "--num-steps=32", "--minibatch-size=64", "--eval-episodes=2", "--checkpoint-interval-s=1"]
     arguments = ["--env-id=CartPole-v1", "--total-steps=6000", *small]
-    first = Job(tmp_path, *arguments)
+    first = Job(tmp_path, stub_tmp, *arguments)
     try:
         first.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) > 3)
         first.process.send_signal(signal.SIGUSR1)  # Slurm's warning before the time limit
-        first.wait_until((tmp_path / "tmp" / "requeued").exists)
-        assert (tmp_path / "tmp" / "requeued").read_text() == "requeue 7\n"
+        first.wait_until((stub_tmp / "requeued").exists)
+        assert (stub_tmp / "requeued").read_text() == "requeue 7\n"
         assert first.process.poll() is None
     finally:
         first.end()
     token = run_dir.with_suffix(".token")
     assert token.stat().st_mode & 0o77 == 0 and token.read_text().strip() not in first.output.read_text()
-    second = Job(tmp_path, *arguments)
+    second = Job(tmp_path, stub_tmp, *arguments)
     try:
         assert second.process.wait(DEADLINE_S) == 0, second.output.read_text()
     finally:
