@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-all coverage soak check format docs bench clean
+.PHONY: help demo demo-cluster test test-all test-hosts coverage soak check format docs bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: $(STAMP) ## Run the tests, in minutes, in two processes
 
 test-all: $(STAMP) ## Run the slow tests too, before a release, in two processes
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile
+
+test-hosts: $(STAMP) ## Run the tests on a cluster of hosts in network namespaces (needs root)
+	$(BIN)/python -m pytest --all -rsP tests/hosts
 
 coverage: $(STAMP) ## Run the tests, apart from compiled updates, and print which lines they reach, in workers too
 	rm -f .coverage .coverage.*

@@ -58,7 +58,7 @@ def examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
 
 def _no_ray(address: str | None, error: Exception) -> Finding:
     found = " ".join(str(error).split()) or type(error).__name__
-    meaning = "A run on several nodes can't start." if address else "Only num_nodes=0 works, which needs no Ray."
+    meaning = "A run on several nodes cannot start." if address else "Only num_nodes=0 works, which needs no Ray."
     remedy = "Start Ray (ray start --head), or check the address, RAY_AUTH_MODE and RAY_AUTH_TOKEN."
     return Finding("error", "driver", "ray", found, meaning, remedy)
 
@@ -97,7 +97,7 @@ class _Examination:
                 yield _silent(node, error)
                 continue
             yield from of_versions(facts, self._driver, node.name)
-            yield from of_node(facts, node.name, node)
+            yield from of_node(facts, node.name, node, self._driver["niceness"])
             if facts["versions"]["rayvec"] is not None:
                 yield from self._network(node, facts)
                 reached.append(node)
@@ -120,18 +120,18 @@ class _Examination:
             yield Finding("ok", node.name, "port there", there)
             yield of_network(node.name, *self._networks[-1])
         except (OSError, ray.exceptions.RayError) as error:
-            meaning = "The driver can't step environments of this node."
-            yield _blocked(node, "port there", there, error, meaning)
+            meaning = "The driver cannot step environments of this node."
+            yield _blocked(node, "port there", there, _first_line(error), meaning)
         listener = Listener(here, key, lambda connection: None)
         try:
             wrong = self._ask(node, "connect", here, listener.port, key)
         except ray.exceptions.RayError as error:
-            wrong = f"{type(error).__name__}: {error}"
+            wrong = _first_line(error)
         finally:
             listener.close()
         if wrong:
-            meaning = "Ranks of learners can't connect from this node."
-            yield _blocked(node, "port back", back, OSError(wrong), meaning)
+            meaning = "Ranks of learners cannot connect from this node."
+            yield _blocked(node, "port back", back, wrong, meaning)
         else:
             yield Finding("ok", node.name, "port back", back)
 
@@ -149,7 +149,7 @@ class _Examination:
                 found = {"error": _first_line(error)}
             if "error" in found:
                 remedy = "Install on that node what the environment needs, or correct the environment."
-                meaning = f"{env_id} can't be made or stepped there."
+                meaning = f"{env_id} cannot be made or stepped there."
                 yield Finding("error", node.name, "environment", found["error"], meaning, remedy)
                 continue
             measured.append((node, found))
@@ -191,14 +191,14 @@ def _nodes() -> list[Node]:
 
 
 def _silent(node: Node, error: Exception) -> Finding:
-    meaning = "No worker can start there: the node is lost or overloaded, or its Python can't run Ray's workers."
+    meaning = "No worker can start there: the node is lost or overloaded, or its Python cannot run Ray's workers."
     remedy = "Look into the logs of Ray on that node (/tmp/ray/session_latest/logs), or stop Ray there."
     return Finding("error", node.name, "answer", _first_line(error), meaning, remedy)
 
 
-def _blocked(node: Node, check: str, way: str, error: Exception, meaning: str) -> Finding:
+def _blocked(node: Node, check: str, way: str, reason: str, meaning: str) -> Finding:
     remedy = "Open these ports between the nodes: a firewall may block them."
-    return Finding("error", node.name, check, f"{way}: {_first_line(error)}", meaning, remedy)
+    return Finding("error", node.name, check, f"{way}: {reason}", meaning, remedy)
 
 
 def _slow_nodes(measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Iterator[Finding]:

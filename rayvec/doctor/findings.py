@@ -76,7 +76,7 @@ def of_versions(facts: Mapping[str, Any], driver: Mapping[str, Any], name: str) 
     missing = [package for package in _NEEDED if theirs[package] is None]
     if missing:
         where = f"no {', no '.join(missing)}"
-        yield Finding("error", name, "versions", where, "Workers can't start there.", _INSTALL)
+        yield Finding("error", name, "versions", where, "Workers cannot start there.", _INSTALL)
     others = [package for package in ours if theirs[package] != ours[package] and package not in missing]
     if not others and not missing:
         same = "" if name == "driver" else "as the driver: "
@@ -102,17 +102,20 @@ def _is_fatal(package: str, ours: str | None, theirs: str | None) -> bool:
     return ours.split(".")[:parts] != theirs.split(".")[:parts]
 
 
-def of_node(facts: Mapping[str, Any], name: str, node: Node | None = None) -> Iterator[Finding]:
+def of_node(
+    facts: Mapping[str, Any], name: str, node: Node | None = None, driver_niceness: int = 0
+) -> Iterator[Finding]:
     """Yields what a node's cores, limits, memory and GPUs mean.
 
     Args:
         facts: What `read_facts` returned there.
         name: Its name in the report.
         node: The node as Ray sees it; None for this process.
+        driver_niceness: Of this process.
     """
     yield _cores(facts, name, node)
     if node is not None:
-        yield _niceness(facts, name)
+        yield _niceness(facts, name, driver_niceness)
     workers = max(1, node.cores) if node is not None else int(facts["cores"])
     yield _files(facts, name, workers)
     if node is not None:
@@ -138,9 +141,9 @@ def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
     return Finding("ok", name, "cores", found)
 
 
-def _niceness(facts: Mapping[str, Any], name: str) -> Finding:
+def _niceness(facts: Mapping[str, Any], name: str, of_driver: int) -> Finding:
     found = f"workers at nice {facts['niceness']}"
-    if facts["niceness"] <= 0:
+    if facts["niceness"] <= max(0, of_driver):
         return Finding("ok", name, "niceness", found)
     return Finding(
         "warning", name, "niceness", found, "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0."
@@ -161,7 +164,7 @@ def _files(facts: Mapping[str, Any], name: str, workers: int) -> Finding:
 
 
 def _shm(facts: Mapping[str, Any], name: str, store: int) -> Finding:
-    found = f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}, Ray's objects may take {_gib(store)}"
+    found = f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}, objects of Ray may take {_gib(store)}"
     remedy = "Enlarge it (docker run --shm-size, a memory volume in Kubernetes), or lower --object-store-memory."
     if facts["shm_free"] < _LEAST_SHM_BYTES:
         return Finding("error", name, "/dev/shm", found, "Chunks and weights have no room: a run fails.", remedy)
@@ -192,10 +195,10 @@ def _gpus(facts: Mapping[str, Any], name: str, node: Node | None) -> Iterator[Fi
     found = f"{facts['gpus']} on the machine, {cuda}" + (f", {claimed} in Ray" if node is not None else "")
     if claimed > facts["gpus"]:
         remedy = "Give the container its GPUs, or start Ray with --num-gpus=0."
-        yield Finding("error", name, "GPU", found, "Learners with learner_device='cuda' can't start there.", remedy)
+        yield Finding("error", name, "GPU", found, "Learners with learner_device='cuda' cannot start there.", remedy)
     elif facts["gpus"] and not facts["torch_cuda"]:
         remedy = "Install torch for CUDA, or leave learner_device='cpu'."
-        yield Finding("warning", name, "GPU", found, "Learners can't use the GPU.", remedy)
+        yield Finding("warning", name, "GPU", found, "Learners cannot use the GPU.", remedy)
     elif facts["gpus"] and node is not None and not claimed:
         remedy = "Start Ray with --num-gpus."
         yield Finding("warning", name, "GPU", found, "Ray gives no GPU to learners.", remedy)

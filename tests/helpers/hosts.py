@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -23,15 +24,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 240.0  # Ray starts in 5 s on a quiet machine
+DEADLINE_S = 180.0  # Ray starts in 5 s on a quiet machine
 _PREFIX = "10.77.0"
 _EPHEMERAL = (32768, 60999)
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 _PORT = 6379
-_ALIVE = """
-import json, ray
+_AWAIT_END = """
+import sys, time, ray
 ray.init("auto", log_to_driver=False, logging_level="ERROR")
-print(json.dumps([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]))
+while sys.argv[1] in [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]:
+    time.sleep(0.2)
+print("{}")
 """
 
 
@@ -46,8 +49,8 @@ def why_not() -> str:
     try:
         with Network(1) as network:
             network.hosts[0].run("true")
-    except (subprocess.CalledProcessError, RuntimeError) as error:
-        return f"needs network and process namespaces: {getattr(error, 'stderr', '') or error}".strip()
+    except RuntimeError as error:
+        return f"needs network and process namespaces: {error}".strip()
     return ""
 
 
@@ -71,7 +74,10 @@ class _Namespaces:
 
     def ip(self, *arguments: str) -> None:
         """Runs ``ip`` in the network of the namespaces."""
-        subprocess.run(["nsenter", "-t", self.pid, "-n", "ip", *arguments], check=True, capture_output=True, text=True)
+        command = ["nsenter", "-t", self.pid, "-n", "ip", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr}")
 
     def end(self) -> None:
         """Ends the first process, and with it all others and the namespaces."""
@@ -121,10 +127,15 @@ class Host:
         write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
         self.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
 
+    @property
+    def enter(self) -> list[str]:
+        """Words before a command that runs it on the host."""
+        return ["nsenter", "-t", self._space.pid, "-n", "-m", "-p", "-u"]
+
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on the host, as leader of its own group."""
         return subprocess.Popen(
-            ["nsenter", "-t", self._space.pid, "-n", "-m", "-p", "-u", *command],
+            [*self.enter, *command],
             env={**_environment(), **self.environment, **options.pop("environment", {})},
             text=True,
             start_new_session=True,
@@ -165,6 +176,7 @@ class Network:
     def __init__(self, num_hosts: int, environment: dict[str, str] | None = None) -> None:
         self.environment = environment or {}
         self.hosts: list[Host] = []
+        self._numbers = itertools.count()
         address = f"ip address add {_PREFIX}.254/24 dev switch"
         setup = f"ip link add switch type bridge && ip link set switch up && {address}"
         self._switch = _Namespaces("--net", setup=setup)
@@ -177,7 +189,7 @@ class Network:
 
     def add(self, **options: Any) -> Host:
         """Adds a host."""
-        self.hosts.append(Host(len(self.hosts), self._switch, self.environment, **options))
+        self.hosts.append(Host(next(self._numbers), self._switch, self.environment, **options))
         return self.hosts[-1]
 
     def close(self) -> None:
@@ -210,6 +222,8 @@ class Cluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ADDRESS": self.address,
             "RAY_worker_niceness": "0",
+            "RAY_health_check_period_ms": "1000",  # with these, Ray notices after 20 s that a node is gone
+            "RAY_health_check_timeout_ms": "3000",
         }
         for host in network.hosts:
             self.join(host)
@@ -250,16 +264,12 @@ class Cluster:
             "--disable-usage-stats",
         )
 
-    def alive(self) -> list[str]:
-        """Returns the addresses of the hosts that the head takes for alive."""
-        found: list[str] = self.head.python(_ALIVE)
-        return found
-
     def replace(self, host: Host) -> Host:
         """Replaces a host that a fault has broken by a new one, which joins the cluster."""
         host.end()
-        new = self.network.add()
         self.network.hosts.remove(host)
+        self.head.python(_AWAIT_END, host.address)  # else Ray would place something there
+        new = self.network.add()
         self.join(new)
         return new
 

@@ -14,6 +14,7 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
 
 import rayvec
+from rayvec.errors import NodeLostError
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 NUM_ENVS = 6
@@ -87,7 +88,7 @@ def go_on(mode: str) -> None:
         while True:
             try:
                 infos = env.step(np.zeros(NUM_ENVS, int))[-1]
-            except rayvec.NodeLostError as error:
+            except NodeLostError as error:
                 say(error=str(error))
                 return
             number += 1
@@ -103,7 +104,7 @@ def start() -> None:
         with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, on_node_loss="raise") as env:
             env.reset(seed=3)
             say(error=None)
-    except rayvec.NodeLostError as error:
+    except NodeLostError as error:
         say(error=str(error), seconds=time.monotonic() - began_s)
 
 
