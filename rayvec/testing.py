@@ -140,8 +140,8 @@ def counting_errors(chunks: Sequence[Chunk]) -> list[str]:
         following = np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
         ended = np.where(absent[..., None], before, after)
         fresh = np.stack([ended[..., 0], ended[..., 1] + 1, 0 * ended[..., 2], ended[..., 3]], -1)
-        later = chunks[number + 1].valid[0] if number + 1 < len(chunks) else np.asarray(chunk.valid.all(0))
-        waits = chunk.done & ~np.concatenate([chunk.valid[1:], later[None]])
+        later = chunks[number + 1].valid[:1] if number + 1 < len(chunks) else chunk.valid.min(0, keepdims=True)
+        waits = chunk.done & ~np.concatenate([chunk.valid[1:], later])
         begins = ((chunk.done & ~waits) | absent)[..., None]
         again = absent & (following == before).all(-1)
         check(again | (following == np.where(begins, fresh, after)).all(-1), "the next observation follows")

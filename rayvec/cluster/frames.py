@@ -357,5 +357,5 @@ def _check_columns(infos: Sequence[SubBatchInfo], env_ids: NDArray[np.int64]) ->
     for env_id, num_envs, columns in infos:
         if type(env_id) is not int or type(num_envs) is not int or type(columns) is not dict or num_envs < 1:
             raise ValueError(f"no infos of a native sub-batch: {env_id!r}"[:200])
-        if np.count_nonzero((env_ids >= env_id) & (env_ids < env_id + num_envs)) != num_envs:
+        if not np.any((env_ids >= env_id) & (env_ids < env_id + num_envs)):
             raise ValueError(f"infos of the environments {env_id} to {env_id + num_envs - 1}, which have not answered")

@@ -358,15 +358,15 @@ class NativePool(InProcessPool):
                 error = again
 
     def _remade(self, unit: int) -> SubBatch:
-        made, old = made(self._factory, unit), self._envs[unit]
-        if made.num_envs != old.num_envs:
+        again, old = made(self._factory, unit), self._envs[unit]
+        if again.num_envs != old.num_envs:
             raise EnvError(
                 "A native sub-batch that is restarted has as many environments as before.",
                 expected=old.num_envs,
-                got=made.num_envs,
+                got=again.num_envs,
                 remedy="Let the callable return the same vector environment every time.",
             )
-        return made
+        return again
 
     def _restart_seeds(self, unit: int) -> list[int | None] | None:
         """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
