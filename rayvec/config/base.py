@@ -69,6 +69,10 @@ class TrainConfig:
     env_id: str = "CartPole-v1"
     """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0"."""
 
+    native: str | None = None
+    """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
+    "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
+
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments for the environment's constructor."""
 

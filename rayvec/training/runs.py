@@ -22,6 +22,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [
@@ -78,10 +79,14 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         num_envs: How many of them, where a rank has a part; by default all.
         first_id: Global index of the first of these.
     """
+    num_envs = num_envs or config.num_envs
+    makes: Any = {"env": config.env_id, "num_envs": num_envs, "env_kwargs": config.env_kwargs}
+    if config.native is not None:
+        make = functools.partial(_function(config.native, "native"), **config.env_kwargs)
+        sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
+        makes = {"env": [functools.partial(make, size) for size in sizes], "num_envs": num_envs, "native": True}
     return RayVecEnv(
-        config.env_id,
-        num_envs or config.num_envs,
-        env_kwargs=config.env_kwargs,
+        **makes,
         wrappers=[_function(name) for name in config.wrappers],
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
@@ -109,7 +114,7 @@ def open_env(config: TrainConfig) -> Iterator[RayVecEnv]:
             raise
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str, setting: str = "wrappers") -> Callable[..., Any]:
     """Returns the function that "module:function" names; a worker that unpickles it imports the module."""
     module, _, attribute = name.partition(":")
     try:
@@ -120,10 +125,14 @@ def _function(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         problem = str(error)
     raise ConfigError(
-        "wrappers names functions that take an environment and return one.",
+        "wrappers names functions that take an environment and return one."
+        if setting == "wrappers"
+        else "native names a function that takes a number of environments and returns a gymnasium.vector.VectorEnv.",
         expected="module:function, which can be imported",
         got=f"{name!r} ({problem})",
-        remedy='Correct the name, for example "gymnasium.wrappers:FlattenObservation".',
+        remedy='Correct the name, for example "gymnasium.wrappers:FlattenObservation".'
+        if setting == "wrappers"
+        else 'Correct the name, for example "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv".',
     )
 
 
