@@ -122,21 +122,29 @@ class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
 
 
 def counting_errors(chunks: Sequence[Chunk]) -> list[str]:
-    """Returns the errors in consecutive chunks of :class:`CountingEnv`; an empty list if there are none."""
+    """Returns the errors in consecutive chunks of :class:`CountingEnv`; an empty list if there are none.
+
+    Steps that are not `valid` are none: native sub-batches may need one to reset environments.
+    """
     errors: list[str] = []
 
     def check(right: NDArray[np.bool_], rule: str) -> None:
         errors.extend(f"{rule}: chunk {number}, place {place.tolist()}" for place in np.argwhere(~right))
 
     for number, chunk in enumerate(chunks):
-        before, after = chunk.obs, chunk.next_obs()
-        check((after[..., :2] == before[..., :2]).all(-1), "a transition stays in its episode")
-        check((after[..., 2:] == before[..., 2:] + 1).all(-1), "a transition is one step")
-        check(chunk.rew == after[..., 3], "the reward is that of the transition")
+        before, after, absent = chunk.obs, chunk.next_obs(), ~chunk.valid
+        check(absent | (after[..., :2] == before[..., :2]).all(-1), "a transition stays in its episode")
+        check(absent | (after[..., 2:] == before[..., 2:] + 1).all(-1), "a transition is one step")
+        check(absent | (chunk.rew == after[..., 3]), "the reward is that of the transition")
+        check(~(absent & chunk.done), "a step that is none ends no episode")
         following = np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
-        fresh = np.stack([after[..., 0], after[..., 1] + 1, 0 * after[..., 2], after[..., 3]], -1)
-        done = chunk.done[..., None]
-        check((following == np.where(done, fresh, after)).all(-1), "the next observation follows")
+        ended: Any = np.where(absent[..., None], before, after)
+        fresh = np.stack([ended[..., 0], ended[..., 1] + 1, 0 * ended[..., 2], ended[..., 3]], -1)
+        later = [chunks[number + 1].valid[:1]] if number + 1 < len(chunks) else [chunk.valid.min(0, keepdims=True)]
+        waits = chunk.done & ~np.concatenate([chunk.valid[1:], *later])
+        begins = ((chunk.done & ~waits) | absent)[..., None]
+        again = absent & (following == before).all(-1)
+        check(again | (following == np.where(begins, fresh, after)).all(-1), "the next observation follows")
         if number:
             check((chunk.obs[0] == chunks[number - 1].last_obs).all(-1), "a chunk begins where the last one ended")
     return errors

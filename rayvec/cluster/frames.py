@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.cluster import codec
-from rayvec.data import RawInfo, StepBatch, Tree, tree_leaves
+from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
 from rayvec.node.wire import travels
 from rayvec.pools.base import Autoreset
 from rayvec.pools.memory import ArrayLayout, Field
@@ -318,8 +318,14 @@ class FrameFormat:
         if form != _Form.INFOS:
             raise ValueError(f"an answer of the form {form}")
         assert answer.batch is not None
-        infos = tuple(RawInfo(*fields) for fields in codec.decode(frame[at:]))
-        self._check_infos(infos, set((first_id + answer.env_ids).tolist()))
+        fields_of = codec.decode(frame[at:])
+        infos: tuple[Any, ...]
+        if fields_of and len(fields_of[0]) == len(SubBatchInfo._fields):
+            infos = tuple(SubBatchInfo(*fields) for fields in fields_of)
+            _check_columns(infos, first_id + answer.env_ids)
+        else:
+            infos = tuple(RawInfo(*fields) for fields in fields_of)
+            self._check_infos(infos, set((first_id + answer.env_ids).tolist()))
         return Answer(answer.env_ids, replace(answer.batch, info=infos))
 
     def _check_infos(self, infos: Sequence[RawInfo], env_ids: set[int]) -> None:
@@ -344,3 +350,12 @@ class FrameFormat:
         leaves = [np.asarray(leaf) for leaf in self._action_layout.flatten(actions)]
         fit = all(map(travels, leaves, [shape for _, shape in self._action_layout.leaves]))
         return leaves if fit and all(len(leaf) == count for leaf in leaves) else None
+
+
+def _check_columns(infos: Sequence[SubBatchInfo], env_ids: NDArray[np.int64]) -> None:
+    """Raises an error if infos of native sub-batches belong to other environments, or hold no dicts."""
+    for env_id, num_envs, columns in infos:
+        if type(env_id) is not int or type(num_envs) is not int or type(columns) is not dict or num_envs < 1:
+            raise ValueError(f"no infos of a native sub-batch: {env_id!r}"[:200])
+        if not np.any((env_ids >= env_id) & (env_ids < env_id + num_envs)):
+            raise ValueError(f"infos of the environments {env_id} to {env_id + num_envs - 1}, which have not answered")

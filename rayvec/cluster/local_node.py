@@ -73,7 +73,7 @@ class LocalNode:
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
         """See :class:`Node`."""
-        self._running.allocate(observation, action, state)
+        self._running.allocate(observation, action, state, self.slice.env_range.start)
         pool = self._running
         self.send, self.reset = pool.send, pool.reset
         self.begin_episodes, self.observe = pool.begin_episodes, pool.observe

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayvec.data import RawInfo, StepBatch, Tree
+from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree
 from rayvec.pools.memory import index_tree
 from rayvec.pools.plan import Plan
 from rayvec.pools.restarts import LastAnswers
@@ -59,4 +59,6 @@ def _join_infos(plan: Plan, batches: Sequence[StepBatch]) -> tuple[RawInfo, ...]
     if not any([batch.info for batch in batches]):
         return ()
     infos = {info.env_id: info for batch in batches for info in batch.info}
+    if any(isinstance(info, SubBatchInfo) for info in infos.values()):
+        return tuple(infos[env_id] for env_id in sorted(infos))
     return tuple(infos[env_id] for env_id in plan.ids.tolist() if env_id in infos)

@@ -67,10 +67,12 @@ class NodeActor:
         return self._guard(begin)  # type: ignore[no-any-return]
 
     def allocate(
-        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None
+        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None, first_id: int | None = None
     ) -> RemoteFailure | None:
         """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
-        return self._guard(lambda: self._running.allocate(observation, action, state))  # type: ignore[no-any-return]
+        return self._guard(  # type: ignore[no-any-return]
+            lambda: self._running.allocate(observation, action, state, first_id)
+        )
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -80,7 +81,6 @@ class RayPool(PartedPool):
         loose: bool = False,
         session: RaySession | None = None,
     ) -> None:
-        super().__init__([node_slice.env_range.start for node_slice in topology.nodes], topology.num_envs)
         self._session: RaySession | None = None  # a pool that does not start leaves the session to its opener
         self.topology = topology
         self._factory = factory
@@ -91,7 +91,6 @@ class RayPool(PartedPool):
         self._nodes: list[Member] = []
         self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: dict[int, int] = {}
-        self._losses = np.zeros(self.num_envs, np.int64)
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
         try:
@@ -100,13 +99,28 @@ class RayPool(PartedPool):
             for member in self._nodes:
                 member.node.wait_until_placed(_PLACE_S)
             starting = [member.node.start(factory) for member in self._nodes]
-            spaces = [wait(None) for wait in starting]
+            spaces: list[PoolSpaces] = [wait(None) for wait in starting]
+            sizes = [found.num_envs or len(each.env_range) for found, each in zip(spaces, topology.nodes, strict=True)]
+            self.spaces = PoolSpaces.join(list(zip(sizes, spaces, strict=True)))
         except BaseException:
             self.close()
             raise
         self._session = session
-        sizes = [len(node_slice.env_range) for node_slice in topology.nodes]
-        self.spaces = PoolSpaces.join(list(zip(sizes, spaces, strict=True)))
+        self.native_mode = self.spaces.native_mode
+        self._slices = list(topology.nodes)  # those of native environments count sub-batches
+        for member in self._nodes:
+            member.node.slice = self._in_envs(member.node.slice)
+        self.topology = Topology(tuple(member.node.slice for member in self._nodes))
+        starts = [node_slice.env_range.start for node_slice in self.topology.nodes]
+        super().__init__(starts, self.topology.num_envs, self.spaces.unit_bounds)
+        self._losses = np.zeros(self.num_envs, np.int64)
+
+    def _in_envs(self, node_slice: NodeSlice) -> NodeSlice:
+        """Returns a node's slice, counted in environments."""
+        bounds = self.spaces.unit_bounds
+        if bounds is None:
+            return node_slice
+        return replace(node_slice, worker_bounds=tuple(bounds[list(node_slice.worker_bounds)].tolist()))
 
     def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
         """Claims the cores of a node; its workers are started by ``start``."""
@@ -134,6 +148,7 @@ class RayPool(PartedPool):
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._plans.of(env_ids).check_whole()
         resets = autoreset == Autoreset.SAME_STEP
         self._start(env_ids, lambda node, part: node.send(part.rows, part.take(actions), autoreset), resets)
 
@@ -294,7 +309,7 @@ class RayPool(PartedPool):
                 raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
             excluded.add(member.node.slice.node_id)
             try:
-                self._start_elsewhere(number, place_again(member.node.slice, excluded, error), error)
+                self._start_elsewhere(number, place_again(self._slices[number], excluded, error), error)
                 for part, request in member.pending:
                     request(member.node, part)
                 member.node.flush()
@@ -317,12 +332,27 @@ class RayPool(PartedPool):
         )
         node = member.node = self._open(node_slice)
         node.wait_until_placed(_PLACE_S)
-        node.start(self._factory)(None)
+        found = node.start(self._factory)(None)
+        self._check_sizes(node_slice, found)
+        self._slices[number], node_slice = node_slice, self._in_envs(node_slice)
+        node.slice = node_slice
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
         state = NodeState(obs, seeds, RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows))
         node.allocate(*self._spaces, state)(None)
         self.topology = Topology((*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :]))
         self.acting.install(node)
+
+    def _check_sizes(self, node_slice: NodeSlice, found: PoolSpaces) -> None:
+        """Raises ``ConfigError`` if native sub-batches of a node that is started again have another size."""
+        units = node_slice.env_range
+        expected = self.spaces.sub_batches[units.start : units.stop]
+        if found.sub_batches != expected:
+            raise ConfigError(
+                "A native sub-batch that is restarted has as many environments as before.",
+                expected=list(expected),
+                got=list(found.sub_batches),
+                remedy="Let each callable return the same vector environment every time.",
+            )
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of what started the workers and ends with them, and of the workers.

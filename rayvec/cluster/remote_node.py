@@ -21,7 +21,7 @@ from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.stream import FrameSocket, connect
-from rayvec.data import NodeSlice, RawInfo, StepBatch, Tree, tree_map
+from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
@@ -117,7 +117,7 @@ class RemoteNode:
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
         """See :class:`Node`; the returned wait connects the stream."""
         key = secrets.token_bytes(32)
-        allocating = self._start("allocate", observation, action, state)
+        allocating = self._start("allocate", observation, action, state, self.slice.env_range.start)
         listening = self._start("listen", key)
 
         def connect_stream(timeout_s: float | None) -> None:
@@ -336,8 +336,10 @@ class RemoteNode:
             raise ValueError("an answer of environments that were not requested")
         self._asked_ids -= found
 
-    def _log_restart(self, info: RawInfo) -> None:
-        if RESTARTED in info.info or RESTARTED in (info.final_info or ()):
+    def _log_restart(self, info: RawInfo | SubBatchInfo) -> None:
+        columns = info.columns if isinstance(info, SubBatchInfo) else info.info
+        final_info = columns.get("final_info") if isinstance(info, SubBatchInfo) else info.final_info
+        if RESTARTED in columns or (isinstance(final_info, dict) and RESTARTED in final_info):
             worker = int(np.searchsorted(self.slice.worker_bounds, info.env_id, side="right")) - 1
             name, seed = self.slice.name, self._seeds.get(info.env_id - self.slice.env_range.start)
             logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, info.env_id, seed)

@@ -88,6 +88,10 @@ class TrainConfig(metaclass=PresetMeta):
     """Settings tuned to a kind of environment, in place of the defaults; what you set yourself counts first. "auto":
     by env_id, where a preset is known for it."""
 
+    native: str | None = None
+    """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
+    "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
+
     env_kwargs: dict[str, Scalar] = field(default_factory=dict)
     """Keyword arguments for the environment's constructor, or for the function that makes it."""
 

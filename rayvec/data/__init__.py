@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.columns import SubBatchInfo
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
 from rayvec.data.summary import BadObs, ChunkSummary, Rollout, RolloutTimes
@@ -31,6 +32,7 @@ __all__ = [
     "Rollout",
     "RolloutTimes",
     "StepBatch",
+    "SubBatchInfo",
     "Topology",
     "Tree",
     "as_slice",

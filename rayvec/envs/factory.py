@@ -102,11 +102,13 @@ class EnvFactory:
         env_fns: One callable for each environment, in the order of their global indices.
         spec: The spec that all environments were made from, or None.
         registered: Specs to register in the worker where they are unknown.
+        native: Whether each callable makes a vector environment, a native sub-batch.
     """
 
     env_fns: tuple[EnvFn, ...]
     spec: EnvSpec | None = None
     registered: tuple[EnvSpec, ...] = ()
+    native: bool = False
 
     @classmethod
     def build(
@@ -115,6 +117,8 @@ class EnvFactory:
         num_envs: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Wrapper] = (),
+        *,
+        native: bool = False,
     ) -> EnvFactory:
         """Builds a factory from what a user passes for `env`.
 
@@ -124,32 +128,40 @@ class EnvFactory:
             num_envs: How many; with a list it may be left out, with one class or function it may not.
             env_kwargs: Passed to ``gymnasium.make``, or to the class or function; not allowed with a list.
             wrappers: Applied to each environment in order.
+            native: Whether each callable makes a vector environment. Their number is known when they are made.
 
         Raises:
             EnvIdError: No environment of that id is registered.
             ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
+        if native and isinstance(env, str | EnvSpec):
+            raise ConfigError(
+                "native=True takes callables that make vector environments.",
+                expected="a list of callables",
+                got=repr(env),
+                remedy='Pass [make_vector_env] * 4, or use rayvec.make_vec(vectorization_mode="vector_entry_point").',
+            )
         spec: EnvSpec | None
-        if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None):
+        if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
             make: EnvFn = partial(gymnasium.make, spec) if spec else _Made(made_by)  # type: ignore[arg-type]
             env_fns: tuple[EnvFn, ...] = (partial(make, **env_kwargs) if env_kwargs else make,) * count
         else:
-            spec, env_fns = None, _checked_env_fns(env, num_envs, env_kwargs)
+            spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
         if wrappers:
             env_fns = tuple(_Wrapped(env_fn, tuple(wrappers)) for env_fn in env_fns)
-        return cls(env_fns, spec, registered_specs())
+        return cls(env_fns, spec, registered_specs(), native)
 
     @property
     def num_envs(self) -> int:
-        """How many environments there are in all."""
+        """How many environments there are in all; where they are native, how many sub-batches."""
         return len(self.env_fns)
 
     def part(self, env_ids: range) -> EnvFactory:
         """Returns a factory of only these environments, for one node or worker."""
-        return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered)
+        return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered, self.native)
 
     def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
         """Returns a pickled factory for the environments between each two consecutive bounds."""

@@ -23,8 +23,11 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.pools.base import NO_RESTARTS, Acting, Autoreset, Cut, PoolSpaces, RestartPolicy
+from rayvec.pools.in_process import EnvsFailed
+from rayvec.pools.make import make_pool
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.serial import EnvsFailed, SerialPool
+from rayvec.pools.native import NativePool
+from rayvec.pools.serial import SerialPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
 __all__ = ["LocalPool"]
@@ -56,14 +59,15 @@ class LocalPool:
     steps_here = True
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
-        self.num_envs = factory.num_envs
         self.first_id = first_id
-        self.topology = Topology.of_driver((0, self.num_envs))
         self.acting = LocalActing()
         try:
-            self._pool = SerialPool(factory, first_id, _WHERE, restart_policy)
+            self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
+        self.num_envs = self._pool.num_envs
+        self.native_mode = self._pool.native_mode
+        self.topology = Topology.of_driver((0, self.num_envs))
 
     @property
     def spaces(self) -> PoolSpaces:
@@ -237,7 +241,7 @@ class LocalActing(Acting):
         held = self._policies[key]
         self._pending.append(_PendingChunk(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
-    def finish(self, pool: SerialPool, cut: Cut | None = None) -> Rollout:
+    def finish(self, pool: SerialPool | NativePool, cut: Cut | None = None) -> Rollout:
         """Executes the oldest pending chunk and returns it."""
         request, stopwatch = self._pending.pop(0), Stopwatch()
         held = request.held

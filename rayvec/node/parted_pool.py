@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import StepBatch
 from rayvec.node.pipe import LOOK_S, readable
-from rayvec.pools.base import NotReady, deadline_in, seconds_until
+from rayvec.pools.base import Autoreset, NotReady, deadline_in, seconds_until
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Plan, Plans
 
@@ -24,15 +24,17 @@ class PartedPool:
     Args:
         starts: Index of the first environment of each owner, ascending.
         num_envs: The number of environments N.
+        unit_bounds: Bounds of native sub-batches, or None.
     """
 
     steps_here = False
+    native_mode: Autoreset | None = None
 
-    def __init__(self, starts: Sequence[int], num_envs: int) -> None:
+    def __init__(self, starts: Sequence[int], num_envs: int, unit_bounds: NDArray[np.int64] | None = None) -> None:
         self.num_envs = num_envs
         self.layout: ArrayLayout | None = None
         self.action_layout: ArrayLayout | None = None
-        self._plans = Plans(np.array(starts))
+        self._plans = Plans(np.array(starts), unit_bounds)
         self._pending = np.zeros(num_envs, bool)
 
     @property

@@ -71,8 +71,10 @@ class ProcessPool(PartedPool):
         server_lost: Callable[[Exception], Exception] | None = None,
     ) -> None:
         self._workers = Workers(factories, worker_bounds, node, preload, restart_policy)
-        super().__init__(self._workers.bounds[:-1], self._workers.bounds[-1])
-        self.spaces: PoolSpaces = self._workers.spaces
+        spaces: PoolSpaces = self._workers.spaces
+        super().__init__(self._workers.bounds[:-1], self._workers.bounds[-1], spaces.unit_bounds)
+        self.spaces = spaces
+        self.native_mode = spaces.native_mode
         self.first_id = self._workers.first_id
         self.topology = Topology.of_driver(self._workers.bounds)
         self._server_lost = server_lost
@@ -107,15 +109,24 @@ class ProcessPool(PartedPool):
         pool.allocate(pool.spaces.observation, pool.spaces.action)
         return pool
 
-    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> None:
+    def allocate(
+        self,
+        observation: Space[Any],
+        action: Space[Any],
+        state: NodeState | None = None,
+        first_id: int | None = None,
+    ) -> None:
         """Allocates the shared memory for these spaces and sends it to the workers.
 
         Args:
             observation: Observation space of one environment.
             action: Action space of one environment.
             state: State of the lost node that this node replaces, if any.
+            first_id: Global index of the first environment, where it was not known before.
         """
         workers = self._workers
+        if first_id is not None:
+            self.first_id = workers.first_id = self._reports.first_id = first_id
         try:
             block = self._block = workers.allocate(observation, action, state)
         except BaseException:
@@ -142,17 +153,21 @@ class ProcessPool(PartedPool):
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plans.of(env_ids)
+        plan.check_whole()
         codes = self._write_actions(plan, actions)
         resets = autoreset == Autoreset.SAME_STEP
         if codes is not None:
             self._start(plan, resets, lambda link, part: link.post_step(part, autoreset, codes))
             return
-        objects = split_actions(actions, len(env_ids))
+        objects: Any = None if self.spaces.sub_batches else split_actions(actions, len(env_ids))
         self._start(
             plan,
             resets,
             lambda link, part: link.post(
-                Op.STEP_OBJECTS, part.rows, autoreset=autoreset, payload=[objects[i] for i in part.places]
+                Op.STEP_OBJECTS,
+                part.units,
+                autoreset=autoreset,
+                payload=part.take(actions) if objects is None else [objects[i] for i in part.places],
             ),
         )
 
@@ -164,17 +179,17 @@ class ProcessPool(PartedPool):
             self._plans.of(env_ids),
             True,
             lambda link, part: link.post(
-                Op.RESET, part.rows, payload=([seeds[i] for i in part.places.tolist()], options)
+                Op.RESET, part.units, payload=(part.rows.tolist(), [seeds[i] for i in part.places.tolist()], options)
             ),
         )
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(self._plans.of(env_ids), True, lambda link, part: link.post(Op.BEGIN, part.rows))
+        self._start(self._plans.of(env_ids), True, lambda link, part: link.post(Op.BEGIN, part.units))
 
     def observe(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(self._plans.of(env_ids), None, lambda link, part: link.post(Op.OBSERVE, part.rows))
+        self._start(self._plans.of(env_ids), None, lambda link, part: link.post(Op.OBSERVE, part.units))
 
     def _start(self, plan: Plan, resets: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
         """Posts a command to each worker of the plan.
@@ -388,7 +403,16 @@ class ProcessPool(PartedPool):
         infos = self._reports.infos
         if not infos:
             return ()
+        if self.spaces.sub_batches:
+            return tuple(infos.pop(env_id) for env_id in self._first_ids(plan) if env_id in infos)
         return tuple(infos.pop(env_id) for env_id in (self.first_id + plan.ids).tolist() if env_id in infos)
+
+    def _first_ids(self, plan: Plan) -> list[int]:
+        """Returns the global index of the first environment of each native sub-batch in a plan."""
+        bounds = self.spaces.unit_bounds
+        assert bounds is not None
+        units = np.unique(np.searchsorted(bounds, plan.ids, side="right") - 1)
+        return [self.first_id + start for start in bounds[units].tolist()]
 
     def _objects(self, plan: Plan) -> NDArray[Any]:
         objects = np.full(len(plan.ids), None, dtype=object)

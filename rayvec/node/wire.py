@@ -76,11 +76,13 @@ class BlockShape:
         observation: Observation space of one environment.
         action: Action space of one environment.
         worker_bounds: Local indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
+        sub_batches: Number of environments of each native sub-batch. Empty for ordinary environments.
     """
 
     observation: Space[Any]
     action: Space[Any]
     worker_bounds: tuple[int, ...]
+    sub_batches: tuple[int, ...] = ()
 
     @property
     def num_workers(self) -> int:
@@ -92,6 +94,14 @@ class BlockShape:
         """The number of environments on the node."""
         return self.worker_bounds[-1]
 
+    @property
+    def most_units(self) -> int:
+        """The most environments, or native sub-batches, that one worker holds: a command names each of them."""
+        bounds = np.array(self.worker_bounds)
+        if self.sub_batches:
+            bounds = np.searchsorted(np.cumsum([0, *self.sub_batches]), bounds)
+        return int(np.diff(bounds).max())
+
 
 class Setup(NamedTuple):
     """The message that sets up a worker once the pool knows the spaces of all environments.
@@ -102,11 +112,13 @@ class Setup(NamedTuple):
         shape: Parameters of the block.
         first_command: Number of the worker's first command. A previous worker completed the commands before it.
         num_policies: Number of policies that follow, one message each.
+        first_id: Global index of the node's first environment.
     """
 
     shape: BlockShape
     first_command: int = 0
     num_policies: int = 0
+    first_id: int = 0
 
 
 class WeightsRef(NamedTuple):
@@ -169,11 +181,10 @@ class NodeBlock:
 
     def __init__(self, shape: BlockShape, fds: tuple[int, int] | None = None) -> None:
         n, workers = shape.num_envs, shape.num_workers
-        bounds = shape.worker_bounds
         self.shape = shape
         self.layout = ArrayLayout.of(shape.observation)
         self.action_layout = ArrayLayout.of(shape.action)
-        largest = max(bounds[k + 1] - bounds[k] for k in range(workers))
+        largest = shape.most_units
         num_leaves = len(self.action_layout.leaves) if self.action_layout else 0
         self.depth = largest + 2
         self.first_id_at = DTYPES + num_leaves

@@ -12,22 +12,24 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rayvec.data import RawInfo
+from rayvec.data import RawInfo, SubBatchInfo
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.pools.base import MOST_CHUNKS, Autoreset, RestartPolicy
+from rayvec.pools.in_process import EnvsFailed
+from rayvec.pools.make import make_pool
 from rayvec.pools.memory import split_actions
-from rayvec.pools.serial import EnvsFailed, SerialPool
+from rayvec.pools.native import NativePool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
 __all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]
@@ -107,7 +109,7 @@ class Worker:
             if spec.replacement:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
-            self.pool = SerialPool(factory, spec.first_id, self._where, spec.restart_policy)
+            self.pool = make_pool(factory, spec.first_id, self._where, spec.restart_policy)
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])
             raise EOFError from failed
@@ -140,6 +142,7 @@ class Worker:
         """Serves commands until the owner closes the worker or its end of the pipe."""
         block, index = self._block, self._spec.index
         rows = slice(block.shape.worker_bounds[index], block.shape.worker_bounds[index + 1])
+        self.pool.first_id = self._setup.first_id + rows.start
         self.pool.attach(block.layout, block.results(rows))
         self._action_layout = block.action_layout
         self._actions = block.actions(rows)
@@ -175,7 +178,7 @@ class Worker:
             return self._call(name, args)
         rows = command[self._first_id_at : self._first_id_at + command[COUNT]]
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
-        infos: Sequence[RawInfo] = ()
+        infos: Sequence[RawInfo | SubBatchInfo] = ()
         try:
             infos = self._act(command, rows)
         except EnvsFailed as failed:
@@ -186,7 +189,7 @@ class Worker:
         notes, self.pool.notes = tuple(self.pool.notes), []
         return Reply(tuple(infos), failures, objects, notes)
 
-    def _act(self, command: list[int], rows: list[int]) -> list[RawInfo]:
+    def _act(self, command: list[int], rows: list[int]) -> Sequence[RawInfo | SubBatchInfo]:
         """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
         if op == Op.STEP:
@@ -198,7 +201,7 @@ class Worker:
             return pool.begin_rows(rows)
         payload = self._hear()
         if op == Op.RESET:
-            return pool.reset_rows(rows, *payload)
+            return pool.reset_rows(*payload)
         return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
 
     def _send(self, reply: Reply) -> None:
@@ -221,13 +224,16 @@ class Worker:
         except Exception as error:
             return Reply(failures=((-1, RemoteFailure.capture(error, self._where)),))
 
-    def _read_actions(self, rows: list[int], dtypes: list[int]) -> Iterable[Any]:
+    def _read_actions(self, rows: list[int], dtypes: list[int]) -> Any:
         """Copies actions out of the block, because environments may keep a reference to them."""
         assert self._action_layout is not None
-        index: Any = slice(None) if rows == self._all_rows else rows
+        if isinstance(self.pool, NativePool):
+            index: Any = self.pool.rows_of_units(rows)
+        else:
+            index = slice(None) if rows == self._all_rows else rows
         leaves = [leaf.view(chr(code))[index].copy() for leaf, code in zip(self._actions, dtypes, strict=True)]
-        actions: Iterable[Any] = split_actions(self._action_layout.tree(leaves), len(rows))
-        return actions
+        actions: Any = self._action_layout.tree(leaves)
+        return actions if isinstance(self.pool, NativePool) else split_actions(actions, len(rows))
 
     def _objects(self, rows: Sequence[int]) -> tuple[Any, ...] | None:
         """Returns the observations of `rows` if they are objects, which the block can't hold. Otherwise None."""

@@ -141,8 +141,8 @@ class WorkerLink:
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:
-            head = [Op.STEP, autoreset, len(part.rows), *dtypes]
-            command = part.commands[key] = np.array([*head, *part.rows.tolist()], np.int64)
+            head = [Op.STEP, autoreset, len(part.units), *dtypes]
+            command = part.commands[key] = np.array([*head, *part.units.tolist()], np.int64)
         self._ring[self.num_posted % self._depth][: len(command)] = command
         return self._post(_STEP)
 

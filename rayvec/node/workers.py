@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from gymnasium import Space
@@ -118,8 +119,10 @@ class Workers:
                 self.processes.append(self._start(spec))
             deadline = time.monotonic() + restart_policy.start_timeout_s
             sizes = [self.bounds[k + 1] - self.bounds[k] for k in range(len(self._specs))]
-            reports = [(size, self._hear(k, PoolSpaces, deadline)) for k, size in enumerate(sizes)]
-            self.spaces = PoolSpaces.join(reports)
+            reports = [self._hear(k, PoolSpaces, deadline) for k in range(len(sizes))]
+            sizes = [report.num_envs or size for report, size in zip(reports, sizes, strict=True)]
+            self.spaces = PoolSpaces.join(list(zip(sizes, reports, strict=True)))
+            self.bounds = tuple(accumulate(sizes, initial=0))  # until now, they counted native sub-batches
         except BaseException:
             self.close(0.0)
             raise
@@ -188,13 +191,13 @@ class Workers:
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> NodeBlock:
         """Allocates the block for these spaces, restores `state` into it, and sends it to every worker."""
-        block = self._block = NodeBlock(BlockShape(observation, action, self.bounds))
+        block = self._block = NodeBlock(BlockShape(observation, action, self.bounds, self.spaces.sub_batches))
         if state is not None:
             state.restore(block.results(slice(None)))
         self.memories = [ChunkMemory() for _ in self.processes]
         try:
             for k in range(len(self.processes)):
-                self._set_up(k, Setup(block.shape))
+                self._set_up(k, Setup(block.shape, first_id=self.first_id))
             deadline = time.monotonic() + self.restart_policy.start_timeout_s
             for k in range(len(self.processes)):
                 self._hear(k, int, deadline)
@@ -222,7 +225,7 @@ class Workers:
             self._block.forget(index)
             process = self.processes[index] = self._start(replace(self._specs[index], replacement=True))
             self._block.arrays["pid"][index] = -process.pid
-            self._set_up(index, Setup(self._block.shape, first_command, len(policies)))
+            self._set_up(index, Setup(self._block.shape, first_command, len(policies), self.first_id))
             for key, policy, fd in policies:
                 process.pipe.send(dumps((key, policy)), [fd])
             return process

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree
@@ -117,6 +118,7 @@ class PoolSpaces:
         render_mode: Render mode of the first environment.
         observations: The observation space of each environment, in order. Empty if all are equal.
         actions_differ: Index of the first environment whose action space differs from `action`, or None.
+        sub_batches: Number of environments of each native sub-batch, in order. Empty for ordinary environments.
     """
 
     observation: Space[Any]
@@ -125,11 +127,29 @@ class PoolSpaces:
     render_mode: str | None = None
     observations: tuple[Space[Any], ...] = ()
     actions_differ: int | None = None
+    sub_batches: tuple[int, ...] = ()
+
+    @property
+    def num_envs(self) -> int | None:
+        """How many environments there are, if they are native."""
+        return sum(self.sub_batches) or None
+
+    @property
+    def unit_bounds(self) -> NDArray[np.int64] | None:
+        """Bounds of the native sub-batches, ``int64 [sub-batches + 1]``, or None."""
+        return np.cumsum([0, *self.sub_batches]) if self.sub_batches else None
+
+    @property
+    def native_mode(self) -> Autoreset | None:
+        """The autoreset mode of native sub-batches, or None."""
+        return Autoreset[self.metadata["autoreset_mode"].name] if self.sub_batches else None
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
         """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
         first = parts[0][1]
+        for _, part in parts:
+            _check_modes(first, part)
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
         differ, start = None, 0
         for count, part in parts:
@@ -146,7 +166,29 @@ class PoolSpaces:
             first.render_mode,
             () if same else tuple(every),
             differ,
+            tuple(size for _, part in parts for size in part.sub_batches),
         )
+
+    def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
+        """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.
+
+        Raises:
+            ConfigError: They have another.
+        """
+        if self.sub_batches and num_envs not in (None, self.num_envs):
+            raise ConfigError(
+                "With native=True, num_envs is the number of environments of all sub-batches together.",
+                expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
+                got=num_envs,
+                remedy="Leave num_envs out.",
+            )
+        if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
+            raise ConfigError(
+                "Native sub-batches reset environments themselves, whose episode has ended.",
+                expected=f"autoreset_mode={self.metadata['autoreset_mode']}, or no autoreset_mode",
+                got=mode,
+                remedy="Leave autoreset_mode out, or make the sub-batches with another.",
+            )
 
     def misfit(self, space: Space[Any]) -> int | None:
         """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
@@ -154,6 +196,17 @@ class PoolSpaces:
             if not is_space_dtype_shape_equiv(candidate, space):
                 return index
         return None
+
+
+def _check_modes(first: PoolSpaces, other: PoolSpaces) -> None:
+    modes = [spaces.metadata.get("autoreset_mode") for spaces in (first, other) if spaces.sub_batches]
+    if len(set(modes)) > 1:
+        raise ConfigError(
+            "All native sub-batches reset their environments at the same time.",
+            expected=f"the mode of the first sub-batch, {modes[0]}",
+            got=modes[1],
+            remedy="Make them with one autoreset_mode.",
+        )
 
 
 class NotReady(TimeoutError):
@@ -183,6 +236,8 @@ class EnvPool(Protocol):
     num_envs: int
     first_id: int
     """Global index of the first environment, by which infos, chunks, noise and errors go."""
+    native_mode: Autoreset | None
+    """The autoreset mode of native sub-batches; None for ordinary environments."""
 
     @property
     def layout(self) -> ArrayLayout | None:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Tree, as_slice, tree_map
+from rayvec.errors import ConfigError
 
-__all__ = ["Part", "Plan", "Plans"]
+__all__ = ["Part", "Plan", "Plans", "not_whole", "whole_units"]
 
 _MOST_PLANS = 4096
 
@@ -27,6 +28,9 @@ class Part:
         places: Positions of these environments in the set, ``int64 [k]``.
         select: The same as `places`, as a slice if they are consecutive.
         of_all: Ids of these environments in the whole pool, as a slice if they are consecutive.
+        units: What names these environments in commands, ``int64 [u]``: `rows`, or the owner's own indices of native
+            sub-batches.
+        whole: Whether the part holds all environments of each native sub-batch.
         number: Used by the pool: number of the last command posted for this part.
         commands: Used by the link to the owner: cache of encoded commands for this part.
     """
@@ -37,6 +41,8 @@ class Part:
     places: NDArray[np.int64]
     select: Any
     of_all: Any
+    units: NDArray[np.int64]
+    whole: bool = True
     number: int = -1
     commands: dict[Any, NDArray[np.int64]] = field(default_factory=dict)
 
@@ -44,7 +50,7 @@ class Part:
         """Returns the part without the environments of another part."""
         left = ~np.isin(self.rows, other.rows)
         places, rows = self.places[left], self.rows[left]
-        return Part(self.owner, self.start, rows, places, as_slice(places), as_slice(self.start + rows))
+        return Part(self.owner, self.start, rows, places, as_slice(places), as_slice(self.start + rows), rows)
 
     def take(self, actions: Tree) -> Tree:
         """Returns this part's actions from a batch, or from a list of objects."""
@@ -73,6 +79,11 @@ class Plan:
     parts: list[Part]
     turn: int = -1
 
+    def check_whole(self) -> None:
+        """Raises ``ConfigError`` if some environments of a native sub-batch are missing."""
+        if not all([part.whole for part in self.parts]):
+            raise not_whole(len(self.ids))
+
     def in_order(self, of_parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns values, given part by part, in the order of the ids."""
         values: list[Any] = [None] * len(self.ids)
@@ -87,10 +98,12 @@ class Plans:
 
     Args:
         starts: Index of the first environment of each owner, ascending, ``int64 [owners]``.
+        unit_bounds: Bounds of native sub-batches, ``int64 [sub-batches + 1]``; None for ordinary environments.
     """
 
-    def __init__(self, starts: NDArray[np.int64]) -> None:
+    def __init__(self, starts: NDArray[np.int64], unit_bounds: NDArray[np.int64] | None = None) -> None:
         self._starts = starts
+        self._unit_bounds = unit_bounds
         self._plans: dict[bytes, Plan] = {}
 
     def of(self, env_ids: NDArray[np.int64]) -> Plan:
@@ -109,5 +122,34 @@ class Plans:
         for k in np.unique(owner).tolist():
             places = np.flatnonzero(owner == k)
             start = int(self._starts[k])
-            parts.append(Part(k, start, ids[places] - start, places, as_slice(places), as_slice(ids[places])))
+            of_all, rows = as_slice(ids[places]), ids[places] - start
+            units, whole = rows, True
+            if self._unit_bounds is not None:
+                bounds = self._unit_bounds[np.searchsorted(self._unit_bounds, start) :] - start
+                units, whole = whole_units(rows, bounds)
+            parts.append(Part(k, start, rows, places, as_slice(places), of_all, units, whole))
         return Plan(key, ids, as_slice(ids), parts)
+
+
+def whole_units(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
+    """Returns the native sub-batches of some environments, ``int64 [u]``, and whether all of each are among them.
+
+    Args:
+        rows: Indices of the environments.
+        bounds: Bounds of the sub-batches.
+    """
+    unit_of = np.searchsorted(bounds, rows, side="right") - 1
+    units = unit_of[np.sort(np.unique(unit_of, return_index=True)[1])]
+    every = [np.arange(bounds[unit], bounds[unit + 1]) for unit in units]
+    whole = bool(len(units) == 0 or np.array_equal(np.concatenate(every), rows))
+    return units, whole
+
+
+def not_whole(count: int) -> ConfigError:
+    """Returns the error for a step of a part of a native sub-batch."""
+    return ConfigError(
+        "A native sub-batch steps as a whole.",
+        expected="all environments of each sub-batch, in order",
+        got=f"{count} environments that are a part of one, or in another order",
+        remedy="Step every environment, or use ordinary environments.",
+    )

@@ -10,33 +10,23 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, StepBatch, Tree
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import EnvError, RemoteFailure, message
+from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.memory import ArrayLayout, index_tree, split_actions, tree_writer
-from rayvec.pools.restarts import ENV_ARRAYS, RESTARTED, EpisodeState, RestartBudget, restart_seed, store_seed
+from rayvec.pools.in_process import EnvsFailed, InProcessPool
+from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
+from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed, store_seed
 
-__all__ = ["EnvsFailed", "SerialPool"]
+__all__ = ["SerialPool"]
 
 RUNNING, ENDED, CUT = int(EpisodeState.RUNNING), int(EpisodeState.ENDED), int(EpisodeState.CUT)
 
 
-class EnvsFailed(Exception):
-    """Some environments raised. The others completed their step.
-
-    Attributes:
-        failures: Pairs of an environment's row and the failure.
-    """
-
-    def __init__(self, failures: Sequence[tuple[int, RemoteFailure]]) -> None:
-        super().__init__(f"{len(failures)} environments raised")
-        self.failures = tuple(failures)
-
-
-class SerialPool:
+class SerialPool(InProcessPool):
     """Steps environments in a loop.
 
     Args:
@@ -61,10 +51,8 @@ class SerialPool:
         restart_policy: RestartPolicy = NO_RESTARTS,
     ) -> None:
         factory.register()
-        self.num_envs = factory.num_envs
-        self.notes: list[str] = []
+        super().__init__(factory.num_envs, first_id)
         self._factory = factory
-        self.first_id = first_id
         self._where = where
         self._restart = restart_policy.restart
         self._budget = RestartBudget()
@@ -73,7 +61,7 @@ class SerialPool:
         self._restart_seeds: dict[int, int | None] = {}
         for row in range(self.num_envs):
             try:
-                self._envs.append(factory.make(row))
+                self._envs.append(_checked_env(factory.make(row)))
             except Exception as error:
                 failure = self._failure(row, error)
                 self.close()
@@ -82,19 +70,9 @@ class SerialPool:
                 self.close()
                 raise
         self._begun: set[int] = set()
-        self._everyone: NDArray[np.int64] | None = None
         self._all_rows = list(range(self.num_envs))
-        self._progress = np.zeros(1, np.int64).data
-        self._num_turns = 0
-        self._pending: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[RawInfo]], tuple[Any, ...]]] = {}
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
         self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
-
-    def attach_own(self, layout: ArrayLayout | None) -> None:
-        """Allocates arrays in this process and writes results there."""
-        n = self.num_envs
-        obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
-        self.attach(layout, {"obs": obs, **{name: np.zeros(n, dtype) for name, dtype in ENV_ARRAYS.items()}})
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
         """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.
@@ -116,16 +94,6 @@ class SerialPool:
                 self._seeds[row] = int(arrays["seed"][row])
             if arrays["restarts"][row] > 0:
                 self._restart_seeds[row] = self._restart_seed(row)
-
-    def show_progress(self, progress: NDArray[np.int64]) -> None:
-        """Reports the progress of a rollout in `progress`, ``int64 [1]``, which the waiting process reads.
-
-        The number is odd while environments step and even while the policy acts. It changes with every step, so that
-        the waiting process can detect a hung step.
-        """
-        self._num_turns = 0
-        progress[0] = 0
-        self._progress = progress.data
 
     @property
     def spaces(self) -> PoolSpaces:
@@ -307,6 +275,9 @@ class SerialPool:
         )
         return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
+    def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
+        return self._all_rows if env_ids is self._everyone else env_ids.tolist()
+
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
         """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
         rows = np.array(sorted(self._begun), np.int64)
@@ -344,61 +315,6 @@ class SerialPool:
         where = f"{self._where}, environment {self.first_id + row}, seed {self._seeds[row]}"
         return row, RemoteFailure.capture(error, where)
 
-    # The EnvPool interface, for a rollout in this process.
-
-    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
-        self._start(env_ids, self.step_rows, split_actions(actions, len(env_ids)), autoreset)
-
-    def reset(
-        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, self.reset_rows, seeds, options)
-
-    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, self.begin_rows)
-
-    def observe(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, lambda rows: [])
-
-    def recv(
-        self,
-        env_ids: NDArray[np.int64] | None = None,
-        min_completed: int | None = None,
-        timeout_s: float | None = None,
-    ) -> StepBatch:
-        """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
-        self._progress[0] = self._num_turns + 1
-        keys = list(self._pending) if env_ids is None else [env_ids.tobytes()]
-        started = [self._pending.pop(key) for key in keys]
-        infos: list[RawInfo] = []
-        for ids, function, args in started:
-            rows = self._all_rows if ids is self._everyone else ids.tolist()
-            infos += self._guard(function, rows, *args)
-        if env_ids is None:
-            env_ids = np.sort(np.concatenate([ids for ids, _, _ in started]))
-            infos.sort(key=lambda info: info.env_id)
-        self._num_turns += 2
-        self._progress[0] = self._num_turns
-        return self._batch(env_ids, infos)
-
-    def _start(self, env_ids: NDArray[np.int64], function: Callable[..., list[RawInfo]], *args: Any) -> None:
-        self._pending[env_ids.tobytes()] = (env_ids, function, args)
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
-    ) -> Callable[[float | None], list[Any]]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        results = self._guard(self.call_rows, name, args, kwargs, env_ids.tolist())
-        return lambda timeout_s: results
-
-    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._guard(self.set_rows, name, values, env_ids.tolist())
-
     def close(self) -> None:
         """Closes every environment. If some raise, it raises the first error after all are closed."""
         errors = []
@@ -410,30 +326,22 @@ class SerialPool:
         if errors:
             raise errors[0]
 
-    def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except EnvsFailed as failed:
-            error = failed.failures[0][1].rebuild()
-        raise error
 
-    def _batch(self, env_ids: NDArray[np.int64], infos: Sequence[RawInfo]) -> StepBatch:
-        if env_ids is not self._everyone:
-            if not np.array_equal(env_ids, np.arange(self.num_envs)):
-                return self._answers(env_ids, env_ids, infos)
-            self._everyone = env_ids  # a rollout passes the same array at each step
-            self._without_infos = self._answers(env_ids, slice(None), ())
-        return self._answers(env_ids, slice(None), infos) if infos else self._without_infos
+def _checked_env(env: Any) -> gymnasium.Env[Any, Any]:
+    """Returns an environment.
 
-    def _answers(self, env_ids: NDArray[np.int64], rows: Any, infos: Sequence[RawInfo]) -> StepBatch:
-        return StepBatch(
-            env_ids,
-            index_tree(self.obs, rows),
-            self.rew[rows],
-            self.terminated[rows],
-            self.truncated[rows],
-            tuple(infos),
+    Raises:
+        ConfigError: It is a vector environment.
+    """
+    if isinstance(env, VectorEnv):
+        raise ConfigError(
+            "Each callable makes one environment.",
+            expected="a gymnasium.Env",
+            got=f"{type(env).__qualname__}, a vector environment of {env.num_envs}",
+            remedy="Pass native=True, so that each callable makes a sub-batch.",
         )
+    checked: gymnasium.Env[Any, Any] = env
+    return checked
 
 
 def _kept(obs: Any) -> Any:

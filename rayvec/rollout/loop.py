@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes, StepBatch, Tree
+from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.restarts import RESTARTED
+from rayvec.rollout.native import NativeRecorder
 from rayvec.rollout.recorder import Empty, Recorder
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
@@ -135,7 +137,8 @@ def rollout(
     """Takes `num_steps` steps of every environment of `pool`, or fewer if `cut` says so.
 
     Environments that are between two episodes are reset first; those whose episode ends are reset within
-    the step. Episodes that have not ended continue in the next chunk.
+    the step. Episodes that have not ended continue in the next chunk. Native sub-batches that reset in their next step
+    do so here too: that step is not `valid`.
 
     Args:
         pool: The environments, ids 0 to N-1.
@@ -165,7 +168,10 @@ def rollout(
     for ids in groups:
         pool.begin_episodes(ids)
     batches = [pool.recv(ids) for ids in groups]
-    recorder = Recorder(num_steps, env_ids, groups, batches, pool.action_layout, empty)
+    next_step = pool.native_mode == Autoreset.NEXT_STEP
+    autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
+    kind = Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)
+    recorder = kind(num_steps, env_ids, groups, batches, pool.action_layout, empty)
     if begin_episodes is not None:
         begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps + 1):
@@ -178,7 +184,8 @@ def rollout(
                 stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
-                    begin_episodes(pool.take_begun(batches[group]))
+                    begun = pool.take_begun(batches[group])
+                    begin_episodes(recorder.begun if isinstance(recorder, NativeRecorder) and next_step else begun)
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:
@@ -188,7 +195,7 @@ def rollout(
                 actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
                 stopwatch.inference_s += now() - began_s
                 recorder.add_actions(t, group, actions, extras)
-                pool.send(ids, actions, Autoreset.SAME_STEP)
+                pool.send(ids, actions, autoreset)
         if t == recorder.num_steps:
             break
     return recorder.chunk(first_step, weights_version)
@@ -197,5 +204,10 @@ def rollout(
 def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
     ids = {*pool.take_begun(batch).tolist(), *(() if begun is None else begun.tolist())}
-    ids.update(info.env_id - pool.first_id for info in batch.info if RESTARTED in info.info)
+    for info in batch.info:
+        if isinstance(info, SubBatchInfo):
+            first = info.env_id - pool.first_id
+            ids.update(range(first, first + info.num_envs) if RESTARTED in info.columns else ())
+        elif RESTARTED in info.info:
+            ids.add(info.env_id - pool.first_id)
     return np.array(sorted(ids), np.int64)

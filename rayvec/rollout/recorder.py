@@ -150,11 +150,7 @@ class Recorder:
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
-        finals = sorted(self._finals, key=itemgetter(0, 1))
-        final_obs = _empty_like(self._chunk.last_obs, (len(finals),), self._empty)
-        write = tree_writer(final_obs)
-        for row, (_, _, obs) in enumerate(finals):
-            write(row, obs)
+        final_index, final_obs = self._final_arrays()
 
         def taken(tree: Tree) -> Tree:
             return tree_map(lambda leaf: leaf[: self.num_steps], tree)
@@ -168,17 +164,33 @@ class Recorder:
             terminated=taken(chunk.terminated),
             truncated=taken(chunk.truncated),
             valid=taken(chunk.valid),
-            final_index=_places([final[:2] for final in finals]),
+            final_index=final_index,
             final_obs=final_obs,
             extras=taken(self._extras),
             states=np.stack(self._states) if self._states else chunk.states,
-            infos=ChunkInfos.of(self._infos),
-            reset_infos=ChunkInfos.of(self._reset_infos),
+            infos=self._chunk_infos(self._infos),
+            reset_infos=self._chunk_infos(self._reset_infos),
             restarts=_places(sorted(self._restarts)),
             cuts=_places(sorted(self._cuts)),
             weights_version=weights_version,
             first_step=first_step,
         )
+
+    def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
+        """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there."""
+        finals = sorted(self._finals, key=itemgetter(0, 1))
+        final_obs = self.empty_rows(len(finals))
+        write = tree_writer(final_obs)
+        for row, (_, _, obs) in enumerate(finals):
+            write(row, obs)
+        return _places([final[:2] for final in finals]), final_obs
+
+    def empty_rows(self, count: int) -> Tree:
+        """Allocates observations, tree of ``[count, *obs_shape]``."""
+        return _empty_like(self._chunk.last_obs, (count,), self._empty)
+
+    def _chunk_infos(self, infos: list[ChunkInfo]) -> ChunkInfos:
+        return ChunkInfos.of(infos)
 
 
 def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

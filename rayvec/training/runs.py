@@ -25,6 +25,7 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.training.own_parts import environment_of
+from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices
 
@@ -88,14 +89,19 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         num_envs: How many of them, where a rank has a part; by default all.
         first_id: Global index of the first of these.
     """
-    env_id, env_kwargs, wrappers = env_parts(config)
+    num_envs = num_envs or config.num_envs
+    env, env_kwargs, wrappers = env_parts(config)
     wrappers += [StaggeredStart] if config.stagger_starts else []
     acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
+    makes: dict[str, Any] = {"env": env, "env_kwargs": env_kwargs}
+    if config.native is not None:
+        make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
+        sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
+        makes = {"env": [functools.partial(make_native, size) for size in sizes], "native": True}
     make = functools.partial(
         RayVecEnv,
-        env_id,
-        num_envs or config.num_envs,
-        env_kwargs=env_kwargs,
+        num_envs=num_envs,
+        **makes,
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
         groups=config.groups,
@@ -124,6 +130,8 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
         return False
     if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
         return space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
+    if config.native is not None:  # no wrapper of one environment can move the infos of a sub-batch
+        return False
     first = np.arange(env.num_envs) == 0
     _, infos = env.reset(seed=config.train_seed(0) + first_id, options={"reset_mask": first})
     return MASK_KEY in infos

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -11,7 +12,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, Topology, Tree
+from rayvec.data import RawInfo, SubBatchInfo, Topology, Tree
+from rayvec.data.columns import merge_columns
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import PoolSpaces
 from rayvec.pools.memory import ArrayLayout
@@ -39,10 +41,12 @@ class InfoMerger(VectorEnv[Any, Any, Any]):
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
 
-    def merge(self, infos: Sequence[RawInfo]) -> dict[str, Any]:
-        """Merges infos in the given order, as ``SyncVectorEnv`` does."""
+    def merge(self, infos: Sequence[RawInfo] | Sequence[SubBatchInfo]) -> dict[str, Any]:
+        """Merges infos in the given order, as ``SyncVectorEnv`` does. Those of native sub-batches stay columns."""
+        if infos and isinstance(infos[0], SubBatchInfo):
+            return merge_columns(cast("Sequence[SubBatchInfo]", infos), self.num_envs)
         merged: dict[str, Any] = {}
-        for env_id, info, final_obs, final_info in infos:
+        for env_id, info, final_obs, final_info in cast("Sequence[RawInfo]", infos):
             if final_info is not None:
                 merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
             merged = self._add_info(merged, info, env_id)
@@ -75,8 +79,26 @@ def in_batch_order(space: Space[Any], batched: Space[Any]) -> Space[Any]:
     return space
 
 
-def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
-    """Divides the ids into one or two groups. With two, each contains half of every worker's slice."""
+def split_groups(
+    topology: Topology, groups: int, unit_bounds: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
+
+    Native sub-batches stay whole: with two groups, each contains every other one.
+
+    Raises:
+        ConfigError: There is one native sub-batch, and two groups.
+    """
+    if unit_bounds is not None:
+        if len(unit_bounds) <= groups:
+            raise ConfigError(
+                "A native sub-batch steps as a whole, in one group.",
+                expected=f"at least {groups} sub-batches for groups={groups}",
+                got=f"{len(unit_bounds) - 1}",
+                remedy="Make more sub-batches, or leave groups out.",
+            )
+        units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
+        return tuple(np.concatenate(units[group::groups]) for group in range(groups))
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):

@@ -32,9 +32,11 @@ class DriverActing:
 
     def __init__(self, pool: ActingPool, groups: Literal[1, 2, "auto"]) -> None:
         self._pool = pool
-        self._undecided = groups == "auto"
+        self._unit_bounds = pool.spaces.unit_bounds
+        several = self._unit_bounds is None or len(self._unit_bounds) > 2
+        self._undecided = groups == "auto" and several
         self._trials_s: list[float] = []  # seconds per step, one entry per chunk
-        self.groups: tuple[NDArray[np.int64], ...] = split_groups(pool.topology, 2 if groups == 2 else 1)
+        self.groups: tuple[NDArray[np.int64], ...] = self._split(2 if groups == 2 else 1)
         self._everyone = np.arange(pool.num_envs)
         self._begun = np.ones(pool.num_envs, bool)
         self._policy: Any = None
@@ -79,7 +81,10 @@ class DriverActing:
         else:
             one_s, two_s = self._trials_s[-2:]
             groups, self._undecided = (2 if two_s < one_s else 1), False
-        self.groups = split_groups(self._pool.topology, groups)
+        self.groups = self._split(groups)
+
+    def _split(self, groups: int) -> tuple[NDArray[np.int64], ...]:
+        return split_groups(self._pool.topology, groups, self._unit_bounds)
 
     def note_reset(self, env_ids: NDArray[np.int64]) -> None:
         """Records environments that the caller resets outside :meth:`rollout`."""

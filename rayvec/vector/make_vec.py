@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from gymnasium.envs.registration import EnvSpec
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, VectorizeMode
 
+from rayvec.data.partition import even_bounds
+from rayvec.errors import check_count
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["make_vec"]
+__all__ = ["make_vec", "sub_batch_sizes"]
 
 
 def make_vec(
     id: str | EnvSpec,
     num_envs: int = 1,
     *,
+    vectorization_mode: str | VectorizeMode | None = None,
     vector_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] | None = None,
     **kwargs: Any,
@@ -27,6 +34,8 @@ def make_vec(
     Args:
         id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
         num_envs: How many environments.
+        vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
+            point that the environment is registered with. All else makes single environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
         **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
@@ -46,10 +55,27 @@ def make_vec(
         num_envs = env_kwargs.pop("num_envs", num_envs)
         ours = env_kwargs.pop("vector_kwargs", {}) | ours
         wrappers = env_kwargs.pop("wrappers", wrappers)
-        env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec
+        made_by = env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec, or of ours
+        if made_by == _NATIVE and vectorization_mode is None and ours.pop("native", False):
+            vectorization_mode = made_by
     env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
-    env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
-    env.spec = deepcopy(env.spec)
+    native = vectorization_mode is not None and VectorizeMode(vectorization_mode) == VectorizeMode.VECTOR_ENTRY_POINT
+    if native:
+        make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)
+        sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
+        env = RayVecEnv(
+            [partial(make, num_envs=size) for size in sizes],
+            num_envs,
+            wrappers=tuple(wrappers or ()),
+            native=True,
+            **ours,
+        )
+        env.spec = deepcopy(id if isinstance(id, EnvSpec) else gymnasium.spec(id))
+        env.spec.kwargs["vectorization_mode"] = _NATIVE
+        ours = {**ours, "native": True}
+    else:
+        env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
+        env.spec = deepcopy(env.spec)
     assert env.spec is not None
     env.spec.kwargs.update(env_kwargs)
     for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
@@ -58,4 +84,19 @@ def make_vec(
     return env
 
 
-_KEYWORDS = set(inspect.signature(RayVecEnv.__init__).parameters) - {"self", "env", "num_envs", "wrappers"}
+def sub_batch_sizes(num_envs: int, num_nodes: int | None, workers_per_node: int | None) -> list[int]:
+    """Returns how many environments each native sub-batch has: one for each worker.
+
+    Where the number of workers is not given, there are as many as this machine has cores.
+
+    >>> sub_batch_sizes(10, num_nodes=1, workers_per_node=4)
+    [3, 3, 2, 2]
+    """
+    check_count("num_envs", num_envs)
+    workers = len(os.sched_getaffinity(0)) if workers_per_node is None else workers_per_node
+    bounds = even_bounds(num_envs, min(num_envs, max(1, (num_nodes or 1) * workers)))
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+_NATIVE = VectorizeMode.VECTOR_ENTRY_POINT.value
+_KEYWORDS = set(inspect.signature(RayVecEnv.__init__).parameters) - {"self", "env", "num_envs", "wrappers", "native"}

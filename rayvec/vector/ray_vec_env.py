@@ -53,7 +53,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         env_kwargs: Passed to ``gymnasium.make``, or to the class or function.
         wrappers: Applied to each environment in order.
         copy: Whether observations are copies, or views that the next step overwrites.
-        autoreset_mode: When an environment is reset whose episode has ended.
+        autoreset_mode: When an environment is reset whose episode has ended: by default in the next step, and with
+            ``native=True`` as the sub-batches say.
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray.
@@ -75,6 +76,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         address: Of a running Ray cluster.
         first_id: Global index of the first environment, where several processes have parts of one set of environments.
             Noise and errors go by it. Requires ``num_nodes=0``.
+        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch: see docs/native.md.
+            `num_envs` is then the number of environments of all together, and may be left out.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
@@ -89,7 +92,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[Any], Any]] = (),
         copy: bool = True,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        autoreset_mode: str | AutoresetMode | None = None,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         num_nodes: int | None = None,
         workers_per_node: int | None = None,
@@ -101,15 +104,14 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         preload: Sequence[str] = (),
         address: str | None = None,
         first_id: int = 0,
+        native: bool = False,
     ) -> None:
         check_choice("groups", groups, (1, 2, "auto"))
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers)
-        self.num_envs = factory.num_envs
+        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native)
         self.spec = factory.spec
         self.copy = copy
-        self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
-        self._autoreset = Autoreset[self.autoreset_mode.name]
+        mode = None if autoreset_mode is None else parse_autoreset_mode(autoreset_mode)
         self._open(
             factory,
             num_nodes=num_nodes,
@@ -120,9 +122,14 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             address=address,
             first_id=first_id,
         )
+        self.num_envs = self._pool.num_envs
+        self._guarded(lambda: self._pool.spaces.check_native(num_envs, mode))
+        given = Autoreset[(mode or AutoresetMode.NEXT_STEP).name]
+        self._autoreset = given if self._pool.native_mode is None else self._pool.native_mode
+        self.autoreset_mode = AutoresetMode[self._autoreset.name]
         self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
         self._everyone = np.arange(self.num_envs)
-        self._driver = DriverActing(self._pool, groups)
+        self._driver = self._guarded(lambda: DriverActing(self._pool, groups))
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}

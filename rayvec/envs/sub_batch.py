@@ -1,0 +1,275 @@
+"""One native sub-batch: a vector environment that a callable made, with its results checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import DTypeLike, NDArray
+
+from rayvec.errors import ConfigError, EnvError
+
+__all__ = ["SubBatch", "copied_info"]
+
+_PER_ENV = (SyncVectorEnv, AsyncVectorEnv)
+"""Vector environments of single ones, which take a seed and an attribute for each."""
+
+
+class SubBatch:
+    """A vector environment that steps as a whole, with its results checked.
+
+    Args:
+        env: What a callable returned.
+
+    Attributes:
+        env: The vector environment.
+        num_envs: How many environments it has.
+        mode: Its autoreset mode.
+        ignores_seeds: Whether a reset does nothing with a seed.
+
+    Raises:
+        ConfigError: It is no vector environment, or has no autoreset mode.
+    """
+
+    def __init__(self, env: Any) -> None:
+        if not (isinstance(env, VectorEnv) or (hasattr(env, "num_envs") and hasattr(env, "action_space"))):
+            raise ConfigError(
+                "With native=True, each callable makes a vector environment.",
+                expected="a gymnasium.vector.VectorEnv",
+                got=f"{type(env).__module__}.{type(env).__qualname__}",
+                remedy="Leave native out, so that each callable makes one environment.",
+            )
+        self.env: Any = _EnvPool(env) if _is_envpool(env) else env
+        self.num_envs = int(self.env.num_envs)
+        self.mode = _mode_of(self.env)
+        self.ignores_seeds = isinstance(self.env, _EnvPool)
+        self.observation_space = self.env.single_observation_space
+        self.action_space = self.env.single_action_space
+        self.metadata = {**self.env.metadata, "autoreset_mode": self.mode}
+        self.render_mode = getattr(self.env, "render_mode", None)
+        self._per_env = isinstance(getattr(self.env, "unwrapped", self.env), _PER_ENV)
+
+    def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Steps all environments.
+
+        Raises:
+            EnvError: It returned something else than five arrays of the right shapes.
+        """
+        result = self.env.step(actions)
+        if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
+            raise _wrong("five values, the last a dict", type(result).__name__)
+        obs, rew, terminated, truncated, info = result
+        rew = self._vector("rewards", rew, "biuf")
+        return obs, rew, self._vector("terminated", terminated, "b"), self._vector("truncated", truncated, "b"), info
+
+    def _vector(self, name: str, value: Any, kinds: str) -> NDArray[Any]:
+        array = np.asarray(value)
+        if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
+            expected = f"{name} of shape ({self.num_envs},) and dtype {'bool' if kinds == 'b' else 'float'}"
+            raise _wrong(expected, f"shape {array.shape}, dtype {array.dtype}")
+        return array
+
+    def leaf(self, value: Any, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Returns one array of the observations.
+
+        Raises:
+            EnvError: It has another shape, or a data type that the space's can't hold.
+        """
+        array = np.asarray(value)
+        if array.shape != (self.num_envs, *shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
+            expected = f"observations of shape {(self.num_envs, *shape)} and dtype {np.dtype(dtype)}"
+            raise _wrong(expected, f"shape {array.shape}, dtype {array.dtype}")
+        return array
+
+    def reset(
+        self, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets all environments, or those that a mask names.
+
+        Args:
+            seeds: One for each environment, of which the first is the seed of the sub-batch; None for no seed.
+            options: Passed on.
+            mask: Added to the options as ``reset_mask``.
+
+        Raises:
+            ConfigError: Seeds that are not consecutive, of a sub-batch that takes one.
+        """
+        kwargs: dict[str, Any] = {}
+        if seeds is not None:
+            kwargs["seed"] = self._seed(seeds)
+        if options is not None or mask is not None:
+            kwargs["options"] = {**(options or {}), **({} if mask is None else {"reset_mask": mask})}
+        result = self.env.reset(**kwargs)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            raise _wrong("observations and an info dict from a reset", type(result).__name__)
+        return result
+
+    def _seed(self, seeds: Sequence[int | None]) -> Any:
+        bases = {seed - row for row, seed in enumerate(seeds) if seed is not None}
+        if len(bases) == 1:
+            return bases.pop()
+        if not self._per_env:
+            raise ConfigError(
+                "A native sub-batch takes one seed, that of its first environment.",
+                expected="one int, or consecutive seeds",
+                got=f"seeds {list(seeds)[:8]}",
+                remedy="Pass one int to reset.",
+            )
+        return list(seeds)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Calls a method, or reads an attribute; returns a value for each environment.
+
+        A list, tuple or array with a row for each environment is one value for each. Any other value stands for all.
+        """
+        if self._per_env:
+            return tuple(self.env.call(name, *args, **kwargs)) if name != "render" else tuple(self.env.render())
+        value = getattr(self.env, name)
+        if callable(value):
+            value = value(*args, **kwargs)
+        if isinstance(value, np.ndarray | list | tuple) and np.ndim(value) and len(value) == self.num_envs:
+            return list(value)
+        return [value] * self.num_envs
+
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
+        """Sets an attribute of some environments, given by row.
+
+        Raises:
+            ConfigError: The sub-batch has one attribute for all its environments, and the values differ.
+        """
+        if self._per_env:
+            old = [None] * self.num_envs if len(values) == self.num_envs else list(self.env.get_attr(name))
+            self.env.set_attr(name, [values.get(row, old[row]) for row in range(self.num_envs)])
+            return
+        first = next(iter(values.values()))
+        if len(values) < self.num_envs or any(value is not first and value != first for value in values.values()):
+            raise ConfigError(
+                "The environments of a native sub-batch share its attributes.",
+                expected=f"one value of {name!r} for all {self.num_envs}",
+                got="values that differ, or a value for some of them",
+                remedy="Pass the same value for every environment of a sub-batch.",
+            )
+        setattr(self.env, name, first)
+
+    def final_obs(self, info: Mapping[str, Any], done: NDArray[np.bool_], obs: Any) -> None:
+        """Checks that a step which reset environments says what they showed last.
+
+        Raises:
+            EnvError: It does not, or the observations are views of those that the reset wrote.
+        """
+        final = info.get("final_obs")
+        if final is None or (isinstance(final, np.ndarray) and any(item is None for item in _of(final, done))):
+            raise _wrong("the last observations of episodes that ended in info['final_obs']", "none")
+        items = [final] if not isinstance(final, np.ndarray) or not final.dtype.hasobject else _of(final, done)
+        if any(np.may_share_memory(a, b) for item in items for a in _arrays(item) for b in _arrays(obs)):
+            raise _wrong(
+                "last observations in memory of their own", "views of the observations that the reset overwrites"
+            )
+
+    def close(self) -> None:
+        """Closes it."""
+        self.env.close()
+
+
+def copied_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns infos in memory of their own: vector environments reuse arrays."""
+    return {
+        key: value.copy() if type(value) is np.ndarray and not value.dtype.hasobject else deepcopy(value)
+        for key, value in info.items()
+    }
+
+
+def _of(final: NDArray[Any], done: NDArray[np.bool_]) -> list[Any]:
+    return list(final[done]) if final.dtype.hasobject else []
+
+
+def _arrays(tree: Any) -> list[NDArray[Any]]:
+    if isinstance(tree, Mapping):
+        return [array for value in tree.values() for array in _arrays(value)]
+    if isinstance(tree, tuple | list):
+        return [array for value in tree for array in _arrays(value)]
+    return [tree] if isinstance(tree, np.ndarray) else []
+
+
+def _wrong(expected: str, got: str) -> EnvError:
+    return EnvError(
+        "A native sub-batch returns a row for each of its environments.",
+        expected=expected,
+        got=got,
+        remedy="Mend the vector environment, or its spaces.",
+    )
+
+
+def _mode_of(env: Any) -> AutoresetMode:
+    try:
+        return AutoresetMode((env.metadata or {})["autoreset_mode"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            "A native sub-batch says when it resets environments whose episode has ended.",
+            expected="metadata['autoreset_mode'], a gymnasium.vector.AutoresetMode",
+            got=repr((env.metadata or {}).get("autoreset_mode")),
+            remedy="Set it in the metadata of the vector environment.",
+        ) from error
+
+
+def _is_envpool(env: Any) -> bool:
+    return any(kind.__module__.startswith("envpool.") for kind in type(env).__mro__)
+
+
+class _EnvPool:
+    """EnvPool's Gymnasium interface, where it differs from a Gymnasium vector environment.
+
+    Seeds count only when a pool is made, a reset with a mask returns the environments that were reset, and infos have
+    the indices of environments within the pool, which mean nothing outside.
+    """
+
+    _OWN_INFOS = ("env_id", "players")
+
+    def __init__(self, env: Any) -> None:
+        if env.config["batch_size"] not in (0, env.config["num_envs"]):
+            raise ConfigError(
+                "A native sub-batch steps as a whole.",
+                expected="an EnvPool without batch_size",
+                got=f"batch_size={env.config['batch_size']} of {env.config['num_envs']} environments",
+                remedy="Leave batch_size out.",
+            )
+        self._env = env
+        self.num_envs = int(env.config["num_envs"])
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, **(getattr(env, "metadata", None) or {})}
+        self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        self.render_mode = getattr(env, "render_mode", None)
+        self._obs: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, *rest, info = self._env.step(actions)
+        self._obs = obs
+        return (obs, *rest, self._without_own(info))
+
+    def reset(self, *, seed: Any = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask = None if options is None else options.get("reset_mask")
+        if mask is None:
+            self._obs, info = self._env.reset()
+            return self._obs, self._without_own(info)
+        rows = np.flatnonzero(mask).astype(np.int32)
+        obs, info = self._env.reset(rows)
+        self._obs = deepcopy(self._obs)
+        for all_rows, some in zip(_arrays(self._obs), _arrays(obs), strict=True):
+            all_rows[info["env_id"]] = some
+        infos: dict[str, Any] = {}
+        for key, value in self._without_own(info).items():
+            column = np.zeros((self.num_envs, *np.shape(value)[1:]), np.asarray(value).dtype)
+            column[info["env_id"]] = value
+            infos |= {key: column, f"_{key}": np.array(mask)}
+        return self._obs, infos
+
+    def _without_own(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in info.items() if key not in self._OWN_INFOS}
+
+    def close(self) -> None:
+        self._env.close()

@@ -1,0 +1,476 @@
+"""The innermost pool of native sub-batches: vector environments that step as a whole, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.sub_batch import SubBatch, copied_info
+from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
+from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
+from rayvec.pools.in_process import EnvsFailed, InProcessPool
+from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.plan import not_whole, whole_units
+from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed
+from rayvec.pools.sub_batches import made, spaces_of
+
+__all__ = ["NativePool"]
+
+NEW, RUNNING, ENDED, CUT = (int(state) for state in EpisodeState)
+
+
+class NativePool(InProcessPool):
+    """Steps native sub-batches one after another.
+
+    A sub-batch steps, fails and restarts as a whole. In :meth:`step_rows` and :meth:`begin_rows`, numbers name
+    sub-batches.
+
+    Args:
+        factory: Makes exactly the sub-batches of this pool.
+        first_id: Global index of the first environment, for infos and errors.
+        where: Name of the process that runs this pool, for errors.
+        restart_policy: The restart policy for sub-batches that raise.
+
+    Attributes:
+        spaces: The spaces, sizes and metadata of the sub-batches.
+    """
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        first_id: int = 0,
+        where: str = "this process",
+        restart_policy: RestartPolicy = NO_RESTARTS,
+    ) -> None:
+        factory.register()
+        super().__init__(0, first_id)
+        self._factory = factory
+        self._where = where
+        self._restart = restart_policy.restart
+        self._budget = RestartBudget()
+        self._envs: list[SubBatch] = []
+        self._bounds = [0]
+        for unit in range(factory.num_envs):
+            try:
+                self._envs.append(made(factory, unit))
+                self._bounds.append(self._bounds[-1] + self._envs[-1].num_envs)
+            except Exception as error:
+                failure = 0, RemoteFailure.capture(error, f"{where}, native sub-batch {unit}")
+                self.close()
+                raise EnvsFailed([failure]) from error
+            except BaseException:  # Ctrl-C
+                self.close()
+                raise
+        self.num_envs = self._bounds[-1]
+        self._slices = [slice(*pair) for pair in zip(self._bounds, self._bounds[1:], strict=False)]
+        try:
+            self.spaces = PoolSpaces.join([(each.num_envs, spaces_of(each)) for each in self._envs])
+        except ConfigError as error:
+            self.close()
+            raise EnvsFailed([(0, RemoteFailure.capture(error, where))]) from error
+        self.native_mode = self.spaces.native_mode
+        self.action_layout = ArrayLayout.of(self.spaces.action)
+        self._units: dict[bytes, list[int]] = {}
+        self.attach_own(ArrayLayout.of(self.spaces.observation))
+
+    def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
+        """See :class:`~rayvec.pools.in_process.InProcessPool`. A replacement process begins with cut episodes.
+
+        The arrays outlive this process, with the seed and the number of restarts of each environment.
+        """
+        assert layout is not None  # checked for each sub-batch
+        self.layout: ArrayLayout | None = layout
+        self._everyone = None
+        self._arrays = arrays
+        self.obs: Tree = arrays["obs"]
+        self._obs_leaves = list(tree_leaves(self.obs))
+        self.rew, self.terminated, self.truncated = arrays["rew"], arrays["terminated"], arrays["truncated"]
+        self._begun = np.zeros(self.num_envs, bool)
+        self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
+        self._state = [NEW if (arrays["episode"][rows] == NEW).all() else CUT for rows in self._slices]
+        for rows, state in zip(self._slices, self._state, strict=True):
+            arrays["episode"][rows] = state
+
+    def step_rows(self, rows: Sequence[int], actions: Any, autoreset: Autoreset) -> list[SubBatchInfo]:
+        """Steps some sub-batches. Writes results into the arrays and returns infos.
+
+        Raises:
+            EnvsFailed: Some sub-batches raised and were not restarted. The others completed their step.
+        """
+        infos: list[SubBatchInfo] = []
+        failures: list[tuple[int, RemoteFailure]] = []
+        at = 0
+        for unit in rows:
+            size = self._envs[unit].num_envs
+            part = actions if len(rows) == 1 else tree_map(lambda leaf, at=at, size=size: leaf[at : at + size], actions)
+            at += size
+            try:
+                self._step_unit(unit, part, autoreset, infos)
+            except Exception as error:
+                self._recover(unit, error, failures, partial(self._end_cut, unit, autoreset, infos))
+        if failures:
+            raise EnvsFailed(failures)
+        return infos
+
+    def _step_unit(self, unit: int, actions: Any, autoreset: Autoreset, infos: list[SubBatchInfo]) -> None:
+        if self._state[unit] == CUT:
+            self._end_cut(unit, autoreset, infos)
+            return
+        if self._state[unit] == ENDED:
+            self._reset_whole(unit, infos)
+            return
+        env, rows = self._envs[unit], self._slices[unit]
+        obs, rew, terminated, truncated, info = env.step(actions)
+        if autoreset == Autoreset.NEXT_STEP:
+            self._begun[rows] |= self.terminated[rows] | self.truncated[rows]
+        elif autoreset == Autoreset.DISABLED:
+            self._waiting[rows] = terminated | truncated
+        else:
+            done = terminated | truncated
+            if done.any():
+                self._begun[rows] |= done
+                if self.native_mode == Autoreset.DISABLED:
+                    obs, info = self._reset_within(unit, obs, info, done)
+                else:
+                    env.final_obs(info, done, obs)
+        self._write_obs(unit, obs)
+        self.rew[rows], self.terminated[rows], self.truncated[rows] = rew, terminated, truncated
+        self._say(unit, info, infos)
+
+    def _write_obs(self, unit: int, obs: Any) -> None:
+        env, rows = self._envs[unit], self._slices[unit]
+        assert self.layout is not None
+        try:
+            leaves = self.layout.flatten(obs)
+        except ValueError as error:
+            raise EnvError(
+                "A native sub-batch returns observations in the structure of its space.",
+                expected=self.layout.space,
+                got=error,
+                remedy="Mend the vector environment, or its spaces.",
+            ) from error
+        checked = [env.leaf(leaf, *field) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
+        for target, leaf in zip(self._obs_leaves, checked, strict=True):
+            target[rows] = leaf
+
+    def _say(self, unit: int, info: Mapping[str, Any], infos: list[SubBatchInfo]) -> None:
+        if info:
+            rows = self._slices[unit]
+            infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, copied_info(info)))
+
+    def _reset_within(
+        self, unit: int, obs: Any, info: Mapping[str, Any], done: NDArray[np.bool_]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets, within the step, environments of a sub-batch that doesn't do so by itself."""
+        final_obs = tree_map(np.array, obs)
+        self._write_obs(unit, obs)
+        obs, reset_info = self._reset_some(unit, None, None, done)
+        ended = {"final_obs": final_obs, "_final_obs": done, "final_info": dict(info), "_final_info": done}
+        running = {key: value for key, value in info.items() if key not in reset_info}
+        return obs, {**running, **reset_info, **ended}
+
+    def _reset_some(
+        self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets some environments of a sub-batch.
+
+        Raises:
+            EnvError: The sub-batch has reset others too: it does not support ``options["reset_mask"]``.
+        """
+        env, rows = self._envs[unit], self._slices[unit]
+        if mask.all():
+            return env.reset(seeds, options, None)
+        obs, info = env.reset(seeds, options, mask.copy())
+        assert self.layout is not None
+        for kept, leaf, field in zip(self._obs_leaves, self.layout.flatten(obs), self.layout.leaves, strict=True):
+            new = env.leaf(leaf, *field)
+            if not np.array_equal(kept[rows][~mask], new[~mask], equal_nan=new.dtype.kind == "f"):
+                raise EnvError(
+                    "A reset of some environments of a native sub-batch needs its support of options['reset_mask'].",
+                    expected="the observations of the other environments to stay as they are",
+                    got="new ones: the sub-batch ignores the mask",
+                    remedy="Reset whole sub-batches, or let them reset by themselves.",
+                )
+        return obs, info
+
+    def reset_rows(
+        self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
+    ) -> list[SubBatchInfo]:
+        """Resets some environments, given by row, each with its seed.
+
+        Raises:
+            EnvsFailed: Some sub-batches raised and were not restarted. The others have been reset.
+        """
+        infos: list[SubBatchInfo] = []
+        failures: list[tuple[int, RemoteFailure]] = []
+        ids, every_seed = np.asarray(rows, np.int64), np.full(self.num_envs, None, object)
+        every_seed[ids] = seeds
+        selected = np.zeros(self.num_envs, bool)
+        selected[ids] = True
+        for unit, of_unit in enumerate(self._slices):
+            mask = selected[of_unit]
+            if not mask.any():
+                continue
+            given = [seed for seed in every_seed[of_unit].tolist()] if any(s is not None for s in seeds) else None
+            if given is not None:
+                self._store_seeds(of_unit, given)
+            try:
+                self._reset_unit(unit, given, options, mask, infos)
+            except Exception as error:
+                if isinstance(error, ConfigError):
+                    failures.append(self._failure(unit, error))
+                    continue
+                again = partial(self._reset_whole, unit, infos, options)
+                self._recover(unit, error, failures, again)
+        if failures:
+            raise EnvsFailed(failures)
+        return infos
+
+    def _store_seeds(self, rows: slice, seeds: Sequence[int | None]) -> None:
+        given = [seed is not None for seed in seeds]
+        values = np.array([0 if seed is None else seed % (1 << 64) for seed in seeds], np.uint64)
+        self._arrays["seed"][rows][given] = values[given]
+        self._arrays["has_seed"][rows][given] = True
+        self._arrays["restarts"][rows] = np.where(given, 0, self._arrays["restarts"][rows])
+
+    def _reset_unit(
+        self,
+        unit: int,
+        seeds: Sequence[int | None] | None,
+        options: Mapping[str, Any] | None,
+        mask: NDArray[np.bool_],
+        infos: list[SubBatchInfo],
+    ) -> None:
+        env, rows = self._envs[unit], self._slices[unit]
+        if self._state[unit] != RUNNING and not mask.all():
+            self._check_begun(unit)
+            mask = np.ones(env.num_envs, bool)  # a restarted sub-batch has no episode to continue
+        if seeds is None and self._state[unit] in (CUT, ENDED):
+            seeds = self._restart_seeds(unit)
+        if seeds is not None and env.ignores_seeds:
+            self.notes.append(f"{self._name(unit)} ignores the seeds of a reset; pass seeds to envpool.make")
+        obs, info = self._reset_some(unit, seeds, options, mask)
+        self._write_obs(unit, obs)
+        self.rew[rows][mask] = 0.0
+        self.terminated[rows][mask] = self.truncated[rows][mask] = False
+        self._begun[rows] |= mask
+        self._waiting[rows] &= ~mask
+        self._state[unit] = RUNNING
+        self._arrays["episode"][rows] = RUNNING
+        self._say(unit, info, infos)
+
+    def _check_begun(self, unit: int) -> None:
+        if self._state[unit] == NEW:
+            raise ConfigError(
+                "The first reset of a native sub-batch resets all its environments.",
+                expected="no reset_mask before the first reset",
+                got=f"a mask of some environments of {self._name(unit)}",
+                remedy="Call reset() once without a mask.",
+            )
+
+    def _reset_whole(self, unit: int, infos: list[SubBatchInfo], options: Mapping[str, Any] | None = None) -> None:
+        self._reset_unit(unit, None, options, np.ones(self._envs[unit].num_envs, bool), infos)
+
+    def begin_rows(self, rows: Sequence[int]) -> list[SubBatchInfo]:
+        """Resets, without a seed, those environments of some sub-batches that are between two episodes.
+
+        Where the sub-batch resets them in its next step, this is left to it.
+        """
+        infos: list[SubBatchInfo] = []
+        failures: list[tuple[int, RemoteFailure]] = []
+        for unit in rows:
+            of_unit, state = self._slices[unit], self._state[unit]
+            try:
+                if state != RUNNING:
+                    found: list[SubBatchInfo] = []
+                    self._reset_whole(unit, found)
+                    info = {**(found[0].columns if found else {}), **(self._restarted(unit) if state == CUT else {})}
+                    self._say(unit, info, infos)
+                elif self.native_mode == Autoreset.DISABLED:
+                    done = self._waiting[of_unit].copy()
+                    if done.any():
+                        self._reset_unit(unit, None, None, done, infos)
+            except Exception as error:
+                self._recover(unit, error, failures, partial(self._reset_whole, unit, infos))
+        if failures:
+            raise EnvsFailed(failures)
+        return infos
+
+    def _restarted(self, unit: int) -> dict[str, Any]:
+        mark = np.ones(self._envs[unit].num_envs, bool)
+        return {RESTARTED: mark, f"_{RESTARTED}": mark.copy()}
+
+    def _end_cut(self, unit: int, autoreset: Autoreset, infos: list[SubBatchInfo]) -> None:
+        """Ends interrupted episodes without a step: the last true observations, reward 0, truncated."""
+        rows = self._slices[unit]
+        mark, final_obs = self._restarted(unit), tree_map(lambda leaf: leaf[rows].copy(), self.obs)
+        self._state[unit] = ENDED
+        if autoreset == Autoreset.SAME_STEP:
+            found: list[SubBatchInfo] = []
+            self._reset_whole(unit, found)
+            ended = np.ones(rows.stop - rows.start, bool)
+            final = {"final_obs": final_obs, "_final_obs": ended, "final_info": dict(mark), "_final_info": ended.copy()}
+            mark = {**(found[0].columns if found else {}), **mark, **final}
+        else:
+            self._arrays["episode"][rows] = ENDED
+        self.rew[rows] = 0.0
+        self.terminated[rows], self.truncated[rows] = False, True
+        self._say(unit, mark, infos)
+
+    def _recover(
+        self, unit: int, error: Exception, failures: list[tuple[int, RemoteFailure]], resume: Callable[[], None]
+    ) -> None:
+        """Restarts a sub-batch after an error and resumes with `resume`, until that succeeds or the budget is spent."""
+        while True:
+            failure = self._failure(unit, error)
+            if not self._restart:
+                failures.append(failure)
+                return
+            if not self._budget.spend(unit):
+                text = message(
+                    "A native sub-batch that raises again and again is not restarted for ever.",
+                    expected=RestartBudget.rule(),
+                    got=f"one more, by {failure[1].type_name}: {failure[1].text}",
+                    remedy="Mend the vector environment; its traceback stands below.",
+                )
+                last = EnvError(f"{text}\n\n{failure[1].remote_traceback}")
+                failures.append((failure[0], RemoteFailure.capture(last, failure[1].where)))
+                return
+            try:
+                with contextlib.suppress(Exception):
+                    self._envs[unit].close()
+                rows = self._slices[unit]
+                self._arrays["restarts"][rows] += 1
+                self._state[unit] = CUT
+                self._arrays["episode"][rows] = CUT
+                self.notes.append(f"{failure[1].where} raised {failure[1].type_name}: {failure[1].text}; restarted")
+                self._envs[unit] = self._remade(unit)
+                resume()
+                return
+            except Exception as again:
+                error = again
+
+    def _remade(self, unit: int) -> SubBatch:
+        again, old = made(self._factory, unit), self._envs[unit]
+        if again.num_envs != old.num_envs:
+            raise EnvError(
+                "A native sub-batch that is restarted has as many environments as before.",
+                expected=old.num_envs,
+                got=again.num_envs,
+                remedy="Let the callable return the same vector environment every time.",
+            )
+        return again
+
+    def _restart_seeds(self, unit: int) -> list[int | None] | None:
+        """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
+        rows = self._slices[unit]
+        arrays = self._arrays
+        if not arrays["has_seed"][rows.start] or arrays["restarts"][rows.start] == 0:
+            return None
+        seed = restart_seed(
+            int(arrays["seed"][rows.start]), self.first_id + rows.start, int(arrays["restarts"][rows.start])
+        )
+        return None if seed is None else [seed + row for row in range(self._envs[unit].num_envs)]
+
+    def _name(self, unit: int) -> str:
+        rows = self._slices[unit]
+        first = self.first_id + rows.start
+        return f"{self._where}, native sub-batch of environments {first} to {first + rows.stop - rows.start - 1}"
+
+    def _failure(self, unit: int, error: Exception) -> tuple[int, RemoteFailure]:
+        start = self._slices[unit].start
+        seed = int(self._arrays["seed"][start]) if self._arrays["has_seed"][start] else None
+        return start, RemoteFailure.capture(error, f"{self._name(unit)}, seed {seed}")
+
+    def take_begun(self, batch: Any) -> NDArray[np.int64]:
+        """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
+        rows = np.flatnonzero(self._begun)
+        self._begun[:] = False
+        return rows
+
+    def rows_of_units(self, units: Sequence[int]) -> Any:
+        """Returns the rows of some sub-batches, as a slice if they are consecutive."""
+        if len(units) == len(self._slices):
+            return slice(None)
+        return as_slice(
+            np.concatenate([np.arange(self._slices[unit].start, self._slices[unit].stop) for unit in units])
+        )
+
+    def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
+        """Calls a method or reads an attribute of the sub-batches of some environments; returns a value for each.
+
+        Raises:
+            EnvsFailed: A sub-batch raised.
+        """
+        values: dict[int, Sequence[Any]] = {}
+        results = []
+        for row, unit in zip(rows, self._units_of(rows), strict=True):
+            try:
+                if unit not in values:
+                    values[unit] = self._envs[unit].call(name, args, kwargs)
+            except Exception as error:
+                raise EnvsFailed([self._failure(unit, error)]) from error
+            results.append(values[unit][row - self._slices[unit].start])
+        return results
+
+    def set_rows(self, name: str, values: Sequence[Any], rows: Sequence[int]) -> None:
+        """Sets an attribute of the sub-batches of some environments.
+
+        Raises:
+            EnvsFailed: A sub-batch raised.
+        """
+        by_unit: dict[int, dict[int, Any]] = {}
+        for row, unit, value in zip(rows, self._units_of(rows), values, strict=True):
+            by_unit.setdefault(unit, {})[row - self._slices[unit].start] = value
+        for unit, given in by_unit.items():
+            try:
+                self._envs[unit].set_attr(name, given)
+            except Exception as error:
+                raise EnvsFailed([self._failure(unit, error)]) from error
+
+    def _units_of(self, rows: Sequence[int]) -> list[int]:
+        found: list[int] = (np.searchsorted(self._bounds, rows, side="right") - 1).tolist()
+        return found
+
+    # The EnvPool interface, for a rollout in this process.
+
+    def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
+        key = env_ids.tobytes()
+        if key not in self._units:
+            units, whole = whole_units(env_ids, np.array(self._bounds))
+            self._units[key] = units.tolist() if whole else []
+        return self._units[key]
+
+    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
+        if not self._rows_of(env_ids):
+            raise not_whole(len(env_ids))
+        self._start(env_ids, self.step_rows, actions, autoreset)
+
+    def reset(
+        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(env_ids, lambda _: self.reset_rows(env_ids.tolist(), seeds, options))
+
+    def observe(self, env_ids: NDArray[np.int64]) -> None:
+        """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._start(env_ids, lambda _: [])
+
+    def close(self) -> None:
+        """Closes every sub-batch. If some raise, it raises the first error after all are closed."""
+        errors = []
+        while self._envs:
+            try:
+                self._envs.pop().close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -1,0 +1,142 @@
+"""Writes what happens in a rollout of native sub-batches into the arrays of a chunk: whole columns, no single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import ChunkInfo, ChunkInfos, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data.columns import info_blocks
+from rayvec.data.infos import InfoBlock
+from rayvec.pools.memory import tree_writer
+from rayvec.pools.restarts import RESTARTED
+from rayvec.rollout.recorder import Recorder
+
+__all__ = ["NativeRecorder"]
+
+
+class NativeRecorder(Recorder):
+    """A recorder of native sub-batches.
+
+    Args:
+        args: As of :class:`Recorder`.
+        next_step: Whether environments are reset in the step after the one that ended their episode. That step is not
+            `valid`, and its info is that of a reset.
+
+    Attributes:
+        begun: Columns of the environments that the last recorded step has reset, if `next_step`.
+    """
+
+    def __init__(self, *args: Any, next_step: bool) -> None:
+        self._next_step = next_step
+        groups: Sequence[NDArray[np.int64]]
+        batches: Sequence[StepBatch]
+        _, env_ids, groups, batches, *_ = args
+        self._groups = groups
+        self._ended = np.zeros(len(env_ids), bool)
+        if next_step:
+            for ids, batch in zip(groups, batches, strict=True):
+                self._ended[ids] = batch.terminated | batch.truncated
+        self.begun = np.zeros(0, np.int64)
+        self._final_parts: list[tuple[NDArray[np.int64], Tree]] = []
+        self._blocks: dict[int, list[InfoBlock]] = {}
+        super().__init__(*args)
+
+    def add_results(self, t: int, group: int, batch: StepBatch) -> None:
+        """Records rewards, ends of episodes and infos of step t."""
+        super().add_results(t, group, batch)
+        if not self._next_step:
+            return
+        chunk, columns, ids = self._chunk, self.columns[group], self._groups[group]
+        was_reset, done = self._ended[columns], batch.terminated | batch.truncated
+        if was_reset.any():
+            self.begun = ids[was_reset]
+            chunk.valid[t, self.begun] = False
+            chunk.rew[t, self.begun] = 0.0
+            chunk.terminated[t, self.begun] = chunk.truncated[t, self.begun] = False
+        else:
+            self.begun = ids[:0]
+        rows = np.flatnonzero(done & chunk.valid[t, columns])
+        if len(rows):
+            self._add_finals(t, ids[rows], tree_map(lambda leaf: leaf[rows], batch.obs))
+        self._ended[columns] = done
+
+    def _add_finals(self, t: int, columns: NDArray[np.int64], obs: Tree) -> None:
+        places = np.stack([np.full(len(columns), t, np.int64), columns], axis=1)
+        self._final_parts.append((places, obs))
+
+    def _add_infos(self, t: int, batch: StepBatch) -> None:
+        for info in batch.info:
+            self._add_columns(t, info, info.env_id - self._first_id)
+
+    def _add_columns(self, t: int, info: SubBatchInfo, first: int) -> None:
+        columns = dict(info.columns)
+        rows = slice(first, first + info.num_envs)
+        everyone = np.ones(info.num_envs, bool)
+        of_reset = everyone if t < 0 else self._ended[rows] if self._next_step else ~everyone
+        final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
+        ended = columns.pop("_final_obs", None)
+        columns.pop("_final_info", None)
+        if not self._next_step and t >= 0 and final_obs is not None:
+            of_reset = self._chunk.terminated[t, rows] | self._chunk.truncated[t, rows]
+            if isinstance(final_info, dict) and RESTARTED in final_info:
+                self._take_back_all(t, rows)
+            else:
+                ended = np.flatnonzero(of_reset if ended is None else ended)
+                self._add_finals(t, first + ended, self._stacked(final_obs, ended))
+                self._add_final_info(t, first, final_info, of_reset)
+        elif RESTARTED in columns:
+            if t < 0:
+                self._restarts += [(-1, n) for n in range(rows.start, rows.stop)]
+            else:
+                self._take_back_all(t, rows)
+        self._say(self._infos, info_blocks(t, first, columns, ~of_reset))
+        self._say(self._reset_infos, info_blocks(t, first, columns, of_reset))
+
+    def _add_final_info(self, t: int, first: int, final_info: Any, ended: NDArray[np.bool_]) -> None:
+        if isinstance(final_info, Mapping):
+            self._say(self._infos, info_blocks(t, first, dict(final_info), ended))
+        elif final_info is not None:  # an array of dicts
+            rows = np.flatnonzero(ended)
+            self._infos += [ChunkInfo(t, first + int(row), final_info[row]) for row in rows if final_info[row]]
+
+    def _say(self, of: list[ChunkInfo], blocks: Any) -> None:
+        self._blocks.setdefault(id(of), []).extend(blocks)
+
+    def _stacked(self, final_obs: Any, rows: NDArray[np.int64]) -> Tree:
+        """Returns the last observations of some environments, from an array of objects or a tree of arrays."""
+        if isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject:
+            stacked = self.empty_rows(len(rows))
+            write = tree_writer(stacked)
+            for place, row in enumerate(rows.tolist()):
+                write(place, final_obs[row])
+            return stacked
+        return tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)
+
+    def _take_back_all(self, t: int, rows: slice) -> None:
+        """Marks a step of a whole sub-batch that failed: its episodes were cut after the step before."""
+        chunk = self._chunk
+        columns = np.arange(rows.start, rows.stop)
+        self._restarts += [(t, n) for n in columns.tolist()]
+        chunk.valid[t, rows] = chunk.truncated[t, rows] = False
+        if t > 0:
+            running = chunk.valid[t - 1, rows] & ~chunk.terminated[t - 1, rows] & ~chunk.truncated[t - 1, rows]
+            cut = columns[running]
+            if len(cut):
+                chunk.truncated[t - 1, cut] = True
+                self._cuts += [(t - 1, n) for n in cut.tolist()]
+                self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
+
+    def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
+        if not self._final_parts:
+            return super()._final_arrays()
+        places = np.concatenate([part[0] for part in self._final_parts])
+        order = np.lexsort(places.T[::-1])
+        obs = tree_map(lambda *leaves: np.concatenate(leaves)[order], *[part[1] for part in self._final_parts])
+        return places[order], obs
+
+    def _chunk_infos(self, infos: list[ChunkInfo]) -> ChunkInfos:
+        return ChunkInfos.join([ChunkInfos.of(infos), ChunkInfos(self._blocks.get(id(infos), ()))], [0, 0])
