@@ -106,7 +106,7 @@ class LocalNode:
         self._running.begin_rollout(key, num_steps, first_step, noise_seed)
 
         def finish(timeout_s: float | None) -> NodePart:
-            times, summary, chunk = self._running.finish_part(by_reference, timeout_s)
+            times, summary, chunk = self._running.finish_on_node(by_reference, timeout_s)
             return NodePart(times, [], summary, ray.put(chunk) if by_reference else chunk)
 
         return finish

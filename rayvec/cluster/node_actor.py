@@ -108,7 +108,7 @@ class NodeActor:
             if version is not None and weights is not None:
                 pool.acting.publish(key, version, weights)
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
-            times, summary, chunk = pool.finish_part(with_summary)
+            times, summary, chunk = pool.finish_on_node(with_summary)
             pool.acting.release()
             return (times, summary, self._log.take()), chunk  # Ray copies the chunk before the next call starts
 

@@ -37,6 +37,8 @@ _LOST = (
     ray.exceptions.NodeDiedError,
 )
 _CLOSE_S = 10.0
+_TRANSFER_S = 10.0
+"""How long the transfer of a finished chunk may take beyond the end of a wait, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,8 @@ class RemoteNode:
         def finish(timeout_s: float | None) -> NodePart:
             deadline = deadline_in(timeout_s)
             times, summary, notes = self._get(refs[0], timeout_s)
-            chunk = refs[1] if summary is not None else self._get(refs[1], seconds_until(deadline))
+            left_s = max(seconds_until(deadline), _TRANSFER_S)  # the part is there, and a transfer cut short is lost
+            chunk = refs[1] if summary is not None else self._get(refs[1], left_s)
             return NodePart(times, notes, summary, chunk)
 
         return finish

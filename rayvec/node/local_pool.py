@@ -151,6 +151,19 @@ class LocalPool:
         with self._logging():
             return self.acting.finish(self._pool, cut)
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """See :class:`~rayvec.pools.base.ActingPool`. There is one part."""
+        return (range(self.num_envs),)
+
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        self.begin_rollout(key, num_steps, first_step, noise_seed)
+
+    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+        """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
+        return parts[0], self.finish_rollout()
+
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the id of this process, by node name."""
         return {node.name: [os.getpid()] for node in self.topology.nodes}

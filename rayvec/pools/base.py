@@ -356,6 +356,40 @@ class ActingPool(EnvPool, Protocol):
         """
         ...
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The ids of the environments that each part steps: a worker of one machine, or a node of a cluster."""
+        ...
+
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Requests a chunk of one part only. Parts take their chunks independently of each other.
+
+        Each part may have `MOST_CHUNKS` pending chunks, which it takes in order, and no chunk of :meth:`begin_rollout`.
+
+        Args:
+            part: The index of the part.
+            key: As of :meth:`begin_rollout`, like the next three.
+            num_steps: The number of steps T.
+            first_step: The number of steps that the environments of this part took in earlier chunks.
+            noise_seed: The seed of the policy's noise.
+        """
+        ...
+
+    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk.
+
+        Args:
+            parts: The parts, in the order of preference if several have finished.
+            timeout_s: The longest wait. None waits without limit.
+
+        Returns:
+            The part, and the chunk of its environments.
+
+        Raises:
+            NotReady: The timeout was reached. All chunks stay pending.
+        """
+        ...
+
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the process ids of each node, by node name."""
         ...

@@ -48,7 +48,7 @@ class MetricsFile:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float | int | None]) -> None:
+    def write(self, metrics: Mapping[str, float | int | list[int] | None]) -> None:
         """Appends a line; NaN and infinity become null."""
         self._file.write(_json_line(metrics))
         self._file.flush()
@@ -68,8 +68,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _json_line(metrics: Mapping[str, float | int | None]) -> str:
-    finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
+def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
+    finite = {
+        name: None if isinstance(value, (float, int)) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
@@ -152,7 +155,10 @@ class RunLogger:
             **{f"learner/{name}": value for name, value in iteration.metrics.items()},
             **({"ranks_cut": iteration.num_cut, "sent_bytes": iteration.sent_bytes} if "wait" in times_s else {}),
         }
-        self._metrics.write(metrics)
+        counts = list(stats.staleness_counts)
+        self._metrics.write({**metrics, "staleness_counts": counts} if counts else metrics)
+        if counts:
+            self._tensorboard.add_histogram("staleness_counts", np.repeat(np.arange(len(counts)), counts), steps)
         for name, value in metrics.items():
             if value is not None and name != "steps":
                 self._tensorboard.add_scalar(name, value, steps)

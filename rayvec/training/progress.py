@@ -85,6 +85,7 @@ def begin_collecting(
         seed=config.seed,
         prefetch=in_workers and config.collects_ahead,
         by_reference=in_workers and config.learner_mode in ("shared", "dedicated"),
+        max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
     )
     if state is not None:
         restore(collector, state)

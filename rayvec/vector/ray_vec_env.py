@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import gymnasium
 import numpy as np
@@ -36,6 +36,8 @@ from rayvec.vector.batching import (
 from rayvec.vector.driver import DriverActing
 
 __all__ = ["RayVecEnv"]
+
+_T = TypeVar("_T")
 
 
 class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
@@ -325,9 +327,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
         return self.rollout_wait()
 
-    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
-        """See :class:`~rayvec.vector.adapter.PoolAdapter`."""
-        rollout = super().rollout_wait(timeout, cut)
+    def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
+        rollout = super()._finish_chunk(finish)
         self._done[:] = False  # environments whose episode has ended were reset
         self._driver.note_absence()
         return rollout
