@@ -74,14 +74,14 @@ class ActingNodes(Acting):
     def __init__(self, nodes: Sequence[Member], replace: Callable[[int, NodeLostError], None]) -> None:
         self._nodes = nodes
         self._replace = replace
-        self._policies: dict[int, tuple[bytes, int]] = {}
+        self._policies: dict[int, tuple[bytes, int, bool]] = {}
         self._weights: dict[int, Weights] = {}
         self._pending: list[_PendingChunk] = []
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Loads a pickled policy in every worker of every node, under `key`; `version` is that of its weights."""
-        self._policies[key] = policy, version
-        self._call_all(lambda node: node.load(key, policy, version), installed=True)
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """See :class:`~rayvec.pools.base.Acting`. It loads the policy on every node."""
+        self._policies[key] = policy, version, on_node
+        self._call_all(lambda node: node.load(key, policy, version, on_node), installed=True)
 
     def drop(self, key: int) -> None:
         """Removes a policy and its weights from every worker."""

@@ -89,9 +89,9 @@ class LocalNode:
         """See :class:`Node`."""
         return self._running.event_fds
 
-    def load(self, key: int, policy: bytes, version: int) -> Wait:
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return lambda timeout_s: self._running.acting.load(key, policy, version)
+        return lambda timeout_s: self._running.acting.load(key, policy, version, on_node=on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""

@@ -77,9 +77,11 @@ class NodeActor:
         self._listener = Listener(self._slice.address, key, self._serve)
         return self._listener.port
 
-    def load(self, key: int, policy: bytes, version: int) -> RemoteFailure | None:
-        """Loads a pickled policy in every worker."""
-        return self._guard(lambda: self._running.acting.load(key, policy, version))  # type: ignore[no-any-return]
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> RemoteFailure | None:
+        """Loads a pickled policy in every worker, or with `on_node` in this process."""
+        return self._guard(  # type: ignore[no-any-return]
+            lambda: self._running.acting.load(key, policy, version, on_node=on_node)
+        )
 
     def drop(self, key: int) -> RemoteFailure | None:
         """Removes a policy from every worker."""

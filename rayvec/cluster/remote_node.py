@@ -144,9 +144,9 @@ class RemoteNode:
         self._asked_ids: set[int] = set()  # environments with a pending request, answered in any order
         return connect_stream
 
-    def load(self, key: int, policy: bytes, version: int) -> Wait:
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return self._start("load", key, policy, version)
+        return self._start("load", key, policy, version, on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""

@@ -59,7 +59,8 @@ class Collector:
     Args:
         env: The environments.
         policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
-        inference: Where the policy acts: ``"worker"``, over each worker's slice, or ``"driver"``, in this process.
+        inference: Where the policy acts: ``"worker"``, over each worker's slice; ``"node"``, in the process that owns
+            the workers of a node, over all of them; or ``"driver"``, in this process. See :meth:`RayVecEnv.rollout`.
         prefetch: Whether the workers take the next chunk while the caller consumes this one. ``collect(n_step)``
             then returns the steps that the call before started, and starts the next ones before it returns. In
             between the environments are busy: stepping or resetting them raises ``AlreadyPendingCallError``.
@@ -85,7 +86,7 @@ class Collector:
         self,
         env: RayVecEnv,
         policy: Any,
-        inference: Literal["worker", "driver"] = "worker",
+        inference: Literal["worker", "driver", "node"] = "worker",
         prefetch: bool = False,
         *,
         seed: int | None = None,
@@ -93,16 +94,16 @@ class Collector:
         max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
     ) -> None:
-        check_choice("inference", inference, ("worker", "driver"))
+        check_choice("inference", inference, ("worker", "driver", "node"))
         if max_staleness is not None:
             check_count("max_staleness", max_staleness)
             _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
         for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
-            if value and inference == "driver":
+            if value and inference != "worker":
                 raise ConfigError(
                     "`prefetch` and `by_reference` require `inference='worker'`.",
                     expected="inference='worker'",
-                    got=f"{name}=True with inference='driver'",
+                    got=f"{name}=True with inference={inference!r}",
                     remedy=f"Let the policy act in the workers, or leave {name} out.",
                 )
         check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
@@ -116,8 +117,9 @@ class Collector:
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
-        if inference == "worker":
-            self._store = env.publish(self._policy)
+        if inference != "driver":
+            self._store = env.publish(self._policy, on_node=inference == "node")
+        self._on_node = inference == "node"
         self._seed = seed
         self._prefetch = prefetch
         self._by_reference = by_reference
@@ -399,7 +401,7 @@ class Collector:
         self._version = int(state["version"])
         if self._store is not None:
             self._store.drop()
-            self._store = self._env.publish(self._policy, self._version)
+            self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
 
 
 def _check_asynchronous(**settings: Any) -> None:

@@ -28,14 +28,14 @@ class IMPALAConfig(TrainConfig):
     """Steps that each environment takes in an iteration."""
 
     prefetch: bool | None = None
-    """Collect the next iteration's steps while the learner learns from these, with weights one update old. It has no
-    effect with inference "driver". Unset: yes, except with decentralized ranks, which don't."""
+    """Collect the next iteration's steps while the learner learns from these, with weights one update old, if inference
+    is "worker". Unset: yes, except with decentralized ranks, which don't."""
 
     max_staleness: Count | None = None
     """Collect asynchronously: each worker (on a cluster, each node) delivers its chunks when they are ready, and an
     update uses those that are there, which are at most this many updates old. A slow worker delays updates only where
-    its chunk would become older. 1: each update waits for one chunk of every worker. It has no effect with inference
-    "driver". Unset: all environments together, see prefetch."""
+    its chunk would become older. 1: each update waits for one chunk of every worker. It takes effect if inference is
+    "worker". Unset: all environments together, see prefetch."""
 
     num_minibatches: Count = 4
     """Updates in an iteration, each from all steps of an approximately equal share of the environments."""

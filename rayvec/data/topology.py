@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["NodeSlice", "Topology"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NodeSlice", "Topology", "split_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,14 @@ class Topology:
     def without_claims(self) -> Topology:
         """Returns the same without a claim to any core."""
         return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))
+
+
+def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into one or two groups. With two, each contains half of every worker's slice."""
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for node in topology.nodes:
+        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            parts[0] += range(start, middle)
+            parts[-1] += range(middle, stop)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk
+from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.process_acting import ProcessActing
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.worker_link import WorkerLink
@@ -74,6 +76,9 @@ class WorkerActing(Acting):
         arrays: The arrays of the shared block.
         call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
         wait_all: Waits until each worker has completed the command with its number, or until a deadline.
+
+    Attributes:
+        own: The policies that act in this process, over the environments of all workers, in two groups.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class WorkerActing(Acting):
         self._num_begun = 0
         self._num_begun_of = [0] * len(links)
         self._arrays = arrays
+        self.own = ProcessActing(split_groups(Topology.of_driver(workers.bounds), 2))
 
     @property
     def by_reference(self) -> bool:
@@ -104,8 +110,16 @@ class WorkerActing(Acting):
         """The policies to send to a replacement worker: key, pickled policy, descriptor of its weight memory."""
         return [(key, policy.pickled, policy.memory.fd) for key, policy in self._policies.items()]
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
+    @property
+    def num_pending(self) -> int:
         """See :class:`~rayvec.pools.base.Acting`."""
+        return len(self._pending) + self.own.num_pending
+
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        if on_node:
+            self.own.load(key, policy, version)
+            return
         held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._links)))
         try:
             self._call_all("load_policy", (key, policy), [held.memory.fd])
@@ -115,6 +129,9 @@ class WorkerActing(Acting):
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory, unless they are there."""
+        if key in self.own:
+            self.own.publish(key, version, weights)
+            return
         policy = self._policies[key]
         if version == policy.weights.version:
             return
@@ -123,6 +140,9 @@ class WorkerActing(Acting):
 
     def drop(self, key: int) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
+        if key in self.own:
+            self.own.drop(key)
+            return
         self._call_all("drop_policy", (key,), ())
         self._policies.pop(key).memory.close()
 
@@ -148,6 +168,10 @@ class WorkerActing(Acting):
 
         A worker runs pending chunks in order.
         """
+        if key in self.own:
+            self.own.begin(key, num_steps, first_step, noise_seed, by_reference)
+            return
+        self.own.note_absence()
         policy, number = self._policies[key], self._num_begun + 1
         args = (key, num_steps, first_step, noise_seed, policy.weights, number)
         commands = [_NOT_REQUESTED] * len(self._links)

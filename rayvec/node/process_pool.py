@@ -160,6 +160,7 @@ class ProcessPool(PartedPool):
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self.acting.own.note_begun(env_ids)
         self._start(
             self._plans.of(env_ids),
             True,
@@ -210,6 +211,7 @@ class ProcessPool(PartedPool):
         self._pending[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
+        self.acting.own.note_begun(self.take_begun(batch))
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
         return batch
@@ -253,6 +255,8 @@ class ProcessPool(PartedPool):
 
     def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
+        if self.acting.own.num_pending:
+            return self.acting.own.finish(self, cut)
         by_reference, began_s = self.acting.by_reference, time.monotonic()
         chunks, times = self.finish_chunks(timeout_s, cut)
         waited_s = time.monotonic() - began_s
@@ -307,6 +311,9 @@ class ProcessPool(PartedPool):
             The times of each worker, and the summary and the joined chunk. Without `with_summary`, None and what
             :meth:`finish_chunks` returns.
         """
+        if self.acting.own.num_pending:
+            taken = self.acting.own.finish(self)
+            return (taken.times, taken.summary, taken.chunk) if with_summary else (taken.times, None, (taken.chunk,))
         chunks, times = self.finish_chunks(timeout_s)
         if not with_summary:
             return times, None, chunks

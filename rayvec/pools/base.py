@@ -286,8 +286,15 @@ class Acting(Protocol):
         """Whether another chunk may be requested."""
         return len(self._pending) < MOST_CHUNKS
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Loads a pickled policy. The policy contains weights of this version."""
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """Loads a pickled policy.
+
+        Args:
+            key: The key of the policy.
+            policy: The pickled policy.
+            version: The version of the weights that it contains.
+            on_node: Whether it acts in the process that owns the workers, over all of them, and not in each worker.
+        """
         ...
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:

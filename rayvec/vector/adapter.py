@@ -77,19 +77,21 @@ class PoolAdapter:
         self._assert_idle("worker_pids")
         return self._pool.worker_pids()
 
-    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
 
         Args:
             policy: Pickled as it is now.
             first_version: Of the weights that it brings along.
+            on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """
         self._assert_idle("publish")
-        return self._publish(policy, first_version)
+        return self._publish(policy, first_version, on_node=on_node)
 
-    def _publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+    def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
-        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
+        acting = as_policy(policy)
+        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
     def rollout_async(
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False

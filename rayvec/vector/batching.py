@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, Topology, Tree
+from rayvec.data import RawInfo, Tree
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import PoolSpaces
 from rayvec.pools.memory import ArrayLayout
@@ -25,7 +25,6 @@ __all__ = [
     "checked_mask",
     "in_batch_order",
     "parse_autoreset_mode",
-    "split_groups",
 ]
 
 
@@ -73,17 +72,6 @@ def in_batch_order(space: Space[Any], batched: Space[Any]) -> Space[Any]:
     if isinstance(space, spaces.Tuple) and isinstance(batched, spaces.Tuple):
         return spaces.Tuple([in_batch_order(*pair) for pair in zip(space.spaces, batched.spaces, strict=True)])
     return space
-
-
-def split_groups(topology: Topology, groups: int) -> tuple[NDArray[np.int64], ...]:
-    """Divides the ids into one or two groups. With two, each contains half of every worker's slice."""
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    for node in topology.nodes:
-        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
-            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
-            parts[0] += range(start, middle)
-            parts[-1] += range(middle, stop)
-    return tuple(np.array(ids, np.int64) for ids in parts if ids)
 
 
 def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:
