@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
 from rayvec.errors import NodeLostError
 from rayvec.node.interrupts import Uninterrupted
-from rayvec.pools.base import Acting, deadline_in, seconds_until
+from rayvec.pools.base import MOST_CHUNKS, Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ActingNodes"]
 
@@ -32,7 +32,8 @@ class _PendingChunk:
         key: Key of the policy that acts.
         args: Further arguments of the request to the nodes.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
-        requested: Each node, and the wait for its part.
+        numbers: The nodes that take part, by index.
+        requested: Each of these nodes, and the wait for its part.
         parts: Parts received so far, by node index.
         waited_s: How long the driver has waited for the parts, in seconds.
     """
@@ -40,6 +41,7 @@ class _PendingChunk:
     key: int
     args: tuple[Any, ...]
     weights: Weights | None
+    numbers: Sequence[int]
     requested: list[tuple[Node, Wait]] = field(default_factory=list)
     parts: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
@@ -55,14 +57,14 @@ class _PendingChunk:
         """Waits for the part of one node."""
         began_s = time.monotonic()
         try:
-            part: NodePart = self.requested[number][1](seconds_until(deadline))
+            part: NodePart = self.requested[self.numbers.index(number)][1](seconds_until(deadline))
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
 
 
 class ActingNodes(Acting):
-    """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks.
+    """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks of each node.
 
     Args:
         nodes: One holder for each node. A replacement node is set on the same holder.
@@ -72,14 +74,14 @@ class ActingNodes(Acting):
     def __init__(self, nodes: Sequence[Member], replace: Callable[[int, NodeLostError], None]) -> None:
         self._nodes = nodes
         self._replace = replace
-        self._policies: dict[int, tuple[bytes, int]] = {}
+        self._policies: dict[int, tuple[bytes, int, bool]] = {}
         self._weights: dict[int, Weights] = {}
         self._pending: list[_PendingChunk] = []
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Loads a pickled policy in every worker of every node, under `key`; `version` is that of its weights."""
-        self._policies[key] = policy, version
-        self._call_all(lambda node: node.load(key, policy, version), installed=True)
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """See :class:`~rayvec.pools.base.Acting`. It loads the policy on every node."""
+        self._policies[key] = policy, version, on_node
+        self._call_all(lambda node: node.load(key, policy, version, on_node), installed=True)
 
     def drop(self, key: int) -> None:
         """Removes a policy and its weights from every worker."""
@@ -97,51 +99,76 @@ class ActingNodes(Acting):
         for key, policy in self._policies.items():
             node.load(key, *policy)(None)
 
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
-        """Requests a chunk: every worker steps its own slice with a policy. :meth:`finish` returns the chunk.
+    def begin(
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        by_reference: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """Requests a chunk from every node, or from one: every worker steps its own slice with a policy.
 
-        If :attr:`has_room` is true, a chunk may be requested while another is pending. The workers then start it
-        without waiting for the driver.
+        A chunk may be requested while one is pending. The workers then start it without waiting for the driver.
         """
-        assert self.has_room, "a chunk more than there is memory for"
-        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key))
-        chunk.requested = self._start_all(chunk.request)
+        numbers = range(len(self._nodes)) if number is None else [number]
+        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key), numbers)
+        assert sum(numbers[0] in each.numbers for each in self._pending) < MOST_CHUNKS, "more chunks than memory"
+        chunk.requested = [(self._nodes[each].node, chunk.request(self._nodes[each].node)) for each in numbers]
         self._pending.append(chunk)
 
-    def finish(self, timeout_s: float | None = None) -> tuple[list[NodePart], float]:
-        """Waits for the oldest pending chunk.
+    def finish(self, timeout_s: float | None = None, number: int | None = None) -> tuple[list[NodePart], float]:
+        """Waits for the oldest pending chunk, of all nodes or of one.
 
         If a node is lost during the chunk and nodes are replaced, its replacement repeats the node's part. It starts
         from new episodes and uses the same weights as the other nodes.
 
         Returns:
-            The part of every node, and how long the driver waited for them, in seconds.
+            The part of every node that takes it, and how long the driver waited for them, in seconds.
 
         Raises:
             NotReady: The timeout expired; the chunk stays pending.
             NodeLostError: A node was lost and not replaced.
         """
-        chunk = self._pending[0]
+        chunk = self._pending[0] if number is None else self._pending_of(number)[0]
         deadline = deadline_in(timeout_s)
-        for number in range(len(self._nodes)):
-            while number not in chunk.parts:
+        for each in chunk.numbers:
+            while each not in chunk.parts:
                 try:
-                    chunk.parts[number] = chunk.wait(number, deadline)
+                    chunk.parts[each] = chunk.wait(each, deadline)
                 except NodeLostError as error:
-                    self._request_again(number, error)
+                    self._request_again(each, error)
         with Uninterrupted():
-            for each in self._nodes:
-                each.node.release_chunk()
-            del self._pending[0]
-        return [chunk.parts[number] for number in range(len(self._nodes))], chunk.waited_s
+            for each in chunk.numbers:
+                self._nodes[each].node.release_chunk()
+            self._pending.remove(chunk)
+        return [chunk.parts[each] for each in chunk.numbers], chunk.waited_s
+
+    def has_finished(self, number: int) -> bool:
+        """Whether a node has finished its oldest pending chunk. A node that is lost is replaced."""
+        chunk = self._pending_of(number)[0]
+        if number not in chunk.parts:
+            try:
+                chunk.parts[number] = chunk.wait(number, 0.0)
+            except NotReady:
+                return False
+            except NodeLostError as error:
+                self._request_again(number, error)
+                return False
+        return True
+
+    def _pending_of(self, number: int) -> list[_PendingChunk]:
+        return [chunk for chunk in self._pending if number in chunk.numbers]
 
     def _request_again(self, number: int, error: NodeLostError) -> None:
         """Repeats the requests for all pending chunks on the node that replaces a lost one, in the same order."""
-        if self._nodes[number].node is self._pending[0].requested[number][0]:  # else already replaced
-            self._replace(number, error)
+        pending = self._pending_of(number)
+        if self._nodes[number].node is pending[0].requested[pending[0].numbers.index(number)][0]:
+            self._replace(number, error)  # else it was replaced before
         node = self._nodes[number].node
-        for chunk in self._pending:
-            chunk.requested[number] = node, chunk.request(node)
+        for chunk in pending:
+            chunk.requested[chunk.numbers.index(number)] = node, chunk.request(node)
 
     def _start_all(self, start: Callable[[Node], Wait]) -> list[tuple[Node, Wait]]:
         """Starts a request on every node; the wait for a lost node raises ``NodeLostError``."""

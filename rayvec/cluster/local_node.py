@@ -89,9 +89,9 @@ class LocalNode:
         """See :class:`Node`."""
         return self._running.event_fds
 
-    def load(self, key: int, policy: bytes, version: int) -> Wait:
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return lambda timeout_s: self._running.acting.load(key, policy, version)
+        return lambda timeout_s: self._running.acting.load(key, policy, version, on_node=on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""
@@ -106,7 +106,7 @@ class LocalNode:
         self._running.begin_rollout(key, num_steps, first_step, noise_seed)
 
         def finish(timeout_s: float | None) -> NodePart:
-            times, summary, chunk = self._running.finish_part(by_reference, timeout_s)
+            times, summary, chunk = self._running.finish_on_node(by_reference, timeout_s)
             return NodePart(times, [], summary, ray.put(chunk) if by_reference else chunk)
 
         return finish

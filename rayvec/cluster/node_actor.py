@@ -79,9 +79,11 @@ class NodeActor:
         self._listener = Listener(self._slice.address, key, self._serve)
         return self._listener.port
 
-    def load(self, key: int, policy: bytes, version: int) -> RemoteFailure | None:
-        """Loads a pickled policy in every worker."""
-        return self._guard(lambda: self._running.acting.load(key, policy, version))  # type: ignore[no-any-return]
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> RemoteFailure | None:
+        """Loads a pickled policy in every worker, or with `on_node` in this process."""
+        return self._guard(  # type: ignore[no-any-return]
+            lambda: self._running.acting.load(key, policy, version, on_node=on_node)
+        )
 
     def drop(self, key: int) -> RemoteFailure | None:
         """Removes a policy from every worker."""
@@ -110,7 +112,7 @@ class NodeActor:
             if version is not None and weights is not None:
                 pool.acting.publish(key, version, weights)
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
-            times, summary, chunk = pool.finish_part(with_summary)
+            times, summary, chunk = pool.finish_on_node(with_summary)
             pool.acting.release()
             return (times, summary, self._log.take()), chunk  # Ray copies the chunk before the next call starts
 

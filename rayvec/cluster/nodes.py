@@ -131,8 +131,8 @@ class Node(Protocol):
         """Sets an attribute of some environments, one value for each."""
         ...
 
-    def load(self, key: int, policy: bytes, version: int) -> Wait:
-        """Loads a pickled policy in every worker; `version` is that of the policy's weights."""
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
+        """Loads a pickled policy; the arguments are those of :meth:`rayvec.pools.base.Acting.load`."""
         ...
 
     def drop(self, key: int) -> Wait:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import Member, Node, Request
+from rayvec.cluster.nodes import Member, Node, NodePart, Request
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
@@ -40,6 +40,8 @@ __all__ = ["RayPool"]
 _CLOSE_S = 10.0
 _PLACE_S = 60.0
 """How long cores that were free a moment ago may take to be granted, and an actor to start on a busy machine."""
+_LOOK_S = 0.002
+"""The interval at which a wait for any node's chunk asks Ray."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class RayPool(PartedPool):
     """
 
     first_id = 0
+    _look_s = _LOOK_S
 
     def __init__(
         self,
@@ -263,7 +266,21 @@ class RayPool(PartedPool):
                 got="one",
                 remedy="Leave it out, or pass num_nodes=0.",
             )
-        parts, waited_s = self.acting.finish(timeout_s)
+        return self._rollout(slice(None), *self.acting.finish(timeout_s))
+
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`. A part is a node."""
+        self.acting.begin(key, num_steps, first_step, noise_seed, number=part)
+
+    def _first_finished(self, parts: Sequence[int]) -> int | None:
+        return next((part for part in parts if self.acting.has_finished(part)), None)
+
+    def _finish_part(self, part: int) -> Rollout:
+        rows = slice(self.parts[part].start, self.parts[part].stop)
+        return self._rollout(rows, *self.acting.finish(number=part))
+
+    def _rollout(self, rows: slice, parts: Sequence[NodePart], waited_s: float) -> Rollout:
+        """Joins the parts of a chunk, which is that of the environments in `rows`."""
         for note in (note for part in parts for note in part.notes):
             logger.warning(note)
         chunk: Chunk | None = None
@@ -275,14 +292,14 @@ class RayPool(PartedPool):
             every = [part.summary for part in parts if part.summary is not None]
             summary = join_summaries(every)
             refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
-        self._note_rollout(summary)
+        self._note_rollout(rows, summary)
         return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
-    def _note_rollout(self, summary: ChunkSummary) -> None:
+    def _note_rollout(self, rows: slice, summary: ChunkSummary) -> None:
         """Takes note of a chunk: a node that is lost from now on resumes from its end."""
         assert self._answers is not None
-        self._answers.requested(slice(None), resets=True)
-        self._answers.keep(slice(None), summary.last_obs, summary.terminated[-1], summary.truncated[-1])
+        self._answers.requested(rows, resets=True)
+        self._answers.keep(rows, summary.last_obs, summary.terminated[-1], summary.truncated[-1])
 
     def _on_node(self, number: int, function: Callable[[Node], _T]) -> _T:
         """Does something with a node; if it is lost, with the node that replaces it."""

@@ -37,6 +37,8 @@ _LOST = (
     ray.exceptions.NodeDiedError,
 )
 _CLOSE_S = 10.0
+_TRANSFER_S = 10.0
+"""How long the transfer of a finished chunk may take beyond the end of a wait, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +144,9 @@ class RemoteNode:
         self._asked_ids: set[int] = set()  # environments with a pending request, answered in any order
         return connect_stream
 
-    def load(self, key: int, policy: bytes, version: int) -> Wait:
+    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return self._start("load", key, policy, version)
+        return self._start("load", key, policy, version, on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""
@@ -161,7 +163,8 @@ class RemoteNode:
         def finish(timeout_s: float | None) -> NodePart:
             deadline = deadline_in(timeout_s)
             times, summary, notes = self._get(refs[0], timeout_s)
-            chunk = refs[1] if summary is not None else self._get(refs[1], seconds_until(deadline))
+            left_s = max(seconds_until(deadline), _TRANSFER_S)  # the part is there, and a transfer cut short is lost
+            chunk = refs[1] if summary is not None else self._get(refs[1], left_s)
             return NodePart(times, notes, summary, chunk)
 
         return finish

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.collect.parts import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
@@ -58,7 +59,8 @@ class Collector:
     Args:
         env: The environments.
         policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
-        inference: Where the policy acts: ``"worker"``, over each worker's slice, or ``"driver"``, in this process.
+        inference: Where the policy acts: ``"worker"``, over each worker's slice; ``"node"``, in the process that owns
+            the workers of a node, over all of them; or ``"driver"``, in this process. See :meth:`RayVecEnv.rollout`.
         prefetch: Whether the workers take the next chunk while the caller consumes this one. ``collect(n_step)``
             then returns the steps that the call before started, and starts the next ones before it returns. In
             between the environments are busy: stepping or resetting them raises ``AlreadyPendingCallError``.
@@ -66,6 +68,12 @@ class Collector:
         seed: Seed of the environments (base + index) and of the noise. Without it neither can be repeated.
         by_reference: Whether chunks stay in Ray's object store, on the nodes where they were taken. The batch then has
             `chunk_refs` instead of `chunks`, and the same statistics. Requires ``inference="worker"``.
+        max_staleness: Collects asynchronously: each part of the environments (a worker on one machine, a node on a
+            cluster) goes on to its next chunk by itself, and ``collect(n_step)`` returns whichever chunks are finished,
+            at least `n_step` steps of them, without waiting for slow parts. No step is lost and none is in two batches.
+            The number is how many weights may be published between the request of a chunk and its batch: a call waits
+            for a part whose chunk would become older. With 1, each batch has one chunk of each part, as with
+            `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments together.
         on_bad_obs: What to do with an observation that is NaN or infinite. ``"raise"`` raises an ``EnvError`` that
             names environment, step and key. ``"drop"`` leaves its episode out: `valid` is cleared, the episode is not
             counted, and the environment begins another. ``"keep"`` takes it as it is.
@@ -78,20 +86,24 @@ class Collector:
         self,
         env: RayVecEnv,
         policy: Any,
-        inference: Literal["worker", "driver"] = "worker",
+        inference: Literal["worker", "driver", "node"] = "worker",
         prefetch: bool = False,
         *,
         seed: int | None = None,
         by_reference: bool = False,
+        max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
     ) -> None:
-        check_choice("inference", inference, ("worker", "driver"))
+        check_choice("inference", inference, ("worker", "driver", "node"))
+        if max_staleness is not None:
+            check_count("max_staleness", max_staleness)
+            _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
         for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
-            if value and inference == "driver":
+            if value and inference != "worker":
                 raise ConfigError(
                     "`prefetch` and `by_reference` require `inference='worker'`.",
                     expected="inference='worker'",
-                    got=f"{name}=True with inference='driver'",
+                    got=f"{name}=True with inference={inference!r}",
                     remedy=f"Let the policy act in the workers, or leave {name} out.",
                 )
         check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
@@ -105,14 +117,18 @@ class Collector:
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
-        if inference == "worker":
-            self._store = env.publish(self._policy)
+        if inference != "driver":
+            self._store = env.publish(self._policy, on_node=inference == "node")
+        self._on_node = inference == "node"
         self._seed = seed
         self._prefetch = prefetch
         self._by_reference = by_reference
         self._on_bad_obs = on_bad_obs
         noise_seed = secrets.randbits(63) if seed is None else seed
         self._pipeline = ChunkPipeline(env, noise_seed, by_reference=by_reference)
+        self._parts = None if max_staleness is None else PartsPipeline(env, noise_seed, max_staleness)
+        self._source: ChunkPipeline | PartsPipeline = self._parts or self._pipeline
+        self._kept_parts: list[PartChunk] = []  # finished chunks of parts for the next batch
         self._kept: list[tuple[Rollout, EpisodeStats]] = []  # finished chunks for the next batch
         self._counts = _Counts()
         self._version = 0
@@ -129,7 +145,9 @@ class Collector:
         """
         self._drop_pending()
         self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
+        self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
         self._kept.clear()
+        self._kept_parts.clear()
         self._env.reset(seed=seed)
         self._tracker.clear()
         self._started = True
@@ -190,6 +208,9 @@ class Collector:
             return self._batch(self._episodes(n_episode), begin)
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
+        if self._parts is not None and self._store is not None:
+            self._parts.start(self._store, num_steps, ahead=ahead)
+            return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
         start_next = self._prefetch and ahead
         num_pending = len(self._pipeline.pending)  # more than one after an interrupted wait in the call before
         kept_steps = sum(rollout.summary.num_steps for rollout, _ in self._kept)
@@ -211,6 +232,9 @@ class Collector:
         The environments are free after it, for example for an evaluation.
         """
         begin = time.monotonic()
+        if self._parts is not None and self._store is not None:
+            is_empty = not (self._kept_parts or self._parts.pending)
+            return None if is_empty else self._parts_batch(self._parts, self._store, 1, begin, ahead=False)
         for rollout in self._pipeline.drain():
             self._keep(self._checked(rollout))
         return self._kept_batch(begin) if self._kept else None
@@ -223,6 +247,23 @@ class Collector:
         kept, self._kept = self._kept, []
         return self._batch(kept, begin)
 
+    def _parts_batch(
+        self, parts: PartsPipeline, store: WeightStore, num_steps: int, begin: float, *, ahead: bool
+    ) -> Batch:
+        """Waits for the chunks of a batch, and joins them."""
+        while True:
+            num_columns = sum(chunk.rollout.summary.valid.shape[1] for chunk in self._kept_parts)
+            taken = parts.finish(store, num_steps, num_columns, ahead=ahead)
+            if taken is None:
+                break
+            self._kept_parts.append(taken._replace(rollout=self._checked(taken.rollout)))
+        kept, self._kept_parts = self._kept_parts, []
+        rollout, stats, versions = join_parts(kept, self._tracker, time.monotonic() - begin)
+        batch = self._batch([(rollout, stats)], begin)
+        counts = tuple(np.bincount(self._version - versions).tolist())
+        spread = int(versions.min()), int(versions.max())
+        return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
+
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
             raise ConfigError(
@@ -232,12 +273,12 @@ class Collector:
                 remedy="Pass n_step=4096, or n_episode=20.",
             )
         check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
-        if n_episode is not None and (self._prefetch or self._by_reference):
+        if n_episode is not None and (self._prefetch or self._by_reference or self._parts):
             raise ConfigError(
-                "`n_episode` can't be combined with `prefetch` or `by_reference`: episodes begin in the call that "
-                "counts them, and steps beyond them are marked.",
+                "`n_episode` can't be combined with `prefetch`, `max_staleness` or `by_reference`: episodes begin in "
+                "the call that counts them, and steps beyond them are marked.",
                 expected="n_step",
-                got=f"n_episode={n_episode} of a collector with prefetch or by_reference",
+                got=f"n_episode={n_episode} of a collector with prefetch, max_staleness or by_reference",
                 remedy="Call drain() and use another Collector on the same environments for episodes.",
             )
 
@@ -278,7 +319,7 @@ class Collector:
         return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
 
     def _drop_pending(self) -> None:
-        for rollout in self._pipeline.drain():
+        for rollout in self._source.drain():
             self._counts.dropped_steps += rollout.summary.valid.size
             self._counts.restarts += len(rollout.summary.restarts)
 
@@ -338,14 +379,14 @@ class Collector:
             else:
                 self._store.drop()
         self._store = None
-        self._pipeline.pending.clear()
+        self._source.forget()
 
     def state_dict(self) -> dict[str, int]:
         """Returns what a later run needs to resume: seeds and counters, without unfinished episodes.
 
         A pending chunk is not in it either: the run that resumes takes it again, from new episodes.
         """
-        pipeline = self._pipeline
+        pipeline = self._source
         return {"noise_seed": pipeline.noise_seed, "first_step": pipeline.first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -355,12 +396,26 @@ class Collector:
         Pending chunks are waited for and dropped.
         """
         self._drop_pending()
-        self._pipeline.noise_seed = int(state["noise_seed"])
-        self._pipeline.first_step = int(state["first_step"])
+        self._source.noise_seed = int(state["noise_seed"])
+        self._source.first_step = int(state["first_step"])
         self._version = int(state["version"])
         if self._store is not None:
             self._store.drop()
-            self._store = self._env.publish(self._policy, self._version)
+            self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
+
+
+def _check_asynchronous(**settings: Any) -> None:
+    """Checks the settings beside `max_staleness`."""
+    expected = {"inference": "worker", "by_reference": False, "on_bad_obs": ("raise", "keep")}
+    for name, value in settings.items():
+        fits = expected[name]
+        if value != fits and value not in (fits if isinstance(fits, tuple) else ()):
+            raise ConfigError(
+                "With `max_staleness` the parts of the environments take chunks independently of the driver.",
+                expected=f"{name}={fits!r}",
+                got=f"{name}={value!r}",
+                remedy=f"Leave {name} or max_staleness out.",
+            )
 
 
 def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]:

@@ -79,3 +79,7 @@ class ChunkPipeline:
         """Yields every pending chunk as it is finished; the environments are free afterwards."""
         while self.pending:
             yield self.finish()
+
+    def forget(self) -> None:
+        """Forgets the pending chunks, whose environments are closed."""
+        self.pending.clear()

@@ -62,9 +62,10 @@ ADJUSTABLE = (
 )
 """Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
 
-Two have a second effect in a run with `prefetch`: with ``inference="driver"`` or ``learners="decentralized"`` no steps
-are collected ahead, so the weights that act are the newest ones instead of being one update old. And where ranks are
-stopped or lengths vary (`sync_fraction`, `variable_lengths`), it is chance which environment gives how many steps.
+Two have a second effect in a run with `prefetch`: unless ``inference="worker"``, and with ``learners="decentralized"``,
+no steps are collected ahead, so the weights that act are the newest ones instead of being one update old. And where
+ranks are stopped or lengths vary (`sync_fraction`, `variable_lengths`), it is chance which environment gives how many
+steps.
 """
 
 
@@ -124,9 +125,10 @@ class TrainConfig(metaclass=PresetMeta):
     address: str | None = None
     """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""
 
-    inference: Literal["worker", "driver"] = "worker"
-    """Where the policy acts: in the worker processes, which return chunks, or in the driver, which receives every step
-    and collects nothing ahead."""
+    inference: Literal["worker", "driver", "node"] = "worker"
+    """Where the policy acts: in the worker processes, which return chunks; in the process that owns the workers of a
+    node, on learner_device, in large batches; or in the driver, which receives every step. The last two collect nothing
+    ahead."""
 
     num_learners: Count = 1
     """Ranks that compute each update together, at most one for each environment."""
@@ -248,7 +250,7 @@ class TrainConfig(metaclass=PresetMeta):
     def collects_ahead(self) -> bool:
         """Whether the next chunk is collected while the learner learns from this one, with weights one update old.
 
-        It has no effect with ``inference="driver"``, and is never so with decentralized ranks.
+        It takes effect only with ``inference="worker"``, and is never so with decentralized ranks.
         """
         return False
 

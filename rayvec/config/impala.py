@@ -27,8 +27,14 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     """Steps that each environment takes in an iteration."""
 
     prefetch: bool | None = None
-    """Collect the next iteration's steps while the learner learns from these, with weights one update old. It has no
-    effect with inference "driver". Unset: yes, except with decentralized ranks, which don't."""
+    """Collect the next iteration's steps while the learner learns from these, with weights one update old, if inference
+    is "worker". Unset: yes, except with decentralized ranks, which don't."""
+
+    max_staleness: Count | None = None
+    """Collect asynchronously: each worker (on a cluster, each node) delivers its chunks when they are ready, and an
+    update uses those that are there, which are at most this many updates old. A slow worker delays updates only where
+    its chunk would become older. 1: each update waits for one chunk of every worker. It takes effect if inference is
+    "worker". Unset: all environments together, see prefetch."""
 
     num_minibatches: Count = 4
     """Updates in an iteration, each from all steps of an approximately equal share of the environments."""
@@ -88,6 +94,13 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
                 expected="no prefetch with learners='decentralized'",
                 got="prefetch=True",
                 remedy="Leave prefetch out; a run that was written with it stays central.",
+            )
+        if self.max_staleness is not None and (self.prefetch is False or self.learner_mode != "driver"):
+            raise ConfigError(
+                "max_staleness lets one learner, in the driver, update while environments step.",
+                expected="learners='driver', and prefetch unset or True",
+                got=f"learners={self.learner_mode!r}, prefetch={self.prefetch}",
+                remedy="Leave max_staleness out, or the other setting.",
             )
         if self.num_minibatches > self.num_envs:
             raise ConfigError(

@@ -128,5 +128,5 @@ class SACConfig(NetworkConfig):
 
     @property
     def collects_ahead(self) -> bool:
-        """Whether environments step while the learner learns; it has no effect with ``inference="driver"``."""
+        """Whether environments step while the learner learns; it takes effect only with ``inference="worker"``."""
         return self.learner_mode != "decentralized"

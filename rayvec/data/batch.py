@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class CollectStats:
         staleness: How many versions were published after the oldest that acted, when the batch was returned.
         n_restarts: How often an environment was restarted because it, its worker or its node had failed.
         n_dropped_episodes: Episodes left out because an observation was not finite.
+        staleness_counts: With `max_staleness`: how many columns of the chunk were 0, 1, 2, ... versions old.
     """
 
     returns: NDArray[np.float64]
@@ -63,6 +64,13 @@ class CollectStats:
     staleness: int = 0
     n_restarts: int = 0
     n_dropped_episodes: int = 0
+    staleness_counts: tuple[int, ...] = ()
+
+
+def join_episodes(parts: Sequence[EpisodeStats]) -> EpisodeStats:
+    """Returns episodes one after another."""
+    names = [item.name for item in fields(EpisodeStats)]
+    return EpisodeStats(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
@@ -94,7 +102,8 @@ class Batch:
     """What a collector returns: chunks in the order they were taken, and statistics.
 
     Attributes:
-        chunks: One or more chunks of the same environments; empty with ``by_reference=True``.
+        chunks: One or more chunks of the same environments; empty with ``by_reference=True``. With `max_staleness` it
+            is one chunk, in which an environment has as many columns as it has chunks, in the order of time.
         stats: See :class:`CollectStats`.
         chunk_refs: With ``by_reference=True``, for every chunk one reference for each node, in order.
     """

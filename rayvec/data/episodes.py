@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,26 +22,38 @@ class EpisodeTracker:
         self._returns = np.zeros(num_envs)
         self._lens = np.zeros(num_envs, np.int64)
 
-    def add(self, chunk: Chunk | ChunkSummary) -> tuple[EpisodeStats, NDArray[np.int64]]:
+    def add(
+        self, chunk: Chunk | ChunkSummary, envs: NDArray[np.int64] | slice = slice(None)
+    ) -> tuple[EpisodeStats, NDArray[np.int64]]:
         """Adds a chunk. An episode that a fault has cut is dropped from the sums: it did not end.
+
+        Args:
+            chunk: Steps of the environments.
+            envs: Index of the environment in each column, ``int64 [N]``; by default it is the column's.
 
         Returns:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
         ends, restarts = counted_ends(chunk), chunk.restarts
-        self._forget(restarts[restarts[:, 0] < 0, 1])
+        sums, nums = self._returns[envs], self._lens[envs]
+
+        def forget(columns: NDArray[np.int64]) -> None:
+            sums[columns] = nums[columns] = 0
+
+        forget(restarts[restarts[:, 0] < 0, 1])
         returns, lens, places = [], [], []
         for t in range(chunk.num_steps):
             if len(restarts):
-                self._forget(restarts[restarts[:, 0] == t, 1])
-            self._returns += np.where(chunk.valid[t], chunk.rew[t], 0.0)
-            self._lens += chunk.valid[t]
+                forget(restarts[restarts[:, 0] == t, 1])
+            sums += np.where(chunk.valid[t], chunk.rew[t], 0.0)
+            nums += chunk.valid[t]
             ended = np.flatnonzero(ends[t])
             if len(ended):
-                returns.append(self._returns[ended])
-                lens.append(self._lens[ended])
+                returns.append(sums[ended])
+                lens.append(nums[ended])
                 places += [(t, n) for n in ended.tolist()]
-                self._forget(ended)
+                forget(ended)
+        self._returns[envs], self._lens[envs] = sums, nums
         at = np.array(places, np.int64).reshape(-1, 2)
         stats = EpisodeStats(
             chunk.env_ids[at[:, 1]],
@@ -60,8 +70,5 @@ class EpisodeTracker:
 
     def clear(self) -> None:
         """Drops the unfinished episodes."""
-        self._forget(slice(None))
-
-    def _forget(self, columns: Any) -> None:
-        self._returns[columns] = 0.0
-        self._lens[columns] = 0
+        self._returns[:] = 0.0
+        self._lens[:] = 0

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-__all__ = ["NodeSlice", "Topology"]
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError
+
+__all__ = ["NodeSlice", "Topology", "split_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +66,32 @@ class Topology:
     def without_claims(self) -> Topology:
         """Returns the same without a claim to any core."""
         return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))
+
+
+def split_groups(
+    topology: Topology, groups: int, unit_bounds: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], ...]:
+    """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
+
+    Native sub-batches stay whole: with two groups, each contains every other one.
+
+    Raises:
+        ConfigError: There is one native sub-batch, and two groups.
+    """
+    if unit_bounds is not None:
+        if len(unit_bounds) <= groups:
+            raise ConfigError(
+                "A native sub-batch steps as a whole, in one group.",
+                expected=f"at least {groups} sub-batches for groups={groups}",
+                got=f"{len(unit_bounds) - 1}",
+                remedy="Make more sub-batches, or leave groups out.",
+            )
+        units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
+        return tuple(np.concatenate(units[group::groups]) for group in range(groups))
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for node in topology.nodes:
+        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            parts[0] += range(start, middle)
+            parts[-1] += range(middle, stop)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)

@@ -131,7 +131,7 @@ class ActorCriticLearner:
         if self._return_scale is not None:
             lost = np.zeros(first.num_envs, bool)
             lost[first.restarts[first.restarts[:, 0] == -1, 1]] = True
-            rew = self._return_scale(rew, done, valid, lost, self.ranks)
+            rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _anneal(self) -> float:

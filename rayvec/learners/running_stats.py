@@ -6,7 +6,7 @@ probabilities it recomputes are those that were recorded; the statistics of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,19 @@ class RunningMoments:
         self.squares.copy_(state["squares"])
 
 
+def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
+    """Yields the columns that are the first of their environment, then those that are the second, and so on.
+
+    >>> [columns.tolist() for columns in _occurrences(np.array([0, 1, 2, 0, 2]))]
+    [[0, 1, 2], [3, 4]]
+    """
+    order = np.argsort(rows, kind="stable")
+    occurrence = np.empty_like(order)
+    occurrence[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
+    for number in range(1 + int(occurrence.max(initial=-1))):
+        yield np.flatnonzero(occurrence == number)
+
+
 class ReturnScale:
     """Scales rewards so that discounted returns have a standard deviation of about 1.
 
@@ -89,6 +102,7 @@ class ReturnScale:
         valid: NDArray[np.bool_],
         lost: NDArray[np.bool_],
         ranks: Ranks,
+        env_ids: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float64]:
         """Adds a batch to the statistics and returns its rewards scaled.
 
@@ -98,20 +112,27 @@ class ReturnScale:
             valid: Where a step happened, ``bool [T, N]``.
             lost: Which environments lost their current episode before the batch, ``bool [N]``.
             ranks: The ranks that have the other environments.
+            env_ids: The environment of each column, ``int64 [N]``. An environment may have several columns, in the
+                order of time, or none. By default, and with several ranks, the batch has one column for each.
         """
         numbers, total = global_range(ranks, rew.shape[1])
-        if len(self._returns) != total:
-            self._returns = self._returns.new_zeros(total)
-        own = slice(numbers.start, numbers.stop)
-        running, returns = np.where(lost, 0.0, self._returns[own].numpy()), np.zeros(rew.shape)
+        rows = np.arange(numbers.start, numbers.stop)
+        if env_ids is not None and ranks.size == 1:
+            rows, total = env_ids, 1 + int(env_ids.max(initial=-1))
+        missing = max(0, total - len(self._returns))
+        before = np.concatenate([self._returns.numpy(), np.zeros(missing)])
+        everyone = before.copy() if ranks.size == 1 else np.zeros_like(before)
+        returns = np.zeros(rew.shape)
         num_steps = len(rew) - valid[::-1].argmax(0)  # after them nothing happened: the chunk was cut
-        for t in range(len(rew)):
-            returns[t] = np.where(valid[t], self._gamma * running + rew[t], 0.0)
-            running = np.where(t < num_steps, np.where(done[t], 0.0, returns[t]), running)
+        for columns in _occurrences(rows):
+            running = np.where(lost[columns], 0.0, before[rows[columns]])
+            for t in range(len(rew)):
+                current = np.where(valid[t, columns], self._gamma * running + rew[t, columns], 0.0)
+                returns[t, columns] = current
+                running = np.where(t < num_steps[columns], np.where(done[t, columns], 0.0, current), running)
+            before[rows[columns]] = everyone[rows[columns]] = running
         self._moments.add(torch.from_numpy(returns[valid])[:, None], ranks)
-        everyone = torch.zeros_like(self._returns)
-        everyone[own] = torch.from_numpy(running)
-        self._returns = ranks.sum_(everyone)
+        self._returns = ranks.sum_(torch.from_numpy(everyone))
         return rew * float(self._moments.scale)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.learners.sac_math import AdamState, MLPLayout, NetLayout, Nets, SACMath
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder
-from rayvec.policies.networks import flat_weights, linear_places
+from rayvec.policies.networks import flat_weights, linear_places, to_tensor
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -49,6 +50,14 @@ class SACActor(nn.Module):
         """Returns the distribution's parameters ``[B, P]`` for encoded observations ``[B, D]``."""
         params: Tensor = self.net(rows)
         return params
+
+    def encode(self, obs: Tree) -> Tensor:
+        """Returns rows ``[B, D]``, on the device of the parameters."""
+        return to_tensor(self.encoder(obs)).to(next(self.parameters()))
+
+    def action_parameters(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]``."""
+        return self.forward(rows)
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters, flat."""

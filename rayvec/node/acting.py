@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk
+from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.process_acting import ProcessActing
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.worker_link import WorkerLink
 from rayvec.node.workers import Workers
-from rayvec.pools.base import Acting, Cut, NotReady, deadline_in
+from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
 __all__ = ["WorkerActing"]
 
 _CUT_LOOK_S = 0.001
 """The interval at which a wait asks whether to cut the chunk, in seconds."""
+_NOT_REQUESTED = -1
+"""In place of the number of a command to a worker that does not take part in a chunk."""
 
 
 @dataclass(slots=True)
@@ -37,7 +41,7 @@ class _Policy:
 
     pickled: bytes
     weights: WeightsRef
-    memory: WeightMemory = field(default_factory=WeightMemory)
+    memory: WeightMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class _PendingChunk:
         by_reference: Whether the chunk goes to the object store.
         number: Number of the chunk, from 1.
         num_steps: The most steps that it may have.
-        commands: Command number for each worker.
+        worker: Index of the only worker that takes it; None if all workers do.
+        commands: Command number for each worker, or `_NOT_REQUESTED`.
     """
 
     key: int
@@ -58,11 +63,12 @@ class _PendingChunk:
     by_reference: bool
     number: int
     num_steps: int
+    worker: int | None
     commands: list[int]
 
 
 class WorkerActing(Acting):
-    """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS`.
+    """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS` of each worker.
 
     Args:
         workers: The worker processes.
@@ -70,6 +76,9 @@ class WorkerActing(Acting):
         arrays: The arrays of the shared block.
         call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
         wait_all: Waits until each worker has completed the command with its number, or until a deadline.
+
+    Attributes:
+        own: The policies that act in this process, over the environments of all workers, in two groups.
     """
 
     def __init__(
@@ -87,7 +96,11 @@ class WorkerActing(Acting):
         self._policies: dict[int, _Policy] = {}
         self._pending: list[_PendingChunk] = []
         self._num_begun = 0
+        self._num_begun_of = [0] * len(links)
         self._arrays = arrays
+        units: NDArray[np.int64] | None = workers.spaces.unit_bounds
+        groups = 2 if units is None or len(units) > 2 else 1
+        self.own = ProcessActing(split_groups(Topology.of_driver(workers.bounds), groups, units))
 
     @property
     def by_reference(self) -> bool:
@@ -99,9 +112,17 @@ class WorkerActing(Acting):
         """The policies to send to a replacement worker: key, pickled policy, descriptor of its weight memory."""
         return [(key, policy.pickled, policy.memory.fd) for key, policy in self._policies.items()]
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
+    @property
+    def num_pending(self) -> int:
         """See :class:`~rayvec.pools.base.Acting`."""
-        held = self._policies[key] = _Policy(policy, WeightsRef(version))
+        return len(self._pending) + self.own.num_pending
+
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        if on_node:
+            self.own.load(key, policy, version)
+            return
+        held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._links)))
         try:
             self._call_all("load_policy", (key, policy), [held.memory.fd])
         except BaseException:
@@ -110,6 +131,9 @@ class WorkerActing(Acting):
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory, unless they are there."""
+        if key in self.own:
+            self.own.publish(key, version, weights)
+            return
         policy = self._policies[key]
         if version == policy.weights.version:
             return
@@ -118,47 +142,84 @@ class WorkerActing(Acting):
 
     def drop(self, key: int) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
+        if key in self.own:
+            self.own.drop(key)
+            return
         self._call_all("drop_policy", (key,), ())
         self._policies.pop(key).memory.close()
 
-    def release(self) -> None:
-        """Forgets the oldest pending chunk, which :meth:`finish` has returned."""
+    def release(self, worker: int | None = None) -> None:
+        """Forgets the oldest pending chunk of all workers, or of one, which :meth:`finish` has returned."""
         with Uninterrupted():
             if self._pending:
-                chunk = self._pending.pop(0)
-                for link, command in zip(self._links, chunk.commands, strict=True):
-                    link.take_reply(command)
+                chunk = self._oldest(worker)
+                self._pending.remove(chunk)
+                for link in self._links_of(chunk):
+                    link.take_reply(chunk.commands[link.index])
 
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
-        """Requests a chunk from every worker, each over its own slice. A worker runs pending chunks in order."""
-        assert self.has_room, "a chunk more than there is memory for"
-        weights = self._policies[key].weights
-        number = self._num_begun + 1
-        args = (key, num_steps, first_step, noise_seed, weights, number)
+    def begin(
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        by_reference: bool = False,
+        worker: int | None = None,
+    ) -> None:
+        """Requests a chunk from every worker, or from one, each over its own slice.
+
+        A worker runs pending chunks in order.
+        """
+        if key in self.own:
+            self.own.begin(key, num_steps, first_step, noise_seed, by_reference)
+            return
+        self.own.note_absence()
+        policy, number = self._policies[key], self._num_begun + 1
+        args = (key, num_steps, first_step, noise_seed, policy.weights, number)
+        commands = [_NOT_REQUESTED] * len(self._links)
+        chunk = _PendingChunk(key, policy.weights, by_reference, number, num_steps, worker, commands)
+        num_pending = sum(each.worker in (None, worker) for each in self._pending)
+        assert num_pending < MOST_CHUNKS, "a chunk more than there is memory for"
         with Uninterrupted():
-            commands = [link.post_call("rollout", *args, num_steps=num_steps) for link in self._links]
-            self._pending.append(_PendingChunk(key, weights, by_reference, number, num_steps, commands))
+            for link in self._links_of(chunk):
+                piece = self._num_begun_of[link.index] % MOST_CHUNKS
+                commands[link.index] = link.post_call("rollout", *args, piece, num_steps=num_steps)
+                self._num_begun_of[link.index] += 1
+            self._pending.append(chunk)
             self._num_begun = number
 
-    def finish(self, timeout_s: float | None = None, cut: Cut | None = None) -> list[PackedChunk]:
+    def _oldest(self, worker: int | None) -> _PendingChunk:
+        return next(chunk for chunk in self._pending if chunk.worker == worker)
+
+    def has_finished(self, worker: int) -> bool:
+        """Whether a worker has finished its oldest pending chunk, as far as its link has been polled."""
+        return self._oldest(worker).commands[worker] < self._links[worker].num_done
+
+    def _links_of(self, chunk: _PendingChunk) -> Sequence[WorkerLink]:
+        return self._links if chunk.worker is None else self._links[chunk.worker : chunk.worker + 1]
+
+    def finish(
+        self, timeout_s: float | None = None, cut: Cut | None = None, worker: int | None = None
+    ) -> list[PackedChunk]:
         """Waits for the oldest pending chunk; returns each worker's, packed. It stays pending until :meth:`release`.
 
         Args:
             timeout_s: The longest wait. None waits without limit.
             cut: See :meth:`rayvec.pools.base.ActingPool.finish_rollout`.
+            worker: The only worker whose chunk is meant; None for a chunk of all workers.
 
         Raises:
             NotReady: It takes longer.
             Exception: What the policy raised.
         """
-        chunk = self._pending[0]
+        chunk = self._oldest(worker)
         deadline = deadline_in(timeout_s)
         if cut is not None:
             self._wait_or_cut(chunk, deadline, cut)
         self._wait_all(chunk.commands, deadline)
-        replies = [link.reply(command) for link, command in zip(self._links, chunk.commands, strict=True)]
+        replies = [link.reply(chunk.commands[link.index]) for link in self._links_of(chunk)]
         for _, failure in (each for reply in replies for each in reply.failures):
-            self.release()
+            self.release(worker)
             raise failure.rebuild()
         return [reply.value for reply in replies]
 
@@ -184,7 +245,7 @@ class WorkerActing(Acting):
     def done_chunks(self, link: WorkerLink) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
         commands = [chunk.commands[link.index] for chunk in self._pending]
-        replies = [link.reply(command) for command in commands if command < link.num_done]
+        replies = [link.reply(command) for command in commands if _NOT_REQUESTED < command < link.num_done]
         memory = self._workers.memories[link.index]
         return [reply.value.unpack(memory) for reply in replies if not reply.failures]
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,12 @@ from numpy.typing import NDArray
 from rayvec.data import Rollout, StepBatch, Topology, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
-from rayvec.node.object_store import as_rollout, check_object_store
-from rayvec.pools.base import NO_RESTARTS, Acting, Autoreset, Cut, PoolSpaces, RestartPolicy
+from rayvec.node.object_store import check_object_store
+from rayvec.node.process_acting import ProcessActing
+from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed
 from rayvec.pools.make import make_pool
 from rayvec.pools.memory import ArrayLayout
-from rayvec.pools.native import NativePool
-from rayvec.pools.serial import SerialPool
-from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
 __all__ = ["LocalPool"]
 
@@ -60,7 +57,7 @@ class LocalPool:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.first_id = first_id
-        self.acting = LocalActing()
+        self.acting = ProcessActing()
         try:
             self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
@@ -155,6 +152,19 @@ class LocalPool:
         with self._logging():
             return self.acting.finish(self._pool, cut)
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """See :class:`~rayvec.pools.base.ActingPool`. There is one part."""
+        return (range(self.num_envs),)
+
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        self.begin_rollout(key, num_steps, first_step, noise_seed)
+
+    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+        """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
+        return parts[0], self.finish_rollout()
+
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the id of this process, by node name."""
         return {node.name: [os.getpid()] for node in self.topology.nodes}
@@ -175,93 +185,3 @@ class LocalPool:
             for note in self._pool.notes:
                 logger.warning(note)
             self._pool.notes.clear()
-
-
-@dataclass(slots=True)
-class _Held:
-    """A policy and its weights.
-
-    Attributes:
-        policy: The policy.
-        version: Version of the weights that the policy has loaded.
-        newest: The last published version and its weights, or None before the first publication.
-    """
-
-    policy: ActingPolicy
-    version: int
-    newest: tuple[int, NDArray[np.float32]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingChunk:
-    """A requested chunk that has not been executed.
-
-    Attributes:
-        key: Key of the policy.
-        held: The policy that acts.
-        weights: Version and weights to act with, or None if none were published before the request.
-        num_steps: The number of steps T.
-        first_step: The number of steps that the environments took in earlier chunks.
-        noise_seed: The seed of the policy's noise.
-        by_reference: Whether the chunk goes to the object store.
-    """
-
-    key: int
-    held: _Held
-    weights: tuple[int, NDArray[np.float32]] | None
-    num_steps: int
-    first_step: int
-    noise_seed: int
-    by_reference: bool
-
-
-class LocalActing(Acting):
-    """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in."""
-
-    def __init__(self) -> None:
-        self._policies: dict[int, _Held] = {}
-        self._pending: list[_PendingChunk] = []
-        self._acted: int | None = None
-
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        self._policies[key] = _Held(as_policy(pickle.loads(policy)), version)
-
-    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        self._policies[key].newest = version, weights.copy()
-
-    def drop(self, key: int) -> None:
-        """See :class:`~rayvec.pools.base.Acting`."""
-        self._policies.pop(key, None)
-
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool) -> None:
-        """Records a requested chunk and the weights that it uses."""
-        assert self.has_room, "more chunks were requested than may be pending"
-        held = self._policies[key]
-        self._pending.append(_PendingChunk(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
-
-    def finish(self, pool: SerialPool | NativePool, cut: Cut | None = None) -> Rollout:
-        """Executes the oldest pending chunk and returns it."""
-        request, stopwatch = self._pending.pop(0), Stopwatch()
-        held = request.held
-        if request.weights is not None and request.weights[0] != held.version:
-            held.policy.load_weights(request.weights[1])
-            held.version = request.weights[0]
-        begun = None if request.key == self._acted else np.arange(pool.num_envs)
-        self._acted = request.key
-        chunk = rollout(
-            pool,
-            held.policy,
-            request.num_steps,
-            noise_seed=request.noise_seed,
-            first_step=request.first_step,
-            weights_version=held.version,
-            begun=begun,
-            stopwatch=stopwatch,
-            cut=None if cut is None else lambda num_steps: cut(num_steps * pool.num_envs),
-        )
-        if pool.layout is None:  # objects that the pool's next steps may change
-            chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        times = stopwatch.read()
-        return as_rollout(chunk, request.by_reference, (times,), times.whole_s)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch
+from rayvec.data import Rollout, StepBatch
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.pools.base import Autoreset, NotReady, deadline_in, seconds_until
 from rayvec.pools.memory import ArrayLayout
@@ -29,9 +30,11 @@ class PartedPool:
 
     steps_here = False
     native_mode: Autoreset | None = None
+    _look_s = LOOK_S
 
     def __init__(self, starts: Sequence[int], num_envs: int, unit_bounds: NDArray[np.int64] | None = None) -> None:
         self.num_envs = num_envs
+        self.parts = tuple(range(*bounds) for bounds in pairwise([*starts, num_envs]))
         self.layout: ArrayLayout | None = None
         self.action_layout: ArrayLayout | None = None
         self._plans = Plans(np.array(starts), unit_bounds)
@@ -82,6 +85,25 @@ class PartedPool:
             if time.monotonic() >= deadline:
                 raise NotReady(f"{len(env_ids)} of {min_completed} environments have answered in time")
             readable(self.event_fds, min(LOOK_S, seconds_until(deadline)))
+
+    def _first_finished(self, parts: Sequence[int]) -> int | None:
+        """Returns the first of some parts that has finished its oldest pending chunk; None if none of them has."""
+        raise NotImplementedError
+
+    def _finish_part(self, part: int) -> Rollout:
+        """Returns the oldest pending chunk of a part, which has finished it."""
+        raise NotImplementedError
+
+    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        deadline = deadline_in(timeout_s)
+        while True:
+            part = self._first_finished(parts)
+            if part is not None:
+                return part, self._finish_part(part)
+            if time.monotonic() >= deadline:
+                raise NotReady("no part has finished its chunk in time")
+            readable(self.event_fds, min(self._look_s, seconds_until(deadline)))
 
     def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
         """See :class:`~rayvec.pools.base.EnvPool`."""

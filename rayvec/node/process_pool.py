@@ -175,6 +175,7 @@ class ProcessPool(PartedPool):
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self.acting.own.note_begun(env_ids)
         self._start(
             self._plans.of(env_ids),
             True,
@@ -225,6 +226,7 @@ class ProcessPool(PartedPool):
         self._pending[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
+        self.acting.own.note_begun(self.take_begun(batch))
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
         return batch
@@ -268,6 +270,8 @@ class ProcessPool(PartedPool):
 
     def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
+        if self.acting.own.num_pending:
+            return self.acting.own.finish(self, cut)
         by_reference, began_s = self.acting.by_reference, time.monotonic()
         chunks, times = self.finish_chunks(timeout_s, cut)
         waited_s = time.monotonic() - began_s
@@ -277,10 +281,26 @@ class ProcessPool(PartedPool):
         self.acting.release()
         return rollout
 
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """See :class:`~rayvec.pools.base.ActingPool`. A part is a worker."""
+        self.acting.begin(key, num_steps, first_step, noise_seed, worker=part)
+
+    def _first_finished(self, parts: Sequence[int]) -> int | None:
+        self._supervisor.poll_all()
+        return next((part for part in parts if self.acting.has_finished(part)), None)
+
+    def _finish_part(self, part: int) -> Rollout:
+        chunks, times = self.finish_chunks(worker=part)
+        rollout = as_rollout(join_chunks(chunks), False, times, 0.0)
+        self.acting.release(part)
+        return rollout
+
     def finish_chunks(
-        self, timeout_s: float | None = None, cut: Cut | None = None
+        self, timeout_s: float | None = None, cut: Cut | None = None, worker: int | None = None
     ) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
         """Waits for the oldest pending chunk; the arguments are those of :meth:`finish_rollout`.
+
+        If `worker` is given, it is the oldest pending chunk of that worker only.
 
         Returns:
             The chunk of each worker, with global ids, and its times. The arrays are views of shared memory, which
@@ -289,13 +309,15 @@ class ProcessPool(PartedPool):
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.
         """
-        packed = self.acting.finish(timeout_s, cut)
-        chunks = tuple(part.unpack(memory) for part, memory in zip(packed, self._workers.memories, strict=True))
-        for link, chunk in zip(self._links, chunks, strict=True):
+        packed = self.acting.finish(timeout_s, cut, worker)
+        links = self._links if worker is None else [self._links[worker]]
+        memories = [self._workers.memories[link.index] for link in links]
+        chunks = tuple(part.unpack(memory) for part, memory in zip(packed, memories, strict=True))
+        for link, chunk in zip(links, chunks, strict=True):
             self._supervisor.note_chunk(link, chunk)
         return chunks, tuple(part.times for part in packed)
 
-    def finish_part(
+    def finish_on_node(
         self, with_summary: bool, timeout_s: float | None = None
     ) -> tuple[tuple[RolloutTimes, ...], ChunkSummary | None, Any]:
         """Waits for the oldest pending chunk, as the part of this machine in a cluster's chunk.
@@ -304,6 +326,9 @@ class ProcessPool(PartedPool):
             The times of each worker, and the summary and the joined chunk. Without `with_summary`, None and what
             :meth:`finish_chunks` returns.
         """
+        if self.acting.own.num_pending:
+            taken = self.acting.own.finish(self)
+            return (taken.times, taken.summary, taken.chunk) if with_summary else (taken.times, None, (taken.chunk,))
         chunks, times = self.finish_chunks(timeout_s)
         if not with_summary:
             return times, None, chunks

@@ -92,10 +92,7 @@ class Supervisor:
         """
         while True:
             with Uninterrupted():
-                self.arm_event()
-                for link in self._links:
-                    self.poll(link)
-                self.look_after_all()
+                self.poll_all()
                 missing = [link for link, number in zip(self._links, numbers, strict=True) if link.num_done <= number]
                 if not missing:
                     self._arrays["wants_event"][0] = False
@@ -103,6 +100,14 @@ class Supervisor:
             if time.monotonic() >= deadline:
                 raise NotReady(f"{missing[0].where} has not answered in time")
             readable([self._block.event_fd], min(LOOK_S, seconds_until(deadline)))
+
+    def poll_all(self) -> None:
+        """Records the completed commands of all workers, and restarts workers that have exited or hang."""
+        with Uninterrupted():
+            self.arm_event()
+            for link in self._links:
+                self.poll(link)
+            self.look_after_all()
 
     def poll(self, link: WorkerLink) -> None:
         """Records a worker's completed commands. Restarts the worker if it exited in the middle of a reply."""

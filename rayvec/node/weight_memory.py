@@ -13,8 +13,6 @@ from rayvec.pools.base import MOST_CHUNKS
 
 __all__ = ["WeightMemory"]
 
-_SLOTS = MOST_CHUNKS + 1
-"""One slot for each chunk that may be pending, and one for newly published weights."""
 _ITEM_BYTES = 4
 
 
@@ -24,18 +22,21 @@ class WeightMemory:
     The first publication sets the size of a slot. An unused slot takes no physical memory.
 
     Args:
+        num_workers: The number of workers that may act with different weights. There is one slot for each chunk that
+            may be pending in a worker, and one for newly published weights.
         fd: The file descriptor of existing memory, or None to create it. This object closes it.
     """
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self, num_workers: int, fd: int | None = None) -> None:
+        self._num_slots = MOST_CHUNKS * num_workers + 1
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         self._slots: NDArray[np.float32] | None = None
 
     def write(self, weights: NDArray[np.float32], in_use: Collection[int | None]) -> int:
         """Copies weights, ``float32 [P]``, into a slot that is not in use. Returns the slot's number."""
         if self._slots is None:
-            os.ftruncate(self.fd, _SLOTS * weights.size * _ITEM_BYTES)
-        slot = next(slot for slot in range(_SLOTS) if slot not in in_use)
+            os.ftruncate(self.fd, self._num_slots * weights.size * _ITEM_BYTES)
+        slot = next(slot for slot in range(self._num_slots) if slot not in in_use)
         self._map()[slot] = weights
         return slot
 
@@ -48,7 +49,7 @@ class WeightMemory:
         if self._slots is None:
             size = os.fstat(self.fd).st_size
             flat = np.frombuffer(mmap.mmap(self.fd, size), np.float32) if size else np.zeros(0, np.float32)
-            self._slots = flat.reshape(_SLOTS, -1)
+            self._slots = flat.reshape(self._num_slots, -1)
         return self._slots
 
     def close(self) -> None:

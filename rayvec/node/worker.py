@@ -25,7 +25,7 @@ from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
-from rayvec.pools.base import MOST_CHUNKS, Autoreset, RestartPolicy
+from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed
 from rayvec.pools.make import make_pool
 from rayvec.pools.memory import split_actions
@@ -258,7 +258,7 @@ class Worker:
 
     def load_policy(self, key: int, policy: bytes) -> None:
         """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""
-        memory = WeightMemory(self._fds.pop(0))
+        memory = WeightMemory(self._setup.shape.num_workers, self._fds.pop(0))
         try:
             self._policies[key] = _HeldPolicy(as_policy(pickle.loads(policy)), memory)
         except BaseException:
@@ -272,7 +272,7 @@ class Worker:
             policy.close()
 
     def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, number: int
+        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, number: int, piece: int
     ) -> PackedChunk:
         """Steps this worker's slice with a policy and packs the chunk.
 
@@ -283,9 +283,10 @@ class Worker:
             noise_seed: The seed of the policy's noise.
             weights: The weights to act with.
             number: Number of the chunk, from 1.
+            piece: The piece of chunk memory to write into.
         """
         stopwatch = Stopwatch()
-        self._memory.begin(number % MOST_CHUNKS)
+        self._memory.begin(piece)
         begun = np.arange(self.pool.num_envs) if key != self._acted else None
         self._acted = key
         chunk = rollout(

@@ -198,7 +198,7 @@ class ActorCritic(ActorCriticModule):
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless there are images."""
         if self.cnns:
-            return _ImageActor(self, self.distribution)
+            return EncodedActor(self, self.distribution)
         starts, stop = _starts(self)
         constants = (
             slice(starts["log_std"], starts["log_std"] + len(self.log_std)) if self.log_std is not None else slice(0)
@@ -247,22 +247,28 @@ class ModuleActor:
     The number of torch's threads is left alone: a pool starts its worker processes with one.
 
     Args:
-        module: From observations (tree of tensors ``[k, *obs_shape]``) to parameters ``[k, P]``; a copy is kept on the
-            CPU, in evaluation mode.
+        module: From observations (tree of tensors ``[k, *obs_shape]``) to parameters ``[k, P]``; a copy is kept, in
+            evaluation mode.
         distribution: Of actions.
+        device: Where to compute; the copy moves there when it is first called.
     """
 
-    def __init__(self, module: nn.Module, distribution: Distribution) -> None:
+    def __init__(self, module: nn.Module, distribution: Distribution, device: str = "cpu") -> None:
         self.distribution = distribution
+        self._device = device
+        self._is_placed = device == "cpu"
         self._module = copy_to_cpu(module).requires_grad_(False).eval()
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
         """Returns parameters ``float32 [k, P]``."""
+        if not self._is_placed:
+            self._module.to(self._device)
+            self._is_placed = True
         with torch.inference_mode():
-            return self._evaluate(obs).float().numpy()
+            return self._evaluate(obs).float().cpu().numpy()
 
     def _evaluate(self, obs: Tree) -> Tensor:
-        params: Tensor = self._module(tree_map(to_tensor, obs))
+        params: Tensor = self._module(tree_map(lambda leaf: to_tensor(leaf).to(self._device), obs))
         return params
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
@@ -270,13 +276,14 @@ class ModuleActor:
         load_flat_weights(self._module, weights)
 
 
-class _ImageActor(ModuleActor):
-    """Acts with an actor-critic that reads images."""
+class EncodedActor(ModuleActor):
+    """Acts with a module that encodes observations, through torch: an actor-critic that reads images, or on a GPU."""
 
-    _module: ActorCritic
+    _module: Any
 
     def _evaluate(self, obs: Tree) -> Tensor:
-        return self._module.action_parameters(self._module.encode(obs))
+        params: Tensor = self._module.action_parameters(self._module.encode(obs))
+        return params
 
 
 def copy_to_cpu(module: nn.Module) -> Any:

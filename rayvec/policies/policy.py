@@ -46,9 +46,12 @@ class Policy:
         action_space: Of one environment; needed by a module without ``make_actor``.
         deterministic: Take the most probable action instead of drawing one.
         random_start: Draw every action with the same probability until weights are loaded for the first time.
+        device: Where the module computes, ``"cpu"`` or ``"cuda"``. The policy moves there when it first acts, in the
+            process where it acts. Images are uploaded as bytes.
 
     Raises:
-        ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution.
+        ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution; or
+            it can act only on the CPU.
     """
 
     noise: NoiseSpec
@@ -60,8 +63,9 @@ class Policy:
         *,
         deterministic: bool = False,
         random_start: bool = False,
+        device: str = "cpu",
     ) -> None:
-        self._actor = _make_actor(module, action_space)
+        self._actor = _make_actor(module, action_space, device)
         self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
@@ -152,9 +156,20 @@ class Policy:
         self._random = False
 
 
-def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:
-    if hasattr(module, "make_actor"):
+def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Actor:
+    if hasattr(module, "make_actor") and device == "cpu":
         return cast(Actor, module.make_actor())
+    if hasattr(module, "make_actor"):
+        if not hasattr(module, "action_parameters"):
+            raise ConfigError(
+                "A policy that acts on another device than the CPU evaluates its module there.",
+                expected="a module with encode(obs) and action_parameters(rows), or one without make_actor()",
+                got=type(module).__name__,
+                remedy="Leave device out, or give the module these methods",
+            )
+        from rayvec.policies.networks import EncodedActor
+
+        return EncodedActor(module, module.distribution, device)
     if action_space is None:
         raise ConfigError(
             "A policy needs the action space of its module.",
@@ -164,4 +179,4 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None) -> Actor:
         )
     from rayvec.policies.networks import ModuleActor
 
-    return ModuleActor(module, make_distribution(action_space))
+    return ModuleActor(module, make_distribution(action_space), device)

@@ -341,8 +341,15 @@ class Acting(Protocol):
         """Whether another chunk may be requested."""
         return len(self._pending) < MOST_CHUNKS
 
-    def load(self, key: int, policy: bytes, version: int = 0) -> None:
-        """Loads a pickled policy. The policy contains weights of this version."""
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
+        """Loads a pickled policy.
+
+        Args:
+            key: The key of the policy.
+            policy: The pickled policy.
+            version: The version of the weights that it contains.
+            on_node: Whether it acts in the process that owns the workers, over all of them, and not in each worker.
+        """
         ...
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
@@ -408,6 +415,40 @@ class ActingPool(EnvPool, Protocol):
 
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.
+        """
+        ...
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The ids of the environments that each part steps: a worker of one machine, or a node of a cluster."""
+        ...
+
+    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Requests a chunk of one part only. Parts take their chunks independently of each other.
+
+        Each part may have `MOST_CHUNKS` pending chunks, which it takes in order, and no chunk of :meth:`begin_rollout`.
+
+        Args:
+            part: The index of the part.
+            key: As of :meth:`begin_rollout`, like the next three.
+            num_steps: The number of steps T.
+            first_step: The number of steps that the environments of this part took in earlier chunks.
+            noise_seed: The seed of the policy's noise.
+        """
+        ...
+
+    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk.
+
+        Args:
+            parts: The parts, in the order of preference if several have finished.
+            timeout_s: The longest wait. None waits without limit.
+
+        Returns:
+            The part, and the chunk of its environments.
+
+        Raises:
+            NotReady: The timeout was reached. All chunks stay pending.
         """
         ...
 

@@ -26,6 +26,7 @@ class WeightStore:
         policy: The policy. It is pickled once and sent to every worker.
         first_version: The version of the weights that the policy contains.
         guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
+        on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class WeightStore:
         policy: Any,
         first_version: int = 0,
         guarded: Callable[[Callable[[], None]], None] = lambda function: function(),
+        *,
+        on_node: bool = False,
     ) -> None:
         self.key = next(_keys)
         self.version = first_version
@@ -41,7 +44,7 @@ class WeightStore:
         self._size: int | None = None
         self._guarded = guarded
         pickled = cloudpickle.dumps(policy)
-        guarded(lambda: pool.acting.load(self.key, pickled, first_version))
+        guarded(lambda: pool.acting.load(self.key, pickled, first_version, on_node=on_node))
 
     def publish(self, weights: NDArray[np.float32]) -> int:
         """Publishes a flat vector of weights, ``float32 [P]``. Every chunk requested from now on uses it.

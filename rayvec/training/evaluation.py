@@ -66,7 +66,12 @@ def time_limit(env: RayVecEnv) -> int | None:
 
 
 def evaluate(
-    env: RayVecEnv, policy: Any, num_episodes: int, *, seed: int, inference: Literal["worker", "driver"] = "worker"
+    env: RayVecEnv,
+    policy: Any,
+    num_episodes: int,
+    *,
+    seed: int,
+    inference: Literal["worker", "driver", "node"] = "worker",
 ) -> Evaluation:
     """Plays `num_episodes` episodes in `env`.
 
@@ -79,7 +84,7 @@ def evaluate(
         num_episodes: F, the number of episodes; 0 plays none.
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
-        inference: Where the policy acts, ``"worker"`` or ``"driver"``.
+        inference: Where the policy acts, ``"worker"``, ``"node"`` or ``"driver"``.
     """
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))

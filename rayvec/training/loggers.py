@@ -47,7 +47,7 @@ class MetricsFile:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float | int | None]) -> None:
+    def write(self, metrics: Mapping[str, float | int | list[int] | None]) -> None:
         """Appends a line; NaN and infinity become null."""
         self._file.write(_json_line(metrics))
         self._file.flush()
@@ -67,8 +67,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _json_line(metrics: Mapping[str, float | int | None]) -> str:
-    finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
+def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
+    finite = {
+        name: None if isinstance(value, (float, int)) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
@@ -126,6 +129,7 @@ class _Line:
     episodes: int = 0
     return_sum: float = 0.0
     staleness: int = 0
+    staleness_counts: Counter[int] = field(default_factory=Counter)
     num_cut: int = 0
     sent_bytes: int = 0
     times_s: Counter[str] = field(default_factory=Counter)
@@ -137,6 +141,7 @@ class _Line:
         self.episodes += stats.n_collected_episodes
         self.return_sum += float(stats.returns.sum())
         self.staleness = max(self.staleness, stats.staleness)
+        self.staleness_counts.update(dict(enumerate(stats.staleness_counts)))
         self.num_cut += iteration.num_cut
         self.sent_bytes += iteration.sent_bytes
         self.times_s.update(iteration.times_s)
@@ -216,8 +221,12 @@ class RunLogger:
         }
 
     def _write(self, metrics: Mapping[str, float | int | None]) -> None:
-        self._line = _Line()
-        self._metrics.write(metrics)
+        counts, self._line = self._line.staleness_counts, _Line()
+        by_age = [counts[age] for age in range(max(counts, default=-1) + 1)]
+        self._metrics.write({**metrics, "staleness_counts": by_age} if by_age else metrics)
+        if by_age:
+            ages = np.repeat(np.arange(len(by_age)), by_age)
+            self._tensorboard.add_histogram("staleness_counts", ages, self._progress.steps)
         shown = {name: value for name, value in metrics.items() if value is not None and name != "steps"}
         self._publish(shown)
 

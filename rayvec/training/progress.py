@@ -9,7 +9,7 @@ from typing import Any
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
-from rayvec.errors import CheckpointError
+from rayvec.errors import CheckpointError, ConfigError
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -99,7 +99,11 @@ def begin_collecting(
         CheckpointError: `state` is that of another collector.
     """
     has_learned = config.init_from is not None or (state is not None and state.get("version", 0) > 0)
-    policy = Policy(learner.module, random_start=config.random_steps > 0 and not has_learned)
+    policy = Policy(
+        learner.module,
+        random_start=config.random_steps > 0 and not has_learned,
+        device=_acting_device(config, env),
+    )
     if has_learned:
         policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
@@ -110,11 +114,30 @@ def begin_collecting(
         seed=config.seed,
         prefetch=in_workers and config.collects_ahead,
         by_reference=in_workers and config.num_nodes != 0 and config.learner_mode in ("shared", "dedicated"),
+        max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
     )
     if state is not None:
         restore(collector, state)
     collector.reset(seed=config.train_seed(progress.steps) + first_id)
     return collector
+
+
+def _acting_device(config: TrainConfig, env: RayVecEnv) -> str:
+    """Returns the device on which the policy acts.
+
+    Raises:
+        ConfigError: It would be a GPU in an actor of a Ray node, which claims none.
+    """
+    if config.inference != "node" or getattr(config, "recurrent", None):
+        return "cpu"
+    if config.learner_device != "cpu" and "tcp" in env.transports:
+        raise ConfigError(
+            "inference='node' acts on learner_device in the process that owns the workers of each node.",
+            expected="learner_device='cpu', num_nodes=0, or learners='decentralized', where each rank claims a GPU",
+            got=f"learner_device={config.learner_device!r} with environments on other nodes",
+            remedy="Pass learners='decentralized', or inference='worker'.",
+        )
+    return config.learner_device
 
 
 def restore(part: Any, state: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -77,19 +77,21 @@ class PoolAdapter:
         self._assert_idle("worker_pids")
         return self._pool.worker_pids()
 
-    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
 
         Args:
             policy: Pickled as it is now.
             first_version: Of the weights that it brings along.
+            on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """
         self._assert_idle("publish")
-        return self._publish(policy, first_version)
+        return self._publish(policy, first_version, on_node=on_node)
 
-    def _publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+    def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
-        return WeightStore(self._pool, as_policy(policy), first_version, guarded)  # what a policy raises is no loss
+        acting = as_policy(policy)
+        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
     def rollout_async(
         self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
@@ -130,12 +132,60 @@ class PoolAdapter:
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
+        return self._finish_chunk(lambda: self._pool.finish_rollout(timeout, cut))
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The environments of each part that takes chunks by itself: a worker, or a node of a cluster."""
+        return self._pool.parts
+
+    def part_async(self, part: int, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
+        """Starts a chunk of the environments of one part; :meth:`part_wait` returns it.
+
+        Until all started chunks have been waited for, the environments are busy. Two chunks of a part may be pending.
+
+        Args:
+            part: Index of the part in :attr:`parts`.
+            weights: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments of this part had taken in chunks before.
+            noise_seed: Of the noise.
+        """
+        self._assert_running()
+        if self._pending is None or self._pending.name != "rollout":
+            self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+
+        def start() -> Wait:
+            self._pool.begin_part(part, weights.key, num_steps, first_step, noise_seed)
+            return self._pool.finish_rollout
+
+        self._start("rollout", start)
+
+    def part_wait(self, parts: Sequence[int], timeout: float | None = None) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk, for up to `timeout` seconds.
+
+        Args:
+            parts: The parts, in the order of preference if several have finished.
+            timeout: The longest wait in seconds; None waits without limit.
+
+        Returns:
+            The part, and its chunk.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; the chunks stay pending.
+        """
+        return self._finish_chunk(lambda: self._pool.finish_any(parts, timeout))
+
+    def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
+        """Calls what waits for a pending chunk."""
         self._assert_pending("rollout")
         fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
         acting = self._pool.acting
         num_pending = acting.num_pending
         try:
-            rollout = self._guarded(lambda: self._pool.finish_rollout(timeout, cut), fatal)
+            rollout = self._guarded(finish, fatal)
         except KeyboardInterrupt:
             if not self.closed and acting.num_pending < num_pending:  # the chunk is lost
                 self._close_failed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -12,7 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, SubBatchInfo, Topology, Tree
+from rayvec.data import RawInfo, SubBatchInfo, Tree
 from rayvec.data.columns import merge_columns
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import PoolSpaces
@@ -27,7 +26,6 @@ __all__ = [
     "checked_mask",
     "in_batch_order",
     "parse_autoreset_mode",
-    "split_groups",
 ]
 
 
@@ -77,35 +75,6 @@ def in_batch_order(space: Space[Any], batched: Space[Any]) -> Space[Any]:
     if isinstance(space, spaces.Tuple) and isinstance(batched, spaces.Tuple):
         return spaces.Tuple([in_batch_order(*pair) for pair in zip(space.spaces, batched.spaces, strict=True)])
     return space
-
-
-def split_groups(
-    topology: Topology, groups: int, unit_bounds: NDArray[np.int64] | None = None
-) -> tuple[NDArray[np.int64], ...]:
-    """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
-
-    Native sub-batches stay whole: with two groups, each contains every other one.
-
-    Raises:
-        ConfigError: There is one native sub-batch, and two groups.
-    """
-    if unit_bounds is not None:
-        if len(unit_bounds) <= groups:
-            raise ConfigError(
-                "A native sub-batch steps as a whole, in one group.",
-                expected=f"at least {groups} sub-batches for groups={groups}",
-                got=f"{len(unit_bounds) - 1}",
-                remedy="Make more sub-batches, or leave groups out.",
-            )
-        units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
-        return tuple(np.concatenate(units[group::groups]) for group in range(groups))
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    for node in topology.nodes:
-        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
-            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
-            parts[0] += range(start, middle)
-            parts[-1] += range(middle, stop)
-    return tuple(np.array(ids, np.int64) for ids in parts if ids)
 
 
 def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[Space[Any], Space[Any]]:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
 from rayvec.data.chunk_ops import summarize
+from rayvec.data.topology import split_groups
 from rayvec.pools.base import ActingPool, Cut
 from rayvec.rollout.loop import Stopwatch, as_policy, rollout
-from rayvec.vector.batching import split_groups
 
 __all__ = ["DriverActing"]
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import gymnasium
 import numpy as np
@@ -36,6 +36,8 @@ from rayvec.vector.batching import (
 from rayvec.vector.driver import DriverActing
 
 __all__ = ["RayVecEnv"]
+
+_T = TypeVar("_T")
 
 
 class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
@@ -137,7 +139,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
-        self._local_policy: tuple[Any, WeightStore] | None = None
+        self._local_policy: tuple[Any, str, WeightStore] | None = None
 
     def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
@@ -293,7 +295,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self,
         policy: Any,
         num_steps: int,
-        inference: Literal["worker", "driver"] = "worker",
+        inference: Literal["worker", "driver", "node"] = "worker",
         seed: int | None = None,
     ) -> Chunk:
         """Lets a policy take steps of every environment, without contacting the driver between steps.
@@ -305,21 +307,24 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
                 :class:`rayvec.Collector` publishes weights.
             num_steps: T.
-            inference: Where the policy acts: in every worker over its own slice, or in this process.
+            inference: Where the policy acts: ``"worker"``, in every worker over its own slice; ``"node"``, in the
+                process that owns the workers of a node (with ``num_nodes=0`` this one), over all of them in two groups,
+                of which one steps while the policy acts on the other; ``"driver"``, in this process, step by step.
             seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
                 :meth:`reset` with one int is; without either, the noise can't be repeated.
         """
         self._assert_idle("rollout")
-        check_choice("inference", inference, ("worker", "driver"))
+        check_choice("inference", inference, ("worker", "driver", "node"))
         if seed is not None:
             self.reset(seed=seed)
-        if inference == "worker":
-            if self._local_policy is not None and self._local_policy[0] is not policy:
-                self._local_policy[1].drop()
-                self._local_policy = None
-            if self._local_policy is None:
-                self._local_policy = policy, self.publish(policy)
-            taken = self.rollout_workers(self._local_policy[1], num_steps, self._chunk_steps, self._noise_seed)
+        if inference != "driver":
+            held = self._local_policy
+            if held is not None and (held[0] is not policy or held[1] != inference):
+                held[2].drop()
+                held = self._local_policy = None
+            if held is None:
+                held = self._local_policy = policy, inference, self.publish(policy, on_node=inference == "node")
+            taken = self.rollout_workers(held[2], num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
         self._chunk_steps += num_steps
@@ -333,9 +338,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
         return self.rollout_wait()
 
-    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
-        """See :class:`~rayvec.vector.adapter.PoolAdapter`."""
-        rollout = super().rollout_wait(timeout, cut)
+    def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
+        rollout = super()._finish_chunk(finish)
         self._done[:] = False  # environments whose episode has ended were reset
         self._driver.note_absence()
         return rollout

@@ -129,7 +129,7 @@ def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: 
     collector.close()
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 @pytest.mark.parametrize("num_steps", [1, 2, 9, 100])
 def test_no_valid_step_begins_or_ends_with_what_was_dropped(all_bad: RayVecEnv, num_steps: int, inference: Any) -> None:
     env = all_bad if inference == "worker" else local([BadEnv] * 3)

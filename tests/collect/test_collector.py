@@ -51,7 +51,7 @@ def assert_consistent(batch: Batch) -> None:
 
 
 class TestSteps:
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_every_environment_takes_the_same_number_rounded_up(self, counting: RayVecEnv, inference: Any) -> None:
         collector = Collector(counting, TablePolicy(), inference, seed=0)
         for n_step, num_steps in ((1, 1), (5, 1), (6, 2), (50, 10)):
@@ -108,7 +108,7 @@ class TestSteps:
 
 
 class TestEpisodes:
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     @pytest.mark.parametrize("n_episode", [1, 5, 7, 23])
     def test_each_environment_has_its_quota(self, counting: RayVecEnv, n_episode: int, inference: Any) -> None:
         collector = Collector(counting, TablePolicy(), inference, seed=2)
@@ -166,7 +166,7 @@ def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_every_step_is_taken_with_the_newest_version(self, counting: RayVecEnv, inference: Any) -> None:
         policies = [TablePolicy(seed=seed) for seed in range(4)]
         collector = Collector(counting, TablePolicy(seed=0), inference, seed=0)
@@ -215,7 +215,7 @@ class SlowPolicy(TablePolicy):
 class TestTimes:
     """Sleeps are lower bounds of what was measured; nothing is said of how much more it may be."""
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
         envs = [partial(TimedEnv, 0.01)] * 2
         env = make_vec(envs) if inference == "worker" else local(envs)
@@ -257,7 +257,7 @@ class TestState:
         assert chunk.first_step == 10
         assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_the_first_chunk_after_it_says_which_weights_acted(self, counting: RayVecEnv, inference: Any) -> None:
         weights = TablePolicy(seed=3).weights()
         first = Collector(counting, TablePolicy(), inference, seed=5)
@@ -343,7 +343,7 @@ class TestPoliciesThatFail:
         assert isinstance(cause, EnvError)
         assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_one_that_returns_wrong_shapes(self, inference: Any) -> None:
         for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
             with pytest.raises(ConfigError, match="Remedy"):

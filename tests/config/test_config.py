@@ -28,7 +28,7 @@ ppo_configs = st.builds(
     run_dir=st.none() | st.text("abc/ .é", min_size=1).map(Path),
     num_nodes=st.none() | st.integers(0, 100),
     address=st.none() | st.text(),
-    inference=st.sampled_from(["worker", "driver"]),
+    inference=st.sampled_from(["worker", "driver", "node"]),
     learning_rate=st.floats(1e-12, 1e3),
     anneal_lr=st.booleans(),
     gamma=st.floats(0, 1),

@@ -66,7 +66,7 @@ def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return np.array(seen), np.array(rewards), np.array(ends)
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
     limits = [3, 17, 1, 29, 1000, 12]
@@ -146,7 +146,7 @@ def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 def test_two_halves_with_first_id_are_one_whole(workers: int, inference: Any) -> None:
     def batches(num_envs: int, first_id: int) -> list[Batch]:
         with RayVecEnv("CartPole-v1", num_envs, num_nodes=0, workers_per_node=workers, first_id=first_id) as env:

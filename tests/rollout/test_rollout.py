@@ -91,7 +91,7 @@ def serial_chunks(env: Any, policy: Any, lengths: list[int], seed: int) -> list[
 class TestTopologies:
     LENGTHS = (1, 33, 64)
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     @pytest.mark.parametrize("topology", only_quick("none groups", "1x1", "1x2 groups", "2x1"))
     def test_chunks_of_a_stochastic_environment(self, shared: Make, topology: str, inference: Any) -> None:
         policy = TablePolicy(num_states=50, seed=3)
@@ -103,7 +103,7 @@ class TestTopologies:
         for number, pair in enumerate(zip(chunks, expected, strict=True)):
             assert_same_chunk(*pair, where=f"chunk {number}")
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     @pytest.mark.parametrize("topology", only_quick("none", "none groups", "1x2 groups"))
     def test_chunks_tell_no_lies(self, shared: Make, topology: str, inference: Any) -> None:
         env = shared(CountingEnv, topology)
@@ -141,7 +141,7 @@ class TestTopologies:
         env_fn = partial(SpaceEnv, ALL_SPACES[kind])
         env = make([env_fn] * NUM_ENVS, topology=topology)
         expected = serial_chunks(env_fn, CallablePolicy(policy), [12], 4)[0]
-        for inference in ("worker", "driver"):
+        for inference in ("worker", "driver", "node"):
             assert_same_chunk(env.rollout(policy, 12, inference, seed=4), expected, inference)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("topology", ["none", "1x1"])
@@ -170,7 +170,7 @@ class TestTopologies:
         envs = [make([DriftEnv] * NUM_ENVS, preload=("torch",), topology=name) for name in pair]
         net = make_actor_critic(envs[0].single_observation_space, envs[0].single_action_space)
         chunks = [env.rollout(Policy(net), 50, "worker", seed=5) for env in envs]
-        chunks += [env.rollout(Policy(net), 50, "driver", seed=5) for env in envs]
+        chunks += [env.rollout(Policy(net), 50, inference, seed=5) for env in envs for inference in ("driver", "node")]
         for chunk in chunks[1:]:
             same = (chunk.obs == chunks[0].obs).all(-1) & (chunk.act == chunks[0].act)
             assert same.mean() > 0.9
@@ -326,11 +326,11 @@ class TestMemory:
 
     @pytest.mark.parametrize("topology", IN_PROCESS_OR_WORKERS)
     @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_across_steps_and_resets_in_between(self, make: Make, mode: str, inference: Any, topology: str) -> None:
         self.check_steps_and_resets(make([CountingEnv] * NUM_ENVS, autoreset_mode=mode, topology=topology), inference)
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_in_several_workers(self, shared: Make, inference: Any) -> None:
         self.check_steps_and_resets(shared(CountingEnv, "1x2 groups"), inference)
 
@@ -347,7 +347,7 @@ class TestMemory:
         assert sum(len(chunk.final_index) for chunk in chunks) > 20
         assert not any(chunk.extras["mixed_up"].any() for chunk in chunks)
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     @pytest.mark.parametrize("topology", ["none", "1x2 groups"])
     def test_two_policies_in_turn(self, shared: Make, inference: Any, topology: str) -> None:
         env = shared(CountingEnv, topology)
@@ -362,6 +362,7 @@ class TestMemory:
         [
             ("none", "worker"),
             ("none", "driver"),
+            ("1x1", "node"),
             *(pytest.param("1x1", inference, marks=pytest.mark.slow) for inference in ("worker", "driver")),
         ],
     )

@@ -27,7 +27,7 @@ IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
 ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 def test_a_run_leaves_everything_in_its_directory(tmp_path: Path, inference: str) -> None:
     config = tiny(tmp_path / "runs" / "a", inference=inference)
     result = rayvec.train(config)
@@ -94,12 +94,12 @@ def test_impala_learns_from_steps_of_older_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("inference", "staleness", "in_flight"),
-    [("worker", [0, 1, 1], [True, True, False]), ("driver", [0, 0, 0], [False, False, False])],
+    [("worker", [0, 1, 1], [True, True, False]), *((where, [0, 0, 0], [False] * 3) for where in ("driver", "node"))],
 )
 def test_a_run_takes_no_chunk_that_nothing_learns_from(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    inference: Literal["worker", "driver"],
+    inference: Literal["worker", "driver", "node"],
     staleness: list[int],
     in_flight: list[bool],
 ) -> None:

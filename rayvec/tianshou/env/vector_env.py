@@ -301,10 +301,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
         return self._pool.layout is not None and not self._assembler.any_apart
 
-    def publish(self, policy: Any, first_version: int = 0) -> WeightStore:
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """See :class:`~rayvec.vector.adapter.PoolAdapter`; a chunk may be pending."""
         self._assert_is_not_closed()
-        return self._publish(policy, first_version)
+        return self._publish(policy, first_version, on_node=on_node)
 
     # What the public methods share.
 

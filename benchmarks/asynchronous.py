@@ -1,0 +1,95 @@
+"""Does asynchronous collecting pay? IMPALA with 8 workers, of which one is 5 times slower.
+
+python benchmarks/asynchronous.py
+
+Environments sleep (2 ms a step, two of them to a worker), so workers share cores without disturbing each other.
+Updates and steps are counted from ``metrics.jsonl``, without the first three iterations and the last one. Repeats are
+interleaved.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from stragglers import _MEDIAN_S, _SLOW_FACTOR, _SLOW_PLACE
+
+import rayvec
+from rayvec.training.loggers import read_metrics
+
+WAYS: dict[str, dict[str, Any]] = {
+    "8 equal workers, lockstep": {"factor": 1, "max_staleness": None},
+    "one 5 x slower, lockstep": {"factor": 5, "max_staleness": None},
+    "one 5 x slower, max_staleness=4": {"factor": 5, "max_staleness": 4},
+    "one 5 x slower, max_staleness=16": {"factor": 5, "max_staleness": 16},
+    "8 equal workers, max_staleness=16": {"factor": 1, "max_staleness": 16},
+}
+
+
+def run(factor: float, max_staleness: int | None, iterations: int) -> tuple[float, float, list[int]]:
+    """Returns steps/s, updates/s, and how many columns had each staleness."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ |= {_SLOW_PLACE: f"{directory}/slow", _SLOW_FACTOR: str(factor), _MEDIAN_S: "0.002"}
+        config = rayvec.IMPALAConfig(
+            env_id="stragglers:Sleeping-v0",
+            num_envs=16,
+            num_steps=16,
+            num_nodes=0,
+            workers_per_node=8,
+            eval_episodes=0,
+            max_staleness=max_staleness,
+            run_dir=Path(directory, "run"),
+        )
+        config = replace(config, total_steps=iterations * config.steps_per_iteration)
+        rayvec.train(config)
+        lines = list(read_metrics(config.run_dir / "metrics.jsonl"))[2:-1]  # type: ignore[operator]
+    elapsed_s = sum(
+        value
+        for line in lines[1:]
+        for name, value in line.items()
+        if name.startswith("time_s/") and name.count("/") == 1
+    )
+    counts = np.zeros(max_staleness + 1 if max_staleness else 2, np.int64)
+    for line in lines[1:]:
+        found = line.get("staleness_counts") or [0, config.num_envs]
+        counts[: len(found)] += found
+    return (lines[-1]["steps"] - lines[0]["steps"]) / elapsed_s, (len(lines) - 1) / elapsed_s, counts.tolist()
+
+
+@dataclass
+class Settings:
+    """Measures asynchronous collecting."""
+
+    repeats: int = 5
+    """How often each way is run."""
+
+    iterations: int = 40
+    """Updates of each run."""
+
+
+def main() -> None:
+    """Prints steps/s and updates/s of each way, and the staleness of what was learned from."""
+    settings = tyro.cli(Settings, description=__doc__)
+    found: dict[str, list[tuple[float, float, list[int]]]] = {name: [] for name in WAYS}
+    for _ in range(settings.repeats):
+        for name, way in WAYS.items():
+            found[name].append(run(**way, iterations=settings.iterations))
+    for name, results in found.items():
+        steps, updates = ([result[k] for result in results] for k in (0, 1))
+        counts = np.sum([result[2] for result in results], 0)
+        mean = float((counts * np.arange(len(counts))).sum() / counts.sum())
+        print(
+            f"{name:36} {statistics.median(steps):7,.0f} steps/s ({min(steps):,.0f} to {max(steps):,.0f}), "
+            f"{statistics.median(updates):5.1f} updates/s; staleness {mean:.2f} in the mean, "
+            f"{int(np.flatnonzero(counts).max())} at most"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Chunks of parts of the environments (workers or nodes), collected asynchronously: no part waits for another."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import EpisodeStats, Rollout
+from rayvec.data.batch import join_episodes
+from rayvec.data.chunk_ops import join_chunks, join_summaries
+from rayvec.data.episodes import EpisodeTracker
+from rayvec.pools.base import MOST_CHUNKS
+from rayvec.pools.weights import WeightStore
+
+__all__ = ["PartChunk", "PartsPipeline", "join_parts"]
+
+_PROMPT = 1
+"""A part whose last chunk was at most this many versions old is requested ahead."""
+
+
+class _PartsEnv(Protocol):
+    """The part of :class:`rayvec.RayVecEnv` that takes chunks of parts."""
+
+    @property
+    def parts(self) -> tuple[range, ...]: ...
+
+    @property
+    def part_async(self) -> Callable[[int, WeightStore, int, int, int], None]: ...
+
+    @property
+    def part_wait(self) -> Callable[[Sequence[int]], tuple[int, Rollout]]: ...
+
+
+class PartChunk(NamedTuple):
+    """A finished chunk of a part.
+
+    Attributes:
+        rollout: The chunk.
+        envs: Indices of its environments.
+    """
+
+    rollout: Rollout
+    envs: range
+
+
+class _PendingChunk(NamedTuple):
+    """A chunk that a part has been requested to take.
+
+    Attributes:
+        num_steps: T.
+        version: Version of its weights.
+        due: The newest version that may have been published before the chunk is in a batch.
+    """
+
+    num_steps: int
+    version: int
+    due: int
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A worker or a node.
+
+    Attributes:
+        envs: Its environments.
+        pending: Its pending chunks, oldest first.
+        first_step: How many steps its environments could take in the chunks that are finished.
+        is_prompt: Whether its last chunk was at most `_PROMPT` versions old.
+        has_begun: Whether it has been requested to take a chunk.
+    """
+
+    envs: range
+    pending: deque[_PendingChunk] = field(default_factory=deque)
+    first_step: int = 0
+    is_prompt: bool = True
+    has_begun: bool = False
+
+
+class PartsPipeline:
+    """Requests chunks from each part of the environments by itself, and finds those that make a batch.
+
+    A part has at most two pending chunks, which bounds the queue. A prompt part is requested to take the next chunk
+    before it has finished the present one, so that it never waits. A slower part is requested when it has finished, so
+    that its next chunk begins with the newest weights.
+
+    Args:
+        env: Takes the chunks.
+        noise_seed: Seed of the policy's noise.
+        max_staleness: How many versions may be published between the request of a chunk and the batch that has it. A
+            batch waits for a part only if its chunk would become older. With 1, every batch has one chunk of each part.
+
+    Attributes:
+        noise_seed: Seed of the policy's noise.
+    """
+
+    def __init__(self, env: _PartsEnv, noise_seed: int, max_staleness: int) -> None:
+        self._env = env
+        self._max_staleness = max_staleness
+        self._parts = [_Part(envs) for envs in env.parts]
+        self._num_envs = sum(len(part.envs) for part in self._parts)
+        self.noise_seed = noise_seed
+
+    @property
+    def pending(self) -> list[_PendingChunk]:
+        """The pending chunks of all parts."""
+        return [chunk for part in self._parts for chunk in part.pending]
+
+    @property
+    def first_step(self) -> int:
+        """The most steps that any environment could take in the chunks that are finished."""
+        return max(part.first_step for part in self._parts)
+
+    @first_step.setter
+    def first_step(self, first_step: int) -> None:
+        for part in self._parts:
+            part.first_step = first_step
+
+    def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
+        """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
+        for number, part in enumerate(self._parts):
+            if not part.pending or (ahead and part.is_prompt and len(part.pending) < MOST_CHUNKS):
+                self._start(number, store, num_steps)
+
+    def finish(self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool) -> PartChunk | None:
+        """Waits for a chunk that belongs to the present batch, and starts the next one of its part.
+
+        Chunks with older weights come first. An environment of a fast part may be in a batch several times, in the
+        order of time, and one of a slow part not at all.
+
+        Args:
+            store: The weights of the policy.
+            num_steps: T of the chunk to start.
+            num_columns: How many columns the batch has so far.
+            ahead: Whether to start one. If not, all pending chunks belong to the batch.
+
+        Returns:
+            The chunk; None if the batch has a column for each environment and no pending chunk is due.
+        """
+        by_age = sorted((each for each in self._parts if each.pending), key=lambda each: each.pending[0].due)
+        due = [each for each in by_age if not ahead or each.pending[0].due <= store.version]
+        if num_columns + sum(len(each.envs) for each in due) < self._num_envs:
+            due = by_age
+        if not due:
+            return None
+        number, rollout = self._env.part_wait([self._parts.index(each) for each in due])
+        part = self._parts[number]
+        chunk = part.pending.popleft()  # after the wait: an interrupted one leaves it pending
+        part.first_step += chunk.num_steps
+        part.is_prompt = store.version - chunk.version <= _PROMPT
+        if ahead and not part.pending:
+            self._start(number, store, num_steps)
+        return PartChunk(rollout, part.envs)
+
+    def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
+        part = self._parts[number]
+        first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
+        self._env.part_async(number, store, num_steps, first_step, self.noise_seed)
+        due = store.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
+        part.pending.append(_PendingChunk(num_steps, store.version, due))
+        part.has_begun = True
+
+    def drain(self) -> Iterator[Rollout]:
+        """Yields every pending chunk as it is finished; the environments are free afterwards."""
+        for number, part in enumerate(self._parts):
+            while part.pending:
+                rollout = self._env.part_wait([number])[1]
+                part.first_step += part.pending.popleft().num_steps
+                yield rollout
+            part.has_begun = False
+
+    def forget(self) -> None:
+        """Forgets the pending chunks, whose environments are closed."""
+        for part in self._parts:
+            part.pending.clear()
+
+
+def join_parts(
+    chunks: Sequence[PartChunk], tracker: EpisodeTracker, waited_s: float
+) -> tuple[Rollout, EpisodeStats, NDArray[np.int64]]:
+    """Joins chunks of parts side by side: first the first one of each part, then the second ones, and so on.
+
+    Args:
+        chunks: The chunks, those of each part in the order of time.
+        tracker: Sums the episodes.
+        waited_s: How long the caller waited for them, in seconds.
+
+    Returns:
+        The chunk, the episodes that ended in it, and the version of the weights of each column, ``int64 [N]``.
+    """
+    counts: Counter[range] = Counter()
+    placed = []
+    for chunk in chunks:
+        placed.append((counts[chunk.envs], chunk))
+        counts[chunk.envs] += 1
+    placed.sort(key=lambda each: (each[0], each[1].envs.start))
+    stats = []
+    for _, of_round in groupby(placed, key=itemgetter(0)):
+        members = [chunk for _, chunk in of_round]
+        summary = join_summaries([chunk.rollout.summary for chunk in members])
+        stats.append(tracker.add(summary, np.concatenate([np.array(chunk.envs) for chunk in members]))[0])
+    rollouts = [chunk.rollout for _, chunk in placed]
+    summaries = [rollout.summary for rollout in rollouts]
+    joined = join_chunks([rollout.chunk for rollout in rollouts if rollout.chunk is not None])
+    num_padded = joined.valid.size - sum(summary.valid.size for summary in summaries)
+    times = tuple(each for rollout in rollouts for each in rollout.times)
+    versions = np.repeat(
+        [summary.weights_version for summary in summaries], [len(summary.env_ids) for summary in summaries]
+    )
+    rollout = Rollout(join_summaries(summaries), joined, (), times, waited_s, num_padded)
+    return rollout, join_episodes(stats), versions

@@ -1,0 +1,129 @@
+"""Policies that act in the process that owns a pool, over all of its environments."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data import Rollout
+from rayvec.node.object_store import as_rollout
+from rayvec.pools.base import Acting, Cut, EnvPool
+from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
+
+__all__ = ["ProcessActing"]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A policy and its weights.
+
+    Attributes:
+        policy: The policy.
+        version: Version of the weights that the policy has loaded.
+        newest: The last published version and its weights, or None before the first publication.
+    """
+
+    policy: ActingPolicy
+    version: int
+    newest: tuple[int, NDArray[np.float32]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingChunk:
+    """A requested chunk that has not been executed.
+
+    Attributes:
+        key: Key of the policy.
+        held: The policy that acts.
+        weights: Version and weights to act with, or None if none were published before the request.
+        num_steps: The number of steps T.
+        first_step: The number of steps that the environments took in earlier chunks.
+        noise_seed: The seed of the policy's noise.
+        by_reference: Whether the chunk goes to the object store.
+    """
+
+    key: int
+    held: _Held
+    weights: tuple[int, NDArray[np.float32]] | None
+    num_steps: int
+    first_step: int
+    noise_seed: int
+    by_reference: bool
+
+
+class ProcessActing(Acting):
+    """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in.
+
+    Args:
+        groups: Partition of the environments: the policy acts on one group while the next one steps.
+    """
+
+    def __init__(self, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
+        self._groups = groups
+        self._begun: set[int] = set()
+        self._policies: dict[int, _Held] = {}
+        self._pending: list[_PendingChunk] = []
+        self._acted: int | None = None
+
+    def __contains__(self, key: int) -> bool:
+        """Whether the policy with this key is one of these."""
+        return key in self._policies
+
+    def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = True) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies[key] = _Held(as_policy(pickle.loads(policy)), version)
+
+    def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies[key].newest = version, weights.copy()
+
+    def drop(self, key: int) -> None:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        self._policies.pop(key, None)
+
+    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
+        """Records a requested chunk and the weights that it uses."""
+        assert self.has_room, "more chunks were requested than may be pending"
+        held = self._policies[key]
+        self._pending.append(_PendingChunk(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
+
+    def note_begun(self, env_ids: NDArray[np.int64]) -> None:
+        """Records environments whose present episode begins or ends outside :meth:`finish`."""
+        if self._policies:
+            self._begun.update(env_ids.tolist())
+
+    def note_absence(self) -> None:
+        """Records that another policy has acted, so that the next policy begins an episode in every environment."""
+        self._acted = None
+
+    def finish(self, pool: EnvPool, cut: Cut | None = None) -> Rollout:
+        """Executes the oldest pending chunk and returns it."""
+        request, stopwatch = self._pending.pop(0), Stopwatch()
+        held = request.held
+        if request.weights is not None and request.weights[0] != held.version:
+            held.policy.load_weights(request.weights[1])
+            held.version = request.weights[0]
+        begun = np.array(sorted(self._begun), np.int64) if request.key == self._acted else np.arange(pool.num_envs)
+        self._acted = request.key
+        chunk = rollout(
+            pool,
+            held.policy,
+            request.num_steps,
+            noise_seed=request.noise_seed,
+            first_step=request.first_step,
+            groups=self._groups,
+            weights_version=held.version,
+            begun=begun,
+            stopwatch=stopwatch,
+            cut=None if cut is None else lambda num_steps: cut(num_steps * pool.num_envs),
+        )
+        self._begun.clear()
+        if pool.layout is None:  # objects that the pool's next steps may change
+            chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
+        times = stopwatch.read()
+        return as_rollout(chunk, request.by_reference, (times,), times.whole_s)

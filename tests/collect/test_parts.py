@@ -1,0 +1,288 @@
+"""Asynchronous collecting: parts go on by themselves, updates do not wait for slow ones, and no step is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+from helpers.chunks import GatedEnv, assert_same_chunk
+from helpers.exact import TablePolicy
+from helpers.training_kit import HERE, lengthen
+from helpers.waiting import alive, wait_until
+
+import rayvec
+from rayvec.collect.collector import Collector
+from rayvec.data import Batch, Chunk
+from rayvec.errors import ConfigError
+from rayvec.learners.ranks import ALONE
+from rayvec.learners.running_stats import ReturnScale
+from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
+from rayvec.training.loggers import read_metrics
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+EPISODE, TOTAL = 1, 3
+SLOW = range(2)
+"""The environments of the first worker, which waits for the gate."""
+
+
+def columns_of(batches: Sequence[Batch]) -> dict[int, list[Chunk]]:
+    """Returns the chunks of each environment, in the order in which they came."""
+    found: dict[int, list[Chunk]] = defaultdict(list)
+    for batch in batches:
+        (chunk,) = batch.chunks
+        for column, env_id in enumerate(chunk.env_ids.tolist()):
+            found[env_id].append(chunk.columns(column, column + 1))
+    return dict(found)
+
+
+def assert_complete(batches: Sequence[Batch], env_ids: Sequence[int]) -> None:
+    """Every step of every environment is in one batch, in order, and each of its episodes is counted once."""
+    columns = columns_of(batches)
+    assert sorted(columns) == list(env_ids)
+    returns = []
+    for chunks in columns.values():
+        assert counting_errors(chunks) == []
+        totals = np.concatenate([chunk.rew[chunk.valid] for chunk in chunks])
+        assert totals.tolist() == list(range(1, len(totals) + 1))
+        ends = np.flatnonzero(np.concatenate([chunk.done[chunk.valid] for chunk in chunks]))
+        returns += [float(each.sum()) for each in np.split(totals, ends + 1)[:-1]]
+    assert sorted(np.concatenate([batch.stats.returns for batch in batches]).tolist()) == sorted(returns)
+    assert sum(batch.stats.n_collected_steps for batch in batches) == sum(
+        int(chunk.valid.sum()) for chunks in columns.values() for chunk in chunks
+    )
+
+
+def gated(gate: Path, **settings: Any) -> RayVecEnv:
+    """Six environments on three workers, of which the first waits for the gate from its fourth step on."""
+    fns = [partial(GatedEnv, gate) if i in SLOW else CountingEnv for i in range(6)]
+    return RayVecEnv(fns, num_nodes=0, workers_per_node=3, **settings)
+
+
+def collect(collector: Collector, count: int, num_steps: int = 4, *, ahead: bool = True) -> list[Batch]:
+    batches = []
+    for _ in range(count):
+        batches.append(collector.collect(n_step=num_steps * collector._env.num_envs, ahead=ahead))
+        collector.set_weights(TablePolicy(seed=collector._version + 1).weights())
+    return batches
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_one_version_old_is_lockstep(workers: int) -> None:
+    found: list[list[Batch]] = []
+    states = []
+    for settings in ({"prefetch": True}, {"max_staleness": 1}):
+        with RayVecEnv([CountingEnv] * 5, num_nodes=0, workers_per_node=workers) as env:
+            collector = Collector(env, TablePolicy(), seed=1, **settings)  # type: ignore[arg-type]
+            found.append([*collect(collector, 4, 12), *collect(collector, 1, 12, ahead=False)])
+            states.append(collector.state_dict())
+            collector.close()
+    for got, expected in zip(*found, strict=True):
+        assert_same_chunk(got.chunks[0], expected.chunks[0])
+        for name in ("returns", "lens", "weights_versions", "staleness", "n_surplus_steps"):
+            assert_identical(getattr(got.stats, name), getattr(expected.stats, name), name)
+    assert states[0] == states[1]
+    assert [batch.stats.staleness_counts for batch in found[1]] == [(5,), *[(0, 5)] * 4]
+
+
+def test_updates_go_on_without_a_slow_worker(tmp_path: Path) -> None:
+    """The gate opens after eight batches: a collector that waited for the slow worker would wait for ever."""
+    with gated(tmp_path / "gate") as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=20)
+        batches = collect(collector, 8)
+        assert not set(columns_of(batches)) & set(SLOW)
+        assert all(batch.chunks[0].num_envs == 6 for batch in batches)
+        assert all(batch.stats.staleness <= 1 for batch in batches), "fast workers act with the newest weights"
+        (tmp_path / "gate").touch()
+        last = collect(collector, 1, ahead=False)
+        assert last[0].stats.staleness == 8 == len(last[0].stats.staleness_counts) - 1
+        assert env.call("unwrapped") and collector.drain() is None  # the environments are free
+        batches += last
+        assert_complete(batches, range(6))
+        assert collector.state_dict()["first_step"] == max(len(each) for each in columns_of(batches).values()) * 4
+        batches += collect(collector, 1, ahead=False)
+        assert_complete(batches, range(6))
+
+
+def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gated(tmp_path / "gate") as env:
+        wait, alone = env.part_wait, []
+
+        def opening(parts: Sequence[int], timeout: float | None = None) -> Any:
+            if list(parts) == [0] and not alone:
+                alone.append(collector._version)
+                (tmp_path / "gate").touch()
+            return wait(parts, timeout)
+
+        monkeypatch.setattr(env, "part_wait", opening)
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
+        batches = [*collect(collector, 6), *collect(collector, 1, ahead=False)]
+        assert alone == [2]  # the first chunk is for the first of three batches
+        assert all(batch.stats.staleness <= 3 for batch in batches)
+        assert_complete(batches, range(6))
+
+
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
+    """Its episodes end, the other workers go on, and what it had finished stays."""
+    with gated(tmp_path / "gate", on_env_error="restart") as env:
+        pids = [pid for node in env.worker_pids().values() for pid in node][1:]
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=50)
+        batches = collect(collector, 2)
+        for pid in (pids[0], pids[2]):
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: not alive(pid), "the worker has ended")  # type: ignore[misc]
+        batches += collect(collector, 4)
+        (tmp_path / "gate").touch()
+        batches += collect(collector, 1, ahead=False)
+    columns = columns_of(batches)
+    assert sorted(columns) == list(range(6))
+    assert sum(batch.stats.n_restarts for batch in batches) == 4
+    for env_id, chunks in columns.items():
+        assert chunks[0].first_step == 0
+        restarts = [number for number, chunk in enumerate(chunks) if len(chunk.restarts)]
+        assert len(restarts) == (env_id not in (2, 3))
+        for part in np.split(np.arange(len(chunks)), restarts):
+            assert counting_errors([chunks[number] for number in part]) == []
+
+
+def test_an_environment_that_raises() -> None:
+    fns = [partial(FaultyEnv, "raise", at=9), CountingEnv, CountingEnv]
+    with RayVecEnv(fns, num_nodes=0, workers_per_node=3, on_env_error="restart") as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=2)
+        batches = [*collect(collector, 4), *collect(collector, 1, ahead=False)]
+        assert sum(batch.stats.n_restarts for batch in batches) >= 1
+        columns = columns_of(batches)
+        assert [counting_errors(columns[env_id]) for env_id in (1, 2)] == [[], []]
+    env = RayVecEnv([partial(FaultyEnv, "raise", at=9), CountingEnv], num_nodes=0, workers_per_node=2)
+    collector = Collector(env, TablePolicy(), seed=1, max_staleness=2)
+    with pytest.raises(ValueError, match="this environment is broken"):
+        collect(collector, 8)
+    assert env.closed
+    collector.close()
+
+
+def test_a_reset_drops_what_is_pending_and_says_so() -> None:
+    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=4)
+        collect(collector, 3)
+        num_pending = len(collector._source.pending)
+        collector.reset(seed=70)
+        batches = [*collect(collector, 2), *collect(collector, 1, ahead=False)]
+        assert batches[0].stats.n_surplus_steps == num_pending * 2 * 4 > 0
+        assert batches[1].stats.n_surplus_steps == 0
+        for env_id, chunks in columns_of(batches).items():
+            assert chunks[0].obs[0].tolist() == [[70 + env_id, 0, 0, 0]]
+        assert_complete(batches, range(4))
+        state = collector.state_dict()
+        collect(collector, 1)
+        collector.load_state_dict(state)
+        collector.reset(seed=3)
+        again = collect(collector, 1)[0].chunks[0]
+        assert again.first_step == state["first_step"], "noise is not used twice"
+        rest = collector.drain()
+        assert rest is not None and collector.drain() is None
+        collector.close()
+
+
+def test_what_cannot_be_combined() -> None:
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
+        for settings in ({"inference": "driver"}, {"by_reference": True}, {"on_bad_obs": "drop"}, {"max_staleness": 0}):
+            with pytest.raises(ConfigError, match="Remedy"):
+                Collector(env, TablePolicy(), **{"max_staleness": 2, **settings})  # type: ignore[arg-type]
+        collector = Collector(env, TablePolicy(), max_staleness=2)
+        with pytest.raises(ConfigError, match="max_staleness"):
+            collector.collect(n_episode=2)
+        collector.close()
+    for changes in ({"prefetch": False}, {"num_learners": 2}, {"learners": "decentralized"}):
+        with pytest.raises(ConfigError, match="Remedy"):
+            rayvec.IMPALAConfig(max_staleness=2, **changes)  # type: ignore[arg-type]
+
+
+def test_returns_continue_through_the_columns_of_an_environment() -> None:
+    """Environment 0 comes twice in a batch, 1 not at all: the same sums as one after another."""
+    rng = np.random.default_rng(0)
+    rew, done = rng.standard_normal((3, 4, 2)), rng.random((3, 4, 2)) < 0.2
+    valid, never = np.ones((4, 2), bool), np.zeros(2, bool)
+    one, two = ReturnScale(0.9), ReturnScale(0.9)
+    one(rew[0], done[0], valid, never, ALONE, np.array([0, 1]))
+    two(rew[0], done[0], valid, never, ALONE)
+    repeated = np.stack([rew[1, :, 0], rew[2, :, 0]], 1), np.stack([done[1, :, 0], done[2, :, 0]], 1)
+    one(*repeated, valid, never, ALONE, np.array([0, 0]))
+    before = two.state_dict()["returns"][1]
+    for number in (1, 2):
+        two(rew[number], done[number], valid, never, ALONE)
+    assert one.state_dict()["returns"].tolist() == [two.state_dict()["returns"][0], before]
+    assert one.state_dict()["count"] == 16
+
+
+def impala(run_dir: Path, **changes: Any) -> rayvec.IMPALAConfig:
+    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_steps": 256, "eval_episodes": 4}
+    return rayvec.IMPALAConfig(**{**settings, **HERE, "run_dir": run_dir, **changes})  # type: ignore[arg-type]
+
+
+def test_a_run_with_one_version_is_the_run_in_lockstep(tmp_path: Path) -> None:
+    lines = []
+    for name, changes in (("a", {}), ("b", {"max_staleness": 1})):
+        result = rayvec.train(impala(tmp_path / name, workers_per_node=2, **changes))
+        lines.append(list(read_metrics(result.run_dir / "metrics.jsonl")))
+    assert [line["staleness_counts"] for line in lines[1]] == [[4], [0, 4], [0, 4], [0, 4]]
+    for got, expected in zip(lines[1], lines[0], strict=True):
+        names = [name for name in expected if "time_s" not in name and name != "steps_per_s"]
+        assert {name: got[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    result = rayvec.train(impala(tmp_path / "a", max_staleness=4, workers_per_node=2))
+    lengthen(result.run_dir, 256, 512)
+    resumed = rayvec.resume(result.run_dir)
+    lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
+    assert resumed.total_steps == lines[-1]["steps"] >= 512
+    assert all(max(np.flatnonzero(line["staleness_counts"])) == line["staleness"] <= 4 for line in lines)
+    assert lines[-1]["steps"] == sum(16 * sum(line["staleness_counts"]) for line in lines)
+
+
+@pytest.mark.slow
+def test_nodes_deliver_chunks_when_they_are_ready(make_vec: MakeVec, tmp_path: Path) -> None:
+    """The driver's own node waits for the gate."""
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 2 + [CountingEnv] * 2, nodes=2)
+    collector = Collector(env, TablePolicy(), seed=1, max_staleness=50)
+    batches = collect(collector, 5)
+    assert set(columns_of(batches)) == {2, 3}
+    (tmp_path / "gate").touch()
+    batches += collect(collector, 1, ahead=False)
+    assert_complete(batches, range(4))
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 4, nodes=2)
+    actor = env.worker_pids()[env.topology.nodes[1].name][0]
+    collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
+    batches = collect(collector, 2)
+    os.kill(actor, signal.SIGKILL)
+    batches += [*collect(collector, 6), *collect(collector, 1, ahead=False)]
+    columns = columns_of(batches)
+    assert [sum(len(chunk.restarts) for chunk in columns[n]) for n in range(4)] == [0, 0, 1, 1]
+    for chunks in columns.values():
+        restarts = [number for number, chunk in enumerate(chunks) if len(chunk.restarts)]
+        for part in np.split(np.arange(len(chunks)), restarts):
+            assert counting_errors([chunks[number] for number in part]) == []
+
+
+@pytest.mark.slow
+def test_nodes_in_lockstep(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 4, nodes=2)
+    found = []
+    for settings in ({"prefetch": True}, {"max_staleness": 1}):
+        collector = Collector(env, TablePolicy(), seed=1, **settings)  # type: ignore[arg-type]
+        found.append([*collect(collector, 3), *collect(collector, 1, ahead=False)])
+        collector.close()
+    for got, expected in zip(*found, strict=True):
+        assert_same_chunk(got.chunks[0], expected.chunks[0])
