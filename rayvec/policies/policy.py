@@ -160,10 +160,10 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str
     if hasattr(module, "make_actor") and device == "cpu":
         return cast(Actor, module.make_actor())
     if hasattr(module, "make_actor"):
-        if not hasattr(module, "action_parameters"):
+        if not hasattr(module, "action_parameters") or hasattr(module, "next_state"):
             raise ConfigError(
                 "A policy that acts on another device than the CPU evaluates its module there.",
-                expected="a module with encode(obs) and action_parameters(rows), or one without make_actor()",
+                expected="a module without memory, with encode(obs) and action_parameters(rows)",
                 got=type(module).__name__,
                 remedy="Leave device out, or give the module these methods",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
+from rayvec.training.own_parts import with_own_parts
 from rayvec.training.run_dir import load_config
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.saved_spaces import space_from_plain
@@ -25,13 +27,22 @@ from rayvec.training.saved_spaces import space_from_plain
 __all__ = ["Agent", "load", "load_spaces"]
 
 
-def load(run_dir: Path | str, checkpoint: str = "checkpoint.pt", *, seed: int = 0) -> Agent:
+def load(
+    run_dir: Path | str,
+    checkpoint: str = "checkpoint.pt",
+    *,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    seed: int = 0,
+) -> Agent:
     """Returns the agent that a run has trained.
 
     Args:
         run_dir: Directory of the run.
         checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation
             during training, or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
+        env: The environment of the run, where it was passed in Python and has no name.
+        network: The network of the run, likewise.
         seed: Of the actions that are drawn with ``deterministic=False``.
 
     Raises:
@@ -40,6 +51,7 @@ def load(run_dir: Path | str, checkpoint: str = "checkpoint.pt", *, seed: int = 
     """
     run_dir = Path(run_dir)
     config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
+    config = with_own_parts(config, env, network, begun=True)
     described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
     observation_space, action_space = load_spaces(config, described)
     return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)
@@ -69,6 +81,7 @@ class Agent:
         observation_space: Of one environment.
         action_space: Of one environment.
         module: The network, an ``nn.Module`` on the CPU.
+        is_recurrent: Whether the policy has a memory.
 
     Raises:
         ConfigError: The weights are those of another network.
@@ -89,20 +102,24 @@ class Agent:
         load_flat_weights(self.module, weights)
         self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
         self._seed, self._num_calls = seed, 0
+        self.is_recurrent = self._policies[True].initial_state(1) is not None
 
-    def predict(self, obs: Any, *, deterministic: bool = True) -> Any:
-        """Returns the action for an observation, or the actions for a batch of them.
+    def predict(self, obs: Any, state: NDArray[np.float32] | None = None, *, deterministic: bool = True) -> Any:
+        """Returns the action for an observation, or the actions for a batch of them; with memory, also its state.
 
         Args:
             obs: An observation of one environment, as `observation_space` contains it; or a batch ``[k, *obs_shape]``,
                 in a Dict or Tuple space a dict or tuple of such batches.
+            state: Of a policy with memory, what the call before returned: ``float32 [D]``, for a batch ``[k, D]``. None
+                where episodes begin.
             deterministic: Take the most probable action (for SAC, the mean before squashing) instead of drawing one.
 
         Returns:
-            The action of one environment, as ``env.step`` takes it; for a batch, actions ``[k, *act_shape]``.
+            The action of one environment, as ``env.step`` takes it; for a batch, actions ``[k, *act_shape]``. A policy
+            with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither.
+            ConfigError: The shape fits neither, or a state does not.
         """
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
@@ -111,8 +128,14 @@ class Agent:
             policy.noise, seed=self._seed, env_ids=np.arange(count), first_step=self._num_calls, num_steps=1
         )
         self._num_calls += not deterministic
-        action, _ = policy.act(batch, noise[0])
-        return action[0] if is_single else action
+        if state is None:
+            state = policy.initial_state(count)
+        elif is_single:
+            state = state[None]
+        action, _, state = policy.act_from(batch, noise[0], state)
+        if is_single:
+            action, state = action[0], None if state is None else state[0]
+        return (action, state) if self.is_recurrent else action
 
     def export(self, path: Path | str) -> Path:
         """Writes the greedy policy to a file that runs without rayvec; returns its path.

@@ -16,8 +16,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
+from rayvec.learners.sac_nets import SACActor
 from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
-from rayvec.policies.encoders import OBS_CLIP, Encoder
+from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
 from rayvec.policies.networks import ActorCritic
 
 __all__ = ["GreedyModule", "export"]
@@ -37,18 +38,23 @@ class GreedyModule(nn.Module):
     def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
         super().__init__()
         encoder, distribution = getattr(module, "encoder", None), getattr(module, "distribution", None)
-        if not isinstance(encoder, Encoder) or not isinstance(distribution, Categorical | Gaussian | TanhGaussian):
+        has_parts = isinstance(encoder, Encoder) and isinstance(distribution, Categorical | Gaussian | TanhGaussian)
+        if not has_parts or type(module) not in (ActorCritic, SACActor):
             raise ConfigError(
                 "A network is exported together with its encoder and its distribution of actions.",
-                expected="the network of PPO, IMPALA or SAC",
+                expected="the default network of PPO, IMPALA or SAC, without memory and without action masks",
                 got=type(module).__name__,
                 remedy="Export the torch module itself: agent.module",
             )
+        assert isinstance(encoder, Encoder)
         self.module = module
         self._encoder, self._distribution = encoder, distribution
-        leaves = leaf_spaces(observation_space)
+        leaves = dict(leaf_spaces(observation_space))
         paths = list(leaves)
-        self._numbers = [(paths.index(path), leaves[path]) for path, _ in encoder.leaves]
+        self._numbers = [
+            (paths.index(path), leaves[path], torch.from_numpy(encode.scale) if hasattr(encode, "scale") else None)
+            for path, encode in encoder.leaves
+        ]
         self._images = [paths.index(image.path) for image in encoder.images]
         if isinstance(distribution, Gaussian | TanhGaussian):
             for name in ("low", "high"):
@@ -56,7 +62,7 @@ class GreedyModule(nn.Module):
 
     def forward(self, *obs: Tensor) -> Tensor:
         """Returns the actions for a batch; an array for each leaf of the observation space, in its order."""
-        rows = [_encoded(obs[index], space) for index, space in self._numbers]
+        rows = [_encoded(obs[index], space, scale) for index, space, scale in self._numbers]
         images = [obs[index] for index in self._images]
         if not isinstance(self.module, ActorCritic):
             params: Tensor = self.module(torch.cat(rows, -1))
@@ -84,7 +90,7 @@ class GreedyModule(nn.Module):
         return torch.minimum(torch.maximum(mean, low), high).to(low.dtype)
 
 
-def _encoded(array: Tensor, space: spaces.Space[Any]) -> Tensor:
+def _encoded(array: Tensor, space: spaces.Space[Any], scale: Tensor | None) -> Tensor:
     """Returns one leaf of an observation as numbers ``[B, D]``, as the encoder does."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         sizes, starts = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))), np.atleast_1d(space.start)
@@ -94,7 +100,8 @@ def _encoded(array: Tensor, space: spaces.Space[Any]) -> Tensor:
             for c, (size, start) in enumerate(zip(sizes.flat, starts.flat, strict=True))
         ]
         return torch.cat(hot, -1).float()
-    return array.reshape(-1, math.prod(space.shape or ())).float()
+    numbers = array.reshape(-1, math.prod(space.shape or ())).float()
+    return numbers if scale is None else numbers * scale
 
 
 def export(module: Any, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], path: Path) -> Path:
@@ -107,7 +114,7 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
             remedy='Pass for example "policy.onnx".',
         )
     greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
-    leaves = leaf_spaces(observation_space)
+    leaves = dict(leaf_spaces(observation_space))
     example = tuple(_example(space) for space in leaves.values())
     names = ["_".join(map(str, keys)) or "obs" for keys in leaves]
     with warnings.catch_warnings(), torch.no_grad():
@@ -142,14 +149,6 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
         verbose=False,
         dynamo=True,
     )
-
-
-def leaf_spaces(space: spaces.Space[Any], keys: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], spaces.Space[Any]]:
-    """Returns the parts of a space that are arrays, by the keys and places that lead to them."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        return {path: leaf for key, part in parts for path, leaf in leaf_spaces(part, (*keys, key)).items()}
-    return {keys: space}
 
 
 def _example(space: spaces.Space[Any]) -> Tensor:

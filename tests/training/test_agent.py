@@ -35,6 +35,7 @@ KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
     (rayvec.IMPALAConfig, VECTOR, spaces.MultiBinary(3), {}),
     (rayvec.IMPALAConfig, IMAGE, TORQUES, {}),
     (rayvec.SACConfig, VECTOR, TORQUES, {}),
+    (rayvec.PPOConfig, spaces.Box(0, 255, (9,), np.uint8), FEW, {"activation": "gelu", "layer_norm": True}),
     (rayvec.SACConfig, spaces.Tuple((spaces.Discrete(4, start=-1), VECTOR)), FEW, {}),
 ]
 
@@ -67,6 +68,28 @@ def leaves_of(batch: Any) -> dict[str, np.ndarray]:
         return {"obs": batch}
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return {str(key): part.astype(np.float32) if part.dtype == np.float64 else part for key, part in items}
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_an_agent_with_memory_returns_its_state(cell: Any) -> None:
+    """Three steps from the state of the call before are what the policy does that keeps the state itself."""
+    agent = make_agent(rayvec.PPOConfig, VECTOR, TORQUES, {"recurrent": cell, "recurrent_size": 8})
+    policy, obs = greedy_policy(agent.module, rayvec.policies.networks.flat_weights(agent.module)), batch_of(VECTOR, 4)
+    policy.begin_episodes(np.arange(4))
+    states: list[Any] = [None] * 4
+    state = None
+    for step in range(3):
+        expected, _ = policy.act(obs + step, np.zeros((4, 0)))
+        actions, state = agent.predict(obs + step, state)
+        np.testing.assert_allclose(actions, expected, atol=1e-6)
+        for row in range(4):
+            action, states[row] = agent.predict(obs[row] + step, states[row])
+            np.testing.assert_allclose(action, expected[row], atol=1e-6)
+    assert agent.is_recurrent and not make_agent(rayvec.PPOConfig, VECTOR, TORQUES, {}).is_recurrent
+    with pytest.raises(ConfigError, match="one hidden state for each observation"):
+        agent.predict(obs, state[:2])
+    with pytest.raises(ConfigError, match="without memory and without action masks"):
+        agent.export("policy.pt")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
