@@ -124,30 +124,37 @@ class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
 def counting_errors(chunks: Sequence[Chunk]) -> list[str]:
     """Returns the errors in consecutive chunks of :class:`CountingEnv`; an empty list if there are none.
 
-    Steps that are not `valid` are none: native sub-batches may need one to reset environments.
+    Native sub-batches may need a step to reset environments, which is not `valid`: the observation after it begins an
+    episode.
     """
     errors: list[str] = []
 
     def check(right: NDArray[np.bool_], rule: str) -> None:
         errors.extend(f"{rule}: chunk {number}, place {place.tolist()}" for place in np.argwhere(~right))
 
+    def fresh(ended: Any) -> NDArray[Any]:
+        return np.stack([ended[..., 0], ended[..., 1] + 1, 0 * ended[..., 2], ended[..., 3]], -1)
+
     for number, chunk in enumerate(chunks):
-        before, after, absent = chunk.obs, chunk.next_obs(), ~chunk.valid
-        check(absent | (after[..., :2] == before[..., :2]).all(-1), "a transition stays in its episode")
-        check(absent | (after[..., 2:] == before[..., 2:] + 1).all(-1), "a transition is one step")
-        check(absent | (chunk.rew == after[..., 3]), "the reward is that of the transition")
-        check(~(absent & chunk.done), "a step that is none ends no episode")
+        before, after, done = chunk.obs, chunk.next_obs(), chunk.done
         following = np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
-        ended: Any = np.where(absent[..., None], before, after)
-        fresh = np.stack([ended[..., 0], ended[..., 1] + 1, 0 * ended[..., 2], ended[..., 3]], -1)
-        later = [chunks[number + 1].valid[:1]] if number + 1 < len(chunks) else [chunk.valid.min(0, keepdims=True)]
-        waits = chunk.done & ~np.concatenate([chunk.valid[1:], *later])
-        begins = ((chunk.done & ~waits) | absent)[..., None]
-        again = absent & (following == before).all(-1)
-        check(again | (following == np.where(begins, fresh, after)).all(-1), "the next observation follows")
+        later = chunks[number + 1].valid[:1] if number + 1 < len(chunks) else np.zeros((1, chunk.num_envs), bool)
+        is_none = ~chunk.valid & ~done & _equal(following, fresh(before), before)
+        waits = done & ~np.concatenate([chunk.valid[1:], later]) & _equal(following, after)
+        check(is_none | _equal(after[..., :2], before[..., :2]), "a transition stays in its episode")
+        check(is_none | _equal(after[..., 2:], before[..., 2:] + 1), "a transition is one step")
+        check(is_none | (chunk.rew == after[..., 3]), "the reward is that of the transition")
+        goes_on = _equal(following, np.where(done[..., None], fresh(after), after))
+        check(is_none | waits | goes_on, "the next observation follows")
         if number:
             check((chunk.obs[0] == chunks[number - 1].last_obs).all(-1), "a chunk begins where the last one ended")
     return errors
+
+
+def _equal(obs: Any, *others: Any) -> NDArray[np.bool_]:
+    """Returns where observations equal any of others, ``bool [T, N]``."""
+    equal: NDArray[np.bool_] = np.logical_or.reduce([(obs == other).all(-1) for other in others])
+    return equal
 
 
 class CoinEnv(gymnasium.Env[NDArray[np.float32], Any]):

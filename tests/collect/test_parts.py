@@ -99,7 +99,6 @@ def test_updates_go_on_without_a_slow_worker(tmp_path: Path) -> None:
         batches = collect(collector, 8)
         assert not set(columns_of(batches)) & set(SLOW)
         assert all(batch.chunks[0].num_envs == 6 for batch in batches)
-        assert all(batch.stats.staleness <= 1 for batch in batches), "fast workers act with the newest weights"
         (tmp_path / "gate").touch()
         last = collect(collector, 1, ahead=False)
         assert last[0].stats.staleness == 8 == len(last[0].stats.staleness_counts) - 1
