@@ -90,7 +90,7 @@ class Agent:
         self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
         self._seed, self._num_calls = seed, 0
 
-    def predict(self, obs: Any, *, deterministic: bool = True) -> Any:
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Returns the action for an observation, or the actions for a batch of them.
 
         Args:
