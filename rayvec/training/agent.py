@@ -104,7 +104,7 @@ class Agent:
         self._seed, self._num_calls = seed, 0
         self.is_recurrent = self._policies[True].initial_state(1) is not None
 
-    def predict(self, obs: Any, state: NDArray[np.float32] | None = None, *, deterministic: bool = True) -> Any:
+    def predict(self, obs: Any, state: NDArray[np.float32] | None = None, deterministic: bool = True) -> Any:
         """Returns the action for an observation, or the actions for a batch of them; with memory, also its state.
 
         Args:

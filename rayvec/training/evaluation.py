@@ -19,7 +19,7 @@ from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
 from rayvec.training.own_parts import with_own_parts
 from rayvec.training.run_dir import load_weights
-from rayvec.training.runs import make_env, make_learner, open_env
+from rayvec.training.runs import choose_engine, make_env, make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "Evaluator", "evaluate", "evaluate_run", "greedy_policy", "open_evaluator", "time_limit"]
@@ -149,7 +149,7 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator]:
     if config.eval_interval_steps is None:
         yield Evaluator(config, steps, None)
         return
-    workers = config.workers_per_node if config.num_nodes == 0 else None
+    workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
     here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
     with make_env(here, min(config.num_envs, config.eval_episodes)) as env:
         try:

@@ -292,6 +292,8 @@ class _Run:
     def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""
         context, evaluation = self.context, self.context.evaluation
+        if context.progress.steps >= self._config.total_steps:
+            context.stop_reason = None  # given too late to end anything
         wall_s = time.monotonic() - self._began_s
         returns = [] if evaluation is None else evaluation.returns.tolist()
         mean = math.nan if evaluation is None else evaluation.return_mean

@@ -113,6 +113,8 @@ def test_stopping_at_a_return(tmp_path: Path, settings: dict[str, Any]) -> None:
         tiny(tmp_path / "a", total_steps=6400, **settings), callbacks=[rayvec.StopAtReturn(9, num_episodes=5)]
     )
     assert result.total_steps < 1000 and "reached 9" in str(result.stop_reason)
+    late = rayvec.train(tiny(tmp_path / "c", total_steps=64), callbacks=[rayvec.StopAtReturn(9)])
+    assert late.stop_reason is None  # only the evaluation after training showed it
     high = rayvec.train(tiny(tmp_path / "b", total_steps=128, **settings), callbacks=[rayvec.StopAtReturn(501)])
     assert high.stop_reason is None
     with pytest.raises(ConfigError, match="at most 100"):

@@ -15,6 +15,7 @@ from rayvec.cli import main
 from rayvec.training.showing import show
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of imageio
 def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import imageio.v2 as imageio
 
@@ -26,7 +27,8 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
     (episode_return,) = show(tmp_path / "a", path)
     assert f"return {episode_return:.2f} in {path}" in said.err and said.out.startswith("mean return")
     assert episode_return in returns
-    frames = [frame for frame in imageio.get_reader(path)]
+    with imageio.get_reader(path) as reader:
+        frames = [frame for frame in reader]
     assert len(frames) == int(episode_return) + 1 and frames[0].shape == (34, 48, 3)
     assert len({int(frame.mean()) for frame in frames}) > 3
 
