@@ -138,7 +138,7 @@ def counting_errors(chunks: Sequence[Chunk]) -> list[str]:
         check(absent | (chunk.rew == after[..., 3]), "the reward is that of the transition")
         check(~(absent & chunk.done), "a step that is none ends no episode")
         following = np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
-        ended: NDArray[Any] = np.where(absent[..., None], before, after)
+        ended: Any = np.where(absent[..., None], before, after)
         fresh = np.stack([ended[..., 0], ended[..., 1] + 1, 0 * ended[..., 2], ended[..., 3]], -1)
         later = [chunks[number + 1].valid[:1]] if number + 1 < len(chunks) else [chunk.valid.min(0, keepdims=True)]
         waits = chunk.done & ~np.concatenate([chunk.valid[1:], *later])
