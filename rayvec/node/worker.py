@@ -28,7 +28,7 @@ from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, Node
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed
 from rayvec.pools.make import make_pool
-from rayvec.pools.memory import split_actions
+from rayvec.pools.memory import keep_freed_memory, split_actions
 from rayvec.pools.native import NativePool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
@@ -109,6 +109,8 @@ class Worker:
             if spec.replacement:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
+            if factory.native:
+                keep_freed_memory()
             self.pool = make_pool(factory, spec.first_id, self._where, spec.restart_policy)
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])

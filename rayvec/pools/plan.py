@@ -105,15 +105,21 @@ class Plans:
         self._starts = starts
         self._unit_bounds = unit_bounds
         self._plans: dict[bytes, Plan] = {}
+        self._last_ids: NDArray[np.int64] | None = None
+        self._last: Plan | None = None
 
     def of(self, env_ids: NDArray[np.int64]) -> Plan:
-        """Returns the plan of a set of ids."""
+        """Returns the plan of a set of ids. It takes no time for a read-only array that is passed again."""
+        if self._last is not None and env_ids is self._last_ids:
+            return self._last
         key = env_ids.tobytes()
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # random subsets would fill the memory
                 self._plans.clear()
             plan = self._plans[key] = self._make(key, np.array(env_ids, np.int64))
+        if not env_ids.flags.writeable:
+            self._last_ids, self._last = env_ids, plan
         return plan
 
     def _make(self, key: bytes, ids: NDArray[np.int64]) -> Plan:

@@ -92,7 +92,8 @@ class DriverActing:
 
     def note_ended(self, batch: StepBatch) -> None:
         """Records episodes that ended in steps outside :meth:`rollout`."""
-        self._begun[batch.env_ids] |= batch.terminated | batch.truncated
+        rows = slice(None) if len(batch.env_ids) == len(self._begun) else batch.env_ids
+        self._begun[rows] |= batch.terminated | batch.truncated
 
     def note_absence(self) -> None:
         """Records that another policy has acted, so that the next policy begins an episode in every environment."""

@@ -131,6 +131,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.autoreset_mode = AutoresetMode[self._autoreset.name]
         self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
         self._everyone = np.arange(self.num_envs)
+        self._everyone.setflags(write=False)
         self._driver = self._guarded(lambda: DriverActing(self._pool, groups))
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}

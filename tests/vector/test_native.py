@@ -1,0 +1,285 @@
+"""Native sub-batches: the same steps as in this process, chunks without false transitions, faults, bad input."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import SyncVectorEnv
+from helpers.native_envs import Fails, Odd, counting
+
+import rayvec
+from rayvec import Collector, RayVecEnv
+from rayvec.errors import ConfigError, EnvError
+from rayvec.testing import CountingEnv, assert_identical, counting_errors
+
+SLOW = pytest.mark.slow
+MODES = ["NextStep", "SameStep", "Disabled"]
+local = partial(RayVecEnv, native=True, num_nodes=0)
+
+
+def still(obs: Any) -> Any:
+    return np.zeros(len(obs), np.int64)
+
+
+def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
+    """Steps both with random actions; everything must be the same, bit for bit."""
+    ours.action_space.seed(0)
+    assert_identical(ours.reset(seed=3), theirs.reset(seed=3))
+    for _ in range(num_steps):
+        actions = ours.action_space.sample()
+        got, expected = ours.step(actions), theirs.step(actions)
+        assert_identical(got, expected)
+        done = expected[2] | expected[3]
+        if theirs.autoreset_mode.value == "Disabled" and done.any():
+            assert_identical(
+                ours.reset(options={"reset_mask": done.copy()}), theirs.reset(options={"reset_mask": done.copy()})
+            )
+
+
+class TestEquality:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(
+        ("workers", "num_steps"),
+        [(0, 1_000), (2, 100), pytest.param(1, 1_000, marks=SLOW), pytest.param(2, 1_000, marks=SLOW)],
+    )
+    def test_random_steps(self, mode: str, workers: int, num_steps: int) -> None:
+        fns = [partial(counting, 3, mode), partial(counting, 2, mode)]
+        with closing(local(fns, workers_per_node=workers)) as ours, closing(counting(5, mode)) as theirs:
+            assert ours.num_envs == 5 and ours.autoreset_mode.value == mode
+            in_lockstep(ours, theirs, num_steps)
+
+    @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])
+    def test_a_thousand_steps_on_two_nodes(self, ray_cluster: object, mode: str) -> None:
+        fns = [partial(counting, size, mode) for size in (3, 2, 4)]
+        with (
+            closing(RayVecEnv(fns, native=True, num_nodes=2, workers_per_node=1)) as ours,
+            closing(counting(9, mode)) as theirs,
+        ):
+            assert ours.transports == ("shm", "tcp")
+            in_lockstep(ours, theirs, 1_000)
+            chunks = [ours.rollout(still, 11, seed=2 if k == 0 else None) for k in range(3)]
+            assert counting_errors(chunks) == []
+
+    def test_numpy_cartpoles_are_seeded_by_their_first_environment(self) -> None:
+        alone = [CartPoleVectorEnv(4), CartPoleVectorEnv(3)]
+        with closing(local([partial(CartPoleVectorEnv, size) for size in (4, 3)], workers_per_node=2)) as env:
+            env.action_space.seed(0)
+            obs, _ = env.reset(seed=10)
+            np.testing.assert_array_equal(obs, np.concatenate([alone[0].reset(seed=10)[0], alone[1].reset(seed=14)[0]]))
+            for _ in range(300):
+                actions = env.action_space.sample()
+                expected = [each.step(part) for each, part in zip(alone, np.split(actions, [4]), strict=True)]
+                for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
+                    np.testing.assert_array_equal(got, np.concatenate(parts))
+
+    def test_groups_hold_whole_sub_batches(self) -> None:
+        fns = [partial(counting, size, "SameStep") for size in (2, 3, 1)]
+        with closing(local(fns, workers_per_node=2, groups=2)) as env, closing(counting(6, "SameStep")) as theirs:
+            assert [ids.tolist() for ids in env.groups] == [[0, 1, 5], [2, 3, 4]]
+            env.reset(seed=1), theirs.reset(seed=1)
+            for _ in range(20):
+                for group in (0, 1):
+                    env.send(still(env.groups[group]), group)
+                batches = [env.recv(group) for group in (0, 1)]
+                expected = theirs.step(np.zeros(6, np.int64))[0]
+                for batch in batches:
+                    np.testing.assert_array_equal(batch.obs, expected[batch.env_ids])
+
+
+class TestChunks:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(("workers", "inference"), [(0, "worker"), (2, "worker"), (2, "driver")])
+    def test_no_transition_is_false(self, mode: str, workers: int, inference: Any) -> None:
+        with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=workers)) as env:
+            chunks = [env.rollout(still, 9, inference, seed=5 if k == 0 else None) for k in range(4)]
+            assert counting_errors(chunks) == []
+            waits = np.concatenate([~chunk.valid for chunk in chunks])
+            done = np.concatenate([chunk.done for chunk in chunks])
+            expected = np.zeros_like(waits)
+            expected[1:] = done[:-1] & (mode == "NextStep")
+            np.testing.assert_array_equal(waits, expected)
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+    def test_infos_are_those_of_single_steps(self, mode: str) -> None:
+        with (
+            closing(local([partial(counting, 3, mode)] * 2, workers_per_node=0)) as env,
+            closing(RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=0)) as ordinary,
+        ):
+            chunk, other = (each.rollout(still, 30, seed=5) for each in (env, ordinary))
+            if mode == "SameStep":
+                assert [tuple(info) for info in chunk.infos] == [tuple(info) for info in other.infos]
+                assert [tuple(info) for info in chunk.reset_infos] == [tuple(info) for info in other.reset_infos]
+                assert_identical(chunk.final_obs, other.final_obs)
+            for t, n, info in chunk.infos:
+                assert chunk.valid[t, n] and info == {"step": chunk.next_obs()[t, n, 3]}
+            for t, n, info in chunk.reset_infos:
+                ended = chunk.next_obs()[t, n, 1]
+                assert t < 0 or info["began"] == ended + (mode == "SameStep")
+
+    def test_a_collector_counts_no_reset_as_a_step(self) -> None:
+        with closing(local([partial(counting, 4)] * 2, workers_per_node=2)) as env:
+            collector = Collector(env, still, seed=1)
+            collector.reset(seed=1)
+            batch = collector.collect(n_episode=40)
+            assert len(batch.stats.lens) == 40 and set(batch.stats.lens) <= set(range(1, 8))
+            assert batch.stats.n_collected_steps == batch.stats.lens.sum()
+            collector.close()
+
+    def test_ppo_trains(self, tmp_path: Path) -> None:
+        config = rayvec.PPOConfig(
+            native="gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
+            total_steps=1_024,
+            num_envs=8,
+            num_nodes=0,
+            workers_per_node=2,
+            eval_episodes=2,
+            run_dir=tmp_path / "run",
+        )
+        assert np.isfinite(rayvec.train(config).eval_return_mean)
+
+
+class TestFaults:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
+    def test_a_sub_batch_restarts_as_a_whole(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
+        fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]
+        with (
+            closing(local(fns, workers_per_node=workers, on_env_error="restart")) as env,
+            closing(counting(5, mode)) as theirs,
+        ):
+            env.reset(seed=3), theirs.reset(seed=3)
+            last: Any = ()
+            for step in range(1, 6):
+                last = env.step(np.zeros(5, np.int64)) if step < 5 else last
+                expected = theirs.step(np.zeros(5, np.int64))
+                done = expected[2] | expected[3]
+                if mode == "Disabled" and done.any():
+                    theirs.reset(options={"reset_mask": done.copy()})
+                    if step < 5:
+                        last = (*env.reset(options={"reset_mask": done.copy()}), *last[2:])
+            obs, rew, terminated, truncated, info = env.step(np.zeros(5, np.int64))
+            assert truncated[:3].all() and not terminated[:3].any() and not rew[:3].any()
+            np.testing.assert_array_equal(obs[3:], expected[0][3:])  # the other continues
+            marks = info["final_info"] if mode == "SameStep" else info
+            assert marks["_env_restarted"].tolist() == [True, True, True, False, False]
+            shown = np.stack(list(info["final_obs"][:3])) if mode == "SameStep" else obs[:3]
+            np.testing.assert_array_equal(shown, last[0][:3])
+
+    def test_an_error_keeps_its_type(self, tmp_path: Path) -> None:
+        env = local([partial(Fails, "NextStep", "raise", str(tmp_path / "failed"))], workers_per_node=1)
+        env.reset(seed=3)
+        with pytest.raises(ValueError, match="this sub-batch is broken") as caught:
+            for _ in range(5):
+                env.step(np.zeros(3, np.int64))
+        assert "native sub-batch of environments 0 to 2" in str(caught.value.__cause__)
+
+
+class TestCalls:
+    @pytest.fixture
+    def env(self) -> Iterator[RayVecEnv]:
+        with closing(local([partial(CartPoleVectorEnv, 3), partial(CartPoleVectorEnv, 2)], workers_per_node=2)) as env:
+            yield env
+
+    def test_values_of_a_sub_batch_stand_for_its_environments(self, env: RayVecEnv) -> None:
+        env.reset(seed=1)
+        env.step(np.ones(5, np.int64))
+        assert env.get_attr("num_envs") == (3, 3, 3, 2, 2)
+        assert env.get_attr("steps") == (1,) * 5  # an array with a row for each
+        env.set_attr("gravity", [9.0] * 3 + [8.0] * 2)
+        assert env.get_attr("gravity") == (9.0, 9.0, 9.0, 8.0, 8.0)
+
+    def test_sync_vector_envs_are_asked_one_by_one(self) -> None:
+        with closing(local([partial(counting, 2)] * 2, workers_per_node=1)) as env:
+            env.reset(seed=4)
+            assert env.get_attr("_seed") == (4, 5, 6, 7)
+            env.set_attr("label", [1, 2, 3, 4])
+            assert env.call("label") == (1, 2, 3, 4)
+
+
+class TestMakeVec:
+    def test_vector_entry_points(self) -> None:
+        settings = {"num_nodes": 0, "workers_per_node": 2}
+        env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
+        with closing(env):
+            assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
+            again = rayvec.make_vec(env.spec)  # type: ignore[arg-type]
+            with closing(again):
+                assert again.num_envs == 5 and again.get_attr("num_envs")[0] == 3
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "ordinary": ({"env": [CountingEnv]}, "each callable makes a vector environment"),
+    "an id": ({"env": "CartPole-v1"}, "takes callables"),
+    "native is missing": ({"env": [partial(counting, 2)], "native": False}, "Pass native=True"),
+    "num_envs": ({"env": [partial(counting, 2)] * 2, "num_envs": 2}, "num_envs=4"),
+    "modes": ({"env": [partial(counting, 2), partial(counting, 2, "SameStep")]}, "at the same time"),
+    "another mode": ({"env": [partial(counting, 2)], "autoreset_mode": "SameStep"}, "reset environments themselves"),
+    "no mode": ({"env": [partial(Odd, "mode")]}, "autoreset_mode"),
+    "groups": ({"env": [partial(counting, 2)], "groups": 2}, "in one group"),
+}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("what", BAD)
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_settings(self, what: str, workers: int) -> None:
+        settings, text = BAD[what]
+        with pytest.raises(ConfigError, match=text):
+            RayVecEnv(**{"native": True, **settings}, num_nodes=0, workers_per_node=workers)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_different_spaces(self, workers: int) -> None:
+        acrobots: Callable[[], Any] = partial(gymnasium.make_vec, "Acrobot-v1", 2, vectorization_mode="sync")
+        with pytest.raises(RuntimeError, match="not equivalent"):
+            local([partial(CartPoleVectorEnv, 2), acrobots], workers_per_node=workers)
+
+    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "view"])
+    def test_results(self, what: str) -> None:
+        env = local([partial(Odd, what)], workers_per_node=0)
+        env.reset(seed=1)
+        with pytest.raises(EnvError, match="a row for each of its environments"):
+            for _ in range(10):
+                env.step(np.zeros(3, np.int64))
+        assert env.closed
+
+    def test_a_mask_that_is_ignored(self) -> None:
+        env = local([partial(Odd, "mask")], workers_per_node=0)
+        env.reset(seed=1)
+        env.step(np.zeros(3, np.int64))
+        with pytest.raises(EnvError, match="ignores the mask"):
+            env.reset(options={"reset_mask": np.array([True, False, False])})
+
+    def test_seeds_that_one_vector_environment_does_not_take(self) -> None:
+        env = local([partial(CartPoleVectorEnv, 2)], workers_per_node=0)
+        env.reset(seed=[4, 5])  # consecutive
+        with pytest.raises(ConfigError, match="takes one seed"):
+            env.reset(seed=[5, 4])
+
+
+def test_envpool() -> None:
+    envpool = pytest.importorskip("envpool")
+    warnings.simplefilter("ignore", UserWarning)  # about the bounds of its spaces
+    make = partial(envpool.make, "CartPole-v1", env_type="gymnasium", num_threads=1)
+    with closing(local([partial(make, num_envs=3, seed=s) for s in (1, 5)], workers_per_node=1)) as env:
+        alone = [make(num_envs=3, seed=s) for s in (1, 5)]
+        obs, info = env.reset()
+        np.testing.assert_array_equal(obs, np.concatenate([each.reset()[0] for each in alone]))
+        assert set(info) == {"elapsed_step"}
+        for step in range(60):
+            actions = np.full(6, step % 3 > 0, np.int64)
+            expected = [each.step(actions[:3]) for each in alone]
+            for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
+                np.testing.assert_array_equal(got, np.concatenate(parts))
+        before = env.step(np.ones(6, np.int64))[0]
+        obs, info = env.reset(options={"reset_mask": np.arange(6) == 1})
+        assert (obs == before).all(1).tolist() == [True, False, True, True, True, True]
+        assert info["_elapsed_step"].tolist() == [False, True, False, False, False, False]
