@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +19,7 @@ from helpers.chunks import GatedEnv, assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.training_kit import HERE, lengthen
 from helpers.waiting import alive, wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
 from rayvec.collect.collector import Collector
@@ -190,6 +193,38 @@ def test_a_reset_drops_what_is_pending_and_says_so() -> None:
         collector.close()
 
 
+def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after some of a batch's chunks have come, as in a notebook."""
+    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
+        wait, calls = env.part_wait, []
+
+        def interrupted(parts: Sequence[int], timeout: float | None = None) -> Any:
+            calls.append(parts)
+            if len(calls) % 3 == 0:
+                raise KeyboardInterrupt
+            return wait(parts, timeout)
+
+        monkeypatch.setattr(env, "part_wait", interrupted)
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
+        batches: list[Batch] = []
+        while len(batches) < 6:
+            with contextlib.suppress(KeyboardInterrupt):
+                batches += collect(collector, 1)
+        monkeypatch.undo()
+        batches += collect(collector, 1, ahead=False)
+        assert_complete(batches, range(4))
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_replaced_while_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gated(tmp_path / "gate", on_env_error="restart", step_timeout_s=2.0) as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=10**9)
+        wait_until(lambda: bool(collect(collector, 1)) and "restarted worker 0" in caplog.text, "a restart")
+        (tmp_path / "gate").touch()
+        columns = columns_of(collect(collector, 1, ahead=False))
+        assert all(any(len(chunk.restarts) for chunk in columns[env_id]) for env_id in SLOW)
+
+
 def test_what_cannot_be_combined() -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
         for settings in ({"inference": "driver"}, {"by_reference": True}, {"on_bad_obs": "drop"}, {"max_staleness": 0}):
@@ -244,6 +279,24 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
     assert resumed.total_steps == lines[-1]["steps"] >= 512
     assert all(max(np.flatnonzero(line["staleness_counts"])) == line["staleness"] <= 4 for line in lines)
+    assert lines[-1]["steps"] == sum(16 * sum(line["staleness_counts"]) for line in lines)
+    events = EventAccumulator(str(result.run_dir), size_guidance={"histograms": 0}).Reload()
+    assert len(events.Histograms("staleness_counts")) == len(lines)
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed(Collector):
+        def collect(self, *args: Any, **kwargs: Any) -> Batch:
+            if self._version == 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().collect(*args, **kwargs)
+
+    monkeypatch.setattr(sys.modules["rayvec.training.progress"], "Collector", Pressed)
+    with pytest.raises(KeyboardInterrupt, match="resume with"):
+        rayvec.train(impala(tmp_path / "a", max_staleness=4, workers_per_node=2, total_steps=1024))
+    monkeypatch.undo()
+    assert rayvec.resume(tmp_path / "a").total_steps >= 1024
+    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     assert lines[-1]["steps"] == sum(16 * sum(line["staleness_counts"]) for line in lines)
 
 

@@ -1,0 +1,102 @@
+"""Where should the policy act? Steps/s of chunks with the policy in the workers, in the driver and on the node.
+
+python benchmarks/inference.py
+
+Without Ray, on this machine: two workers, a Nature-CNN on 84 x 84 x 4 images of bytes, and an MLP with two hidden
+layers of 1,024 units. Environments return the same observation in every step, and sleep. Repeats are interleaved. Every
+process computes with one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy and torch start theirs
+
+import gymnasium
+import numpy as np
+import tyro
+from gymnasium import spaces
+
+import rayvec
+from rayvec.policies.networks import make_actor_critic
+
+IMAGES = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+NUMBERS = spaces.Box(-1, 1, (64,), np.float32)
+WAYS: tuple[Literal["worker", "driver", "node"], ...] = ("worker", "driver", "node")
+
+
+class Still(gymnasium.Env[Any, Any]):
+    """Shows the same observation all the time.
+
+    Args:
+        space: Of observations.
+        step_s: Seconds that a step sleeps.
+    """
+
+    action_space = spaces.Discrete(6)
+
+    def __init__(self, space: spaces.Box, step_s: float) -> None:
+        self.observation_space = space
+        self._step_s = step_s
+        self._obs = space.sample()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode that does not end."""
+        super().reset(seed=seed)
+        return self._obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Sleeps."""
+        if self._step_s:
+            time.sleep(self._step_s)
+        return self._obs, 0.0, False, False, {}
+
+
+@dataclass
+class Settings:
+    """Measures where the policy should act."""
+
+    repeats: int = 3
+    """How many chunks of each way are measured."""
+
+    num_steps: int = 16
+    """Steps of a chunk."""
+
+
+def measure(space: spaces.Box, num_envs: int, step_s: float, settings: Settings) -> dict[str, list[float]]:
+    """Returns the steps/s of each way."""
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    fns = [partial(Still, space, step_s)] * num_envs
+    with rayvec.RayVecEnv(fns, num_nodes=0, workers_per_node=2, preload=("torch",)) as env:
+        net = make_actor_critic(space, env.single_action_space, () if space is IMAGES else (1024, 1024))
+        collectors = {name: rayvec.Collector(env, rayvec.Policy(net), name, seed=1) for name in WAYS}
+        for repeat in range(settings.repeats + 1):
+            for name in WAYS:
+                rate = collectors[name].collect(n_step=settings.num_steps * num_envs).stats.steps_per_s
+                if repeat:
+                    rates[name].append(rate)
+    return rates
+
+
+def main() -> None:
+    """Prints a table."""
+    settings = tyro.cli(Settings, description=__doc__)
+    for net, space in (("Nature-CNN", IMAGES), ("MLP 1024x1024", NUMBERS)):
+        for num_envs in (8, 64):
+            for step_s in (0.0, 0.002):
+                rates = measure(space, num_envs, step_s, settings)
+                figures = ", ".join(
+                    f"{name} {statistics.median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f})"
+                    for name, each in rates.items()
+                )
+                print(f"{net}, {num_envs} environments, steps of {1000 * step_s:g} ms: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
