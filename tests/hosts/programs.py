@@ -84,6 +84,8 @@ def go_on(mode: str) -> None:
     chosen = {"on_node_loss": mode, "on_env_error": "restart"}
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, **chosen) as env:
         env.reset(seed=3)
+        remote = [each.node for each in env._pool._nodes if hasattr(each.node, "_stream")]
+        say(streams=[node._stream._sock.getpeername() for node in remote])
         number = 0
         while True:
             try:
