@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hosts import Cluster, Program, cluster_of, why_not
+from helpers.hosts import Cluster, Program, cluster_of, long, why_not
 from helpers.training_kit import lengthen
 from helpers.waiting import alive, wait_until
 
@@ -67,6 +67,7 @@ def test_chunks_are_those_of_one_process(cluster: Cluster) -> None:
     assert line["errors"] == []
 
 
+@long
 def test_ppo_trains_with_a_rank_on_each_host_and_resumes_on_fewer(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Program(cluster.head, PROGRAMS, "train", str(run_dir), "1152", "3") as program:
@@ -104,6 +105,7 @@ def test_a_link_that_comes_back_in_time_loses_nothing(cluster: Cluster, record: 
         record("link down for 3 s: stepping resumes after the link", line["at_s"] - began_s)
 
 
+@long
 def test_a_host_that_is_gone_is_an_error_that_names_it(cluster: Cluster, record: Record) -> None:
     with broken(cluster, 0), Program(cluster.head, PROGRAMS, "go_on", "raise") as program:
         program.until(restarted=[])
@@ -117,6 +119,7 @@ def test_a_host_that_is_gone_is_an_error_that_names_it(cluster: Cluster, record:
         record("host gone: NodeLostError", line["at_s"] - began_s)
 
 
+@long
 def test_a_firewall_is_an_error_that_names_address_and_port(cluster: Cluster, record: Record) -> None:
     with broken(cluster, 0):
         cluster.others[0].block()
@@ -172,6 +175,7 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
         wait_until(lambda: not any(map(alive, pids)))
 
 
+@long
 def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
     cluster: Cluster, tmp_path: Path, record: Record
 ) -> None:
