@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
+import yaml
 
 import rayvec
 
@@ -71,3 +73,19 @@ def test_the_installed_version_is_this_one() -> None:
     except PackageNotFoundError:
         pytest.skip("run from the source tree")
     assert installed == rayvec.__version__
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
+    assert citation["version"] == rayvec.__version__ and citation["cff-version"] == "1.2.0"
+
+
+def test_continuous_integration_runs_what_a_developer_runs() -> None:
+    root = Path(__file__).parents[1]
+    workflow = yaml.safe_load((root / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    scripts = [command for command in commands if command.startswith(".ci/")]
+    assert set(scripts) == {f".ci/{path.name}" for path in (root / ".ci").iterdir()}
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(root / script)], check=True)
+        assert (root / script).stat().st_mode & 0o100

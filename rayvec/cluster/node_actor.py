@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
+from rayvec.cluster.versions import own_versions
 from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch
 from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
@@ -136,6 +137,10 @@ class NodeActor:
     def kept(self) -> StepBatch | RemoteFailure | None:
         """Returns the batch or failure of the oldest answer frame that was marked as kept, or None without one."""
         return self._kept_for_driver.popleft() if self._kept_for_driver else None
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of this process."""
+        return own_versions()
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of this actor and of its workers."""

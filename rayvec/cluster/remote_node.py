@@ -21,6 +21,7 @@ from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.stream import FrameSocket, connect
+from rayvec.cluster.versions import check_versions
 from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
@@ -105,12 +106,14 @@ class RemoteNode:
 
         Raises:
             NodeLostError: The actor did not start in time, or died.
+            ConfigError: The node has another version of Python, rayvec or NumPy.
         """
         try:
-            self._start("worker_pids")(timeout_s)
+            versions = self._start("versions")(timeout_s)
         except NotReady as error:
             ray.kill(self._actor)
             raise self._lost(error) from error
+        check_versions(versions, self.slice.name)
 
     def start(self, factory: EnvFactory) -> Wait:
         """See :class:`Node`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayvec.cluster.versions import is_incompatible
 from rayvec.node.workers import FILES_OF_A_WORKER, SPARE_FILES
 
 __all__ = ["Finding", "Node", "of_network", "of_node", "of_versions"]
@@ -95,11 +96,10 @@ def of_versions(facts: Mapping[str, Any], driver: Mapping[str, Any], name: str) 
 
 
 def _is_fatal(package: str, ours: str | None, theirs: str | None) -> bool:
-    """Whether two versions can't work together: of rayvec and Ray any, of Python 3.x, of NumPy x."""
+    """Whether a run fails with these versions; None stands for a missing package."""
     if ours is None or theirs is None:
         return package in _NEEDED
-    parts = {"rayvec": 9, "ray": 9, "python": 2, "numpy": 1}.get(package, 0)
-    return ours.split(".")[:parts] != theirs.split(".")[:parts]
+    return is_incompatible(package, ours, theirs)
 
 
 def of_node(

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DEADLINE_S = 180.0  # Ray starts in 5 s on a quiet machine
 _PREFIX = "10.77.0"
 _EPHEMERAL = (32768, 60999)
@@ -36,6 +38,10 @@ while sys.argv[1] in [node["NodeManagerAddress"] for node in ray.nodes() if node
     time.sleep(0.2)
 print("{}")
 """
+
+
+long = pytest.mark.skipif("RAYVEC_TEST_HOSTS" not in os.environ, reason="takes minutes: make test-hosts")
+"""Marks what `make test-all` leaves to `make test-hosts`."""
 
 
 @functools.cache

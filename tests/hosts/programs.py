@@ -14,7 +14,7 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
 
 import rayvec
-from rayvec.errors import NodeLostError
+from rayvec.errors import NodeLostError, RayvecError
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 NUM_ENVS = 6
@@ -84,6 +84,8 @@ def go_on(mode: str) -> None:
     chosen = {"on_node_loss": mode, "on_env_error": "restart"}
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, **chosen) as env:
         env.reset(seed=3)
+        remote = [each.node for each in env._pool._nodes if hasattr(each.node, "_stream")]
+        say(streams=[node._stream._sock.getpeername() for node in remote])
         number = 0
         while True:
             try:
@@ -104,7 +106,7 @@ def start() -> None:
         with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, on_node_loss="raise") as env:
             env.reset(seed=3)
             say(error=None)
-    except NodeLostError as error:
+    except RayvecError as error:
         say(error=str(error), seconds=time.monotonic() - began_s)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.hosts import Cluster, cluster_of, why_not
+from helpers.hosts import Cluster, Program, cluster_of, why_not
 
 import rayvec
 
@@ -67,3 +67,7 @@ def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
     assert report["level"] == "error"
     timed = [each["node"] for each in report["findings"] if each["check"] == "environment" and each["level"] == "ok"]
     assert cluster.head.address in timed and narrow in timed
+    with Program(cluster.head, Path(__file__).with_name("programs.py"), "start") as program:
+        error = program.line()["error"]
+    for word in (f"rayvec {rayvec.__version__}", "rayvec 0.0.9", other, "Remedy:"):  # a run refuses that node
+        assert word in error

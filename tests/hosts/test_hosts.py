@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hosts import Cluster, Program, cluster_of, why_not
+from helpers.hosts import Cluster, Program, cluster_of, long, why_not
 from helpers.training_kit import lengthen
+from helpers.waiting import alive, wait_until
 
 from rayvec.training.loggers import read_metrics
 
@@ -63,6 +67,7 @@ def test_chunks_are_those_of_one_process(cluster: Cluster) -> None:
     assert line["errors"] == []
 
 
+@long
 def test_ppo_trains_with_a_rank_on_each_host_and_resumes_on_fewer(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Program(cluster.head, PROGRAMS, "train", str(run_dir), "1152", "3") as program:
@@ -100,6 +105,7 @@ def test_a_link_that_comes_back_in_time_loses_nothing(cluster: Cluster, record: 
         record("link down for 3 s: stepping resumes after the link", line["at_s"] - began_s)
 
 
+@long
 def test_a_host_that_is_gone_is_an_error_that_names_it(cluster: Cluster, record: Record) -> None:
     with broken(cluster, 0), Program(cluster.head, PROGRAMS, "go_on", "raise") as program:
         program.until(restarted=[])
@@ -113,6 +119,7 @@ def test_a_host_that_is_gone_is_an_error_that_names_it(cluster: Cluster, record:
         record("host gone: NodeLostError", line["at_s"] - began_s)
 
 
+@long
 def test_a_firewall_is_an_error_that_names_address_and_port(cluster: Cluster, record: Record) -> None:
     with broken(cluster, 0):
         cluster.others[0].block()
@@ -122,6 +129,53 @@ def test_a_firewall_is_an_error_that_names_address_and_port(cluster: Cluster, re
         record("port blocked: NodeLostError", line["seconds"])
 
 
+STRANGERS = """
+import json, socket, sys
+answers = []
+for number in range(200):
+    sock = socket.create_connection((sys.argv[1], int(sys.argv[2])), 30)
+    if number % 2:
+        sock.sendall(b"x" * 1000)
+    answers.append(sock)
+for number, sock in enumerate(answers):
+    received = b""
+    try:
+        while data := sock.recv(4096):
+            received += data
+    except ConnectionResetError:
+        pass
+    answers[number] = len(received)
+print(json.dumps(answers))
+"""
+
+
+def test_strangers_on_the_port_of_a_stream_change_nothing(cluster: Cluster) -> None:
+    """200 connections from another host: each gets a nonce, at most one answer to what it says, and is closed."""
+    with Program(cluster.head, PROGRAMS, "go_on", "raise") as program:
+        address, port = program.line()["streams"][0]
+        other = next(host for host in cluster.others if host.address != address)
+        assert set(other.python(STRANGERS, address, str(port))) <= {0, 32, 64}
+        at_s = time.monotonic()
+        line = program.until(restarted=[])
+        while line["at_s"] < at_s:
+            line = program.until(restarted=[])
+
+
+def test_hosts_end_with_the_process_that_made_them() -> None:
+    """Also if it is killed."""
+    code = "from helpers.hosts import Network; import time; n = Network(2)"
+    code += "; print(*[each._space.pid for each in n.hosts], flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: not any(map(alive, pids)))
+
+
+@long
 def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
     cluster: Cluster, tmp_path: Path, record: Record
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.hosts import DEADLINE_S, Network, kill_group, why_not
+from helpers.hosts import DEADLINE_S, Network, kill_group, long, why_not
 
 from rayvec.training.loggers import read_metrics
 
@@ -87,6 +87,7 @@ def stub_tmp() -> Iterator[Path]:
         yield Path(directory)
 
 
+@long
 def test_a_job_that_is_requeued_resumes(tmp_path: Path, stub_tmp: Path) -> None:
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
