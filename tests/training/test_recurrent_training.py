@@ -78,7 +78,19 @@ MAZE: dict[str, Any] = {
     "total_steps": 150_000, "num_envs": 16, "gamma": 0.99, "eval_episodes": 100, "seed": 1, **HERE,
 }  # fmt: skip
 IN_THE_MAZE: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "ppo": (PPOConfig, {"num_steps": 64, "sequence_length": 32, "entropy_coef": 0.01, "gae_lambda": 0.95}),
+    "ppo": (
+        PPOConfig,
+        {
+            "num_steps": 64,
+            "sequence_length": 32,
+            "minibatch_size": 256,
+            "num_epochs": 8,
+            "learning_rate": 2.5e-3,
+            "clip_value_loss": False,
+            "entropy_coef": 0.01,
+            "gae_lambda": 0.95,
+        },
+    ),
     "impala": (IMPALAConfig, {"num_steps": 32, "sequence_length": 32}),
 }
 
