@@ -51,9 +51,12 @@ def main(total_steps: int = 500_000, recurrent: str = "gru", seed: int = 1) -> N
         num_steps=64,
         sequence_length=32,
         minibatch_size=512,
+        num_epochs=8,
         learning_rate=1e-3,
         gamma=0.99,
         gae_lambda=0.95,
+        clip_value_loss=False,
+        entropy_coef=0.0,
         normalize_reward=True,  # actor and critic share all layers but the last: large values would drown the policy
         seed=seed,
     )

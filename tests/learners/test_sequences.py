@@ -103,8 +103,16 @@ def test_ppo_equals_the_reference(
     kind: str, action_space: spaces.Space[Any], length: int, burn_in: int, faults: bool
 ) -> None:
     """Values, advantages and the gradient of a whole batch of two chunks, with weights other than those that acted."""
-    settings = {"entropy_coef": 0.1, "clip_coef": 0.1, "minibatch_size": 2 * T * N, "num_steps": 2 * T}
-    learner = make_ppo(action_space, recurrent=kind, sequence_length=length, burn_in=burn_in, **settings)
+    settings = {"entropy_coef": 0.1, "clip_coef": 0.1, "clip_value_loss": False, "normalize_advantage": True}
+    learner = make_ppo(
+        action_space,
+        recurrent=kind,
+        sequence_length=length,
+        burn_in=burn_in,
+        num_steps=2 * T,
+        minibatch_size=2 * T * N,
+        **settings,
+    )
     config, distribution = learner.config, learner.module.distribution
     chunks = recorded(learner, 2, faults=faults)
     for chunk in chunks:
@@ -280,8 +288,8 @@ def test_a_network_that_the_settings_do_not_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
-        (PPOConfig, {"sequence_length": 128}, "sequence_length at most num_steps = 64"),
-        (IMPALAConfig, {"sequence_length": 33}, "sequence_length at most num_steps = 32"),
+        (PPOConfig, {"num_steps": 64, "sequence_length": 65}, "sequence_length at most num_steps = 64"),
+        (IMPALAConfig, {"num_steps": 32, "sequence_length": 33}, "sequence_length at most num_steps = 32"),
         (IMPALAConfig, {"burn_in": 16}, "burn_in below sequence_length = 16"),
         (PPOConfig, {"compile": True}, "compile=False with recurrent"),
         (PPOConfig, {"minibatch_size": 15}, "minibatch_size at least .* = 16"),

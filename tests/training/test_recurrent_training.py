@@ -74,23 +74,38 @@ def test_a_resumed_run_repeats_itself(tmp_path: Path, kind: Any, settings: dict[
     assert_same(*states)
 
 
-MAZE: dict[str, Any] = {
-    "total_steps": 150_000, "num_envs": 16, "gamma": 0.99, "eval_episodes": 100, "seed": 1, **HERE,
-}  # fmt: skip
-IN_THE_MAZE: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "ppo": (PPOConfig, {"num_steps": 64, "sequence_length": 32, "entropy_coef": 0.01, "gae_lambda": 0.95}),
-    "impala": (IMPALAConfig, {"num_steps": 32, "sequence_length": 32}),
+MAZE: dict[str, Any] = {"sequence_length": 32, "gamma": 0.99, "eval_episodes": 100, "seed": 1, **HERE}
+PPO_IN_THE_MAZE: dict[str, Any] = {
+    "total_steps": 200_000,
+    "num_envs": 32,
+    "num_steps": 64,
+    "minibatch_size": 512,
+    "num_epochs": 8,
+    "learning_rate": 1e-3,
+    "gae_lambda": 0.95,
+    "clip_value_loss": False,
+    "entropy_coef": 0.01,
+    "normalize_reward": True,
 }
+IMPALA_IN_THE_MAZE: dict[str, Any] = {"total_steps": 150_000, "num_envs": 16, "num_steps": 32}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", IN_THE_MAZE)
-@pytest.mark.parametrize("recurrent", ["gru", "lstm", None])
-def test_a_maze_takes_memory(tmp_path: Path, algorithm: str, recurrent: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "recurrent"),
+    [
+        (PPOConfig, PPO_IN_THE_MAZE, "gru"),
+        (PPOConfig, PPO_IN_THE_MAZE, "lstm"),
+        (PPOConfig, PPO_IN_THE_MAZE, None),
+        (IMPALAConfig, IMPALA_IN_THE_MAZE, "gru"),
+        (IMPALAConfig, IMPALA_IN_THE_MAZE, None),
+    ],
+    ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru", "impala"],
+)
+def test_a_maze_takes_memory(tmp_path: Path, kind: Any, settings: dict[str, Any], recurrent: Any) -> None:
     """The cue is seen 20 steps before it is needed; half of the choices are right without memory."""
-    kind, settings = IN_THE_MAZE[algorithm]
-    config = kind(env_id=register(), recurrent=recurrent, run_dir=tmp_path / "a", **{**MAZE, **settings})
+    config = kind(env_id=register(), recurrent=recurrent, run_dir=tmp_path / "a", **MAZE, **settings)
     result = rayvec.train(config)
     if recurrent is None:
         assert 0.3 < result.eval_return_mean < 0.7
