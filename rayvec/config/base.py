@@ -226,6 +226,13 @@ class TrainConfig(metaclass=PresetMeta):
                 got="eval_episodes=0",
                 remedy="Raise eval_episodes, or leave eval_interval_steps out.",
             )
+        if self.native is not None and self.stagger_starts:
+            raise ConfigError(
+                "stagger_starts wraps environments one by one.",
+                expected="stagger_starts=False with native",
+                got="stagger_starts=True",
+                remedy="Leave stagger_starts out, or let the vector environments begin at different steps themselves.",
+            )
         if self.num_learners > self.num_envs:
             raise ConfigError(
                 "Each rank learns from its own environments.",
