@@ -2,8 +2,8 @@
 
 python examples/action_masks.py
 
-With masks, the mean greedy return was 5.2 after 150,528 steps; without, -200: the agent never brought a passenger to the
-goal (seed 1).
+After 150,528 steps (seed 1), the mean greedy return was 5.2 with masks. Without masks it was -200: the agent never
+brought a passenger to the goal.
 """
 
 from __future__ import annotations
