@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import LearnerError, RankLostError
-from rayvec.training.callbacks import BestModel, RunContext, call, check_callbacks
+from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger, Tracker
@@ -103,9 +103,8 @@ def resume(run_dir: Path | str, *, callbacks: Sequence[Any] = (), **changes: Any
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
-    check_callbacks(callbacks)
     check_tracker(config)
-    run = _Run(config, run_dir, state, callbacks)
+    run = _Run(config, run_dir, state, checked_callbacks(callbacks))
     is_done = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.noting())
