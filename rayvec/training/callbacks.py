@@ -25,7 +25,7 @@ from rayvec.training.run_dir import save_best
 if TYPE_CHECKING:
     from rayvec.training.loop import TrainResult
 
-__all__ = ["HOOKS", "BestModel", "CheckpointHistory", "RunContext", "StopAtReturn", "call", "check_callbacks"]
+__all__ = ["HOOKS", "BestModel", "CheckpointHistory", "RunContext", "StopAtReturn", "call", "checked_callbacks"]
 
 HOOKS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_end")
 """The methods that a callback may have."""
@@ -79,15 +79,14 @@ class RunContext:
         return wanted
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuses what has none of the methods of a callback.
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Returns callbacks as a list, also a single one.
 
     Raises:
-        ConfigError: One of them is a class, or has none of the methods.
+        ConfigError: One of them is a class, or has none of the methods of a callback.
     """
-    if not isinstance(callbacks, list | tuple):
-        callbacks = [callbacks]
-    for callback in callbacks:
+    found = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    for callback in found:
         if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
             is_class = isinstance(callback, type)
             raise ConfigError(
@@ -96,6 +95,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 got=f"the class {callback.__name__}" if is_class else f"{callback!r}, which has none of them",
                 remedy="Pass an instance of the class." if is_class else "Name a method on_iteration(self, context).",
             )
+    return found
 
 
 def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:

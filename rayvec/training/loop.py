@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import LearnerError, RankLostError
-from rayvec.training.callbacks import BestModel, RunContext, call, check_callbacks
+from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger, Tracker
@@ -125,9 +125,8 @@ def resume(
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
-    check_callbacks(callbacks)
     check_tracker(config)
-    run = _Run(config, run_dir, state, callbacks)
+    run = _Run(config, run_dir, state, checked_callbacks(callbacks))
     is_done = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.noting())

@@ -53,6 +53,7 @@ def test_it_takes_the_same_actions_and_comes_back(tmp_path: Path, name: str) -> 
     np.testing.assert_allclose(back.predict(obs), act, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tianshou_trains_it_further(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     policy = load_policy(tmp_path / "a")

@@ -110,10 +110,8 @@ def test_exported_policies_act_as_the_agent(
         assert actions.dtype == expected.dtype
 
 
-@pytest.mark.parametrize(
-    ("kind", "observation_space", "action_space", "settings"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (i != 0)) for i, case in enumerate(KINDS)],
-)
+@pytest.mark.slow
+@every_kind
 def test_onnx_acts_as_the_agent(
     kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -183,6 +181,7 @@ def test_an_agent_plays_without_ray(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_RAY, str(tmp_path / "a")], check=True)
 
 
+@pytest.mark.slow
 def test_ranks_leave_a_run_that_can_be_loaded(tmp_path: Path) -> None:
     settings = {**SMALL, **HERE, "learners": "decentralized", "num_learners": 2, "total_steps": 64, "eval_episodes": 0}
     rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "a", **settings))

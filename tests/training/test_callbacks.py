@@ -16,6 +16,7 @@ from rayvec.training import checkpoint
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
+SLOW = pytest.mark.slow
 EVALUATED = {"eval_interval_steps": 128, "eval_episodes": 3}
 
 
@@ -59,7 +60,7 @@ def steps_of(witness: Witness, hook: str) -> list[int]:
 def test_a_callback_sees_everything_in_order(tmp_path: Path) -> None:
     witness = Witness()
     settings = {**EVALUATED, "total_steps": 320, "checkpoint_interval_s": 1e9}
-    result = rayvec.train(tiny(tmp_path / "a", **settings), callbacks=[witness])
+    result = rayvec.train(tiny(tmp_path / "a", **settings), callbacks=witness)  # in a list or not
     assert steps_of(witness, "on_iteration") == [64, 128, 192, 256, 320]
     assert steps_of(witness, "on_evaluation") == [128, 256, 320]
     assert steps_of(witness, "on_checkpoint") == [320]
@@ -67,8 +68,13 @@ def test_a_callback_sees_everything_in_order(tmp_path: Path) -> None:
     assert result.stop_reason is None
 
 
+RANKS = {**HERE, "learners": "decentralized", "num_learners": 2}
+
+
 @pytest.mark.parametrize(
-    "where", [HERE, {**HERE, "workers_per_node": 2}, {**HERE, "learners": "decentralized", "num_learners": 2}], ids=str
+    "where",
+    [HERE, pytest.param({**HERE, "workers_per_node": 2}, marks=SLOW), pytest.param(RANKS, marks=SLOW)],
+    ids=["here", "workers", "ranks"],
 )
 def test_a_callback_ends_the_run_and_resuming_continues_it(tmp_path: Path, where: dict[str, Any]) -> None:
     witness = Witness(stop_at=128)
@@ -89,7 +95,9 @@ def test_a_run_that_collects_ahead_ends_too(tmp_path: Path) -> None:
     assert rayvec.train(config, callbacks=[Witness(stop_at=128)]).total_steps == 128
 
 
-@pytest.mark.parametrize("hook", ["on_iteration", "on_evaluation", "on_checkpoint", "on_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_iteration", *(pytest.param(f"on_{name}", marks=SLOW) for name in ("evaluation", "checkpoint", "end"))]
+)
 def test_an_exception_in_a_callback_says_how_to_resume(tmp_path: Path, hook: str) -> None:
     config = tiny(tmp_path / "a", total_steps=192, checkpoint_interval_s=0)
     with pytest.raises(ZeroDivisionError) as caught:

@@ -55,6 +55,7 @@ def test_a_run_begins_with_the_weights_of_another(
         assert learner["obs_moments"].keys() == source["learner"]["obs_moments"].keys()
 
 
+@pytest.mark.slow
 def test_a_trained_policy_acts_from_the_first_step(tmp_path: Path) -> None:
     """Its log-probabilities show that the first chunk was taken with its weights."""
     kind, settings = KINDS[0]
