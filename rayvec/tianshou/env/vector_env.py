@@ -19,6 +19,7 @@ from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
+from rayvec.tianshou.env.native import check_not_async, check_steps_singly, native_attr, unrolled
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
 from rayvec.vector.adapter import PoolAdapter
@@ -59,6 +60,8 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
         preload: As for :class:`rayvec.RayVecEnv`.
         address: As for :class:`rayvec.RayVecEnv`.
+        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, as for :class:`rayvec.RayVecEnv`. A step
+            then steps every environment, and sub-batches that reset within it serve in chunks only.
 
     Raises:
         AssertionError: `wait_num` or `timeout` out of bounds.
@@ -84,9 +87,13 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
+        native: bool = False,
     ) -> None:
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env_fns, wrappers=(PoolEnv,))
+        factory = EnvFactory.build(env_fns, wrappers=() if native else (PoolEnv,), native=native)
+        self._native = native
+        if native:
+            check_not_async(wait_num, timeout)
         self.env_num = factory.num_envs
         self.wait_num = wait_num or self.env_num
         assert 1 <= self.wait_num <= self.env_num, f"wait_num should be in [1, {self.env_num}], but got {wait_num}"
@@ -110,6 +117,9 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             claim_cpus=False,
         )
         spaces = self._pool.spaces
+        if native:
+            self.env_num = self.wait_num = self._pool.num_envs
+            self._everyone, self.ready_id = np.arange(self.env_num), list(range(self.env_num))
         self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
@@ -141,10 +151,16 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             AttributeError: An environment does not have it.
             AssertionError: One of them is stepping.
         """
+        if self._native:
+            return native_attr(self._pool.spaces, key, len(self._free_ids(id))) or self._call(key, id=id)
         return self._call("get_env_attr", key, id=id)
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Sets an attribute of some environments, within all wrappers."""
+        if self._native:
+            pool_ids = self._pool_ids(self._free_ids(id))
+            self._guarded(lambda: self._pool.set_attr(key, [value] * len(pool_ids), pool_ids), KeyboardInterrupt)
+            return
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
@@ -170,7 +186,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             raise IndexError("a reset needs at least one environment, but got no id")
         seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
         batch = self._reset(self._pool_ids(ids), [seed] * len(ids), {"kwargs": kwargs} if kwargs else None)
-        obs, infos, _ = self._assembler.reset(batch)
+        obs, infos, _ = self._assembler.reset(unrolled(batch))
         if isinstance(obs[0], tuple):
             raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
         return stack(obs), objects(infos)
@@ -178,6 +194,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
     def _reset(
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> StepBatch:
+        if self._native:
+            if len(set(seeds)) == 1:  # one seed for all would be the same for every sub-batch
+                seeds = [None if seeds[0] is None else seeds[0] + env_id for env_id in ids.tolist()]
+            options = (options or {}).get("kwargs", {}).get("options")
         return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
@@ -204,8 +224,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
             pool_ids, actions = self._checked(action, ids)
+            if self._native:
+                check_steps_singly(self._pool.spaces)
+                actions = np.asarray(actions)
             start = partial(self._pool.send, pool_ids, actions, Autoreset.DISABLED)
-            return self._assembler.step(self._exchange(pool_ids, start), ids)
+            return self._assembler.step(unrolled(self._exchange(pool_ids, start)), ids)
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
@@ -266,6 +289,8 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._assert_idle()
         self._assert_id(self._wrap_id(None))
         batch = self._reset(self._everyone, env_seeds(seed, self.env_num), {"seed": True})
+        if self._native:
+            return [[each] for each in env_seeds(seed, self.env_num)]  # type: ignore[list-item]
         _, _, apart = self._assembler.reset(batch)
         return [extra["seeds"] for extra in apart]
 
@@ -278,7 +303,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._assert_is_not_closed()
         if self.waiting_id:
             raise RuntimeError(f"Environments {self.waiting_id} are still stepping, cannot render them now.")
-        return self._call("render_env", **kwargs)
+        return self._call("render" if self._native else "render_env", **kwargs)
 
     def close(self) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.

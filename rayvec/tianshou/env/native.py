@@ -1,0 +1,56 @@
+"""What the Tianshou adapter needs for native sub-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rayvec.data import RawInfo, StepBatch, SubBatchInfo
+from rayvec.data.columns import info_blocks
+from rayvec.errors import ConfigError
+from rayvec.pools.base import Autoreset, PoolSpaces
+
+__all__ = ["check_not_async", "check_steps_singly", "native_attr", "unrolled"]
+
+
+def unrolled(batch: StepBatch) -> StepBatch:
+    """Returns answers whose infos are dicts, one for each environment, as Tianshou takes them."""
+    if not batch.info or not isinstance(batch.info[0], SubBatchInfo):
+        return batch
+    infos = [
+        RawInfo(item.n, item.info)
+        for info in batch.info
+        for block in info_blocks(0, info.env_id, info.columns, np.ones(info.num_envs, bool))
+        for item in block.read()
+    ]
+    return replace(batch, info=tuple(sorted(infos, key=lambda info: info.env_id)))
+
+
+def native_attr(spaces: PoolSpaces, name: str, count: int) -> list[Any]:
+    """Returns, for each environment, what the spaces of native sub-batches say under a name; else nothing."""
+    known = {"action_space": spaces.action, "observation_space": spaces.observation, "metadata": spaces.metadata}
+    return [known[name]] * count if name in known else []
+
+
+def check_not_async(wait_num: int | None, timeout: float | None) -> None:
+    """Raises ``ConfigError`` if native sub-batches shall answer one by one."""
+    if wait_num is not None or timeout is not None:
+        raise ConfigError(
+            "A native sub-batch steps as a whole.",
+            expected="no wait_num and no timeout beside native=True",
+            got=f"wait_num={wait_num}, timeout={timeout}",
+            remedy="Leave them out, or use ordinary environments.",
+        )
+
+
+def check_steps_singly(spaces: PoolSpaces) -> None:
+    """Raises ``ConfigError`` if native sub-batches reset within a step, where Tianshou wants to reset by itself."""
+    if spaces.native_mode == Autoreset.SAME_STEP:
+        raise ConfigError(
+            "Tianshou resets environments by itself, after the step that ended their episode.",
+            expected="native sub-batches with autoreset_mode NEXT_STEP or DISABLED, which support reset_mask",
+            got="autoreset_mode SAME_STEP",
+            remedy="Collect whole chunks with rayvec.tianshou.Collector, or make the sub-batches with another mode.",
+        )
