@@ -70,6 +70,11 @@ class ProcessActing(Acting):
         self._pending: list[_PendingChunk] = []
         self._acted: int | None = None
 
+    @property
+    def has_policies(self) -> bool:
+        """Whether there is a policy."""
+        return bool(self._policies)
+
     def __contains__(self, key: int) -> bool:
         """Whether the policy with this key is one of these."""
         return key in self._policies
@@ -94,8 +99,7 @@ class ProcessActing(Acting):
 
     def note_begun(self, env_ids: NDArray[np.int64]) -> None:
         """Records environments whose present episode begins or ends outside :meth:`finish`."""
-        if self._policies:
-            self._begun.update(env_ids.tolist())
+        self._begun.update(env_ids.tolist())
 
     def note_absence(self) -> None:
         """Records that another policy has acted, so that the next policy begins an episode in every environment."""

@@ -226,7 +226,8 @@ class ProcessPool(PartedPool):
         self._pending[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
-        self.acting.own.note_begun(self.take_begun(batch))
+        if self.acting.own.has_policies:
+            self.acting.own.note_begun(self.take_begun(batch))
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
         return batch
