@@ -64,7 +64,8 @@ def write_pages() -> None:
     for path in {target for page in pages() for target in links(page) if target.suffix in (".py", ".sh")}:
         name = str(path.relative_to(ROOT))
         up = "../" * (name.count("/") + 2)
-        write(name, f"{ORPHAN}# {name}\n\n```{{literalinclude}} {up}{name}\n:language: python\n```\n")
+        language = "bash" if name.endswith(".sh") else "python"
+        write(name, f"{ORPHAN}# {name}\n\n```{{literalinclude}} {up}{name}\n:language: {language}\n```\n")
 
 
 def pages() -> list[Path]:

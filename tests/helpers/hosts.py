@@ -113,7 +113,7 @@ class Host:
         self._space.ip("route", "add", "default", "via", f"{_PREFIX}.254")  # by which Ray finds its own address
 
     def unplug(self) -> None:
-        """Pulls the cable: what is sent gets lost, and nobody is told."""
+        """Pulls the cable: packets are lost without a notice."""
         self._switch.ip("link", "set", self._cable, "down")
 
     def plug(self) -> None:
