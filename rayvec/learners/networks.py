@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 
 from rayvec.config.references import resolve
-from rayvec.errors import ConfigError
 from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCriticModule, make_actor_critic
@@ -32,7 +31,7 @@ def make_module(
         observation_space: Of one environment.
         action_space: Of one environment.
         config: The settings.
-        normalize_obs: Whether the default network normalises its observations.
+        normalize_obs: Whether observations are normalised.
 
     Raises:
         ConfigError: There is no network for these spaces, or your own can't be trained.
@@ -61,15 +60,8 @@ def make_module(
     if config.network is None:
         module = make_actor_critic(*spaces_and_sizes, masked=is_masked, shared_trunk=config.shared_trunk, **settings)
     else:
-        if normalize_obs:
-            raise ConfigError(
-                "normalize_obs normalises what the default network reads. Your own network gets observations as they "
-                "are.",
-                expected="normalize_obs=False with network",
-                got="normalize_obs=True",
-                remedy="Normalise in your network, or with gymnasium.wrappers.NormalizeObservation.",
-            )
         space = without_mask(observation_space) if is_masked else observation_space
         net = build_network(resolve("network", config.network), space, action_space, config)
-        module = OwnActorCritic(net, space, make_distribution(action_space), seen if is_masked else None)
+        see, normalized_space = seen if is_masked else None, observation_space if normalize_obs else None
+        module = OwnActorCritic(net, space, make_distribution(action_space), see, normalized_space)
     return MaskedActorCritic(module) if is_masked else module

@@ -106,9 +106,29 @@ def test_a_network_that_cannot_work_is_refused(function: Any, text: str) -> None
         make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(function)), False)
 
 
-def test_normalisation_is_a_setting_of_the_default_network() -> None:
-    with pytest.raises(ConfigError, match="NormalizeObservation"):
-        make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(own_parts.two_heads)), True)
+def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
+    parts = {"far": spaces.Box(-9, 9, (2, 2), np.float64), "which": spaces.Discrete(3)}
+    space = spaces.Dict(observation=spaces.Dict(parts), action_mask=spaces.MultiBinary(2))
+    found = {}
+
+    class Net(own_parts.TwoHeads):
+        def forward(self, obs: Any) -> Any:
+            found.update(obs)
+            return super().forward(obs["far"].flatten(1))
+
+    config = PPOConfig(network=refer(lambda o, a, c: Net(o["far"], a)))
+    module = make_module(space, spaces.Discrete(2), config, True)
+    assert module.obs_mean is not None and module.obs_scale is not None and len(module.obs_mean) == 4
+    module.obs_mean.copy_(torch.arange(4))
+    module.obs_scale.fill_(0.5)
+    obs = draw(space, 3)
+    obs["action_mask"][:] = 1
+    expected = (obs["observation"]["far"] - np.arange(4).reshape(2, 2)) / 2
+    params, _ = module(module.encode(obs))
+    np.testing.assert_allclose(found["far"], expected, rtol=1e-5)
+    assert found["which"].dtype == torch.int64
+    np.testing.assert_allclose(module.make_actor()(obs), params.detach(), atol=1e-6)
+    np.testing.assert_array_equal(module.encoder(obs), obs["observation"]["far"].reshape(3, 4).astype(np.float32))
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "gelu"])

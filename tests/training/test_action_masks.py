@@ -106,7 +106,8 @@ def test_the_network_does_not_see_the_mask() -> None:
 
 
 def test_an_own_network_and_normalised_observations_go_with_masks(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Masked, network=two_heads)
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, normalize_obs=True), env=Masked, network=two_heads)
+    evaluate_run(tmp_path / "a", num_episodes=2)
     rayvec.train(tiny(tmp_path / "b", total_steps=128, normalize_obs=True), env=Masked)
     rayvec.resume(tmp_path / "b")
 
