@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
+from rayvec.training.own_parts import with_own_parts
 from rayvec.training.run_dir import load_config
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.saved_spaces import space_from_plain
@@ -25,7 +27,14 @@ from rayvec.training.saved_spaces import space_from_plain
 __all__ = ["Agent", "load", "load_spaces"]
 
 
-def load(run_dir: Path | str, checkpoint: str = "checkpoint.pt", *, seed: int = 0) -> Agent:
+def load(
+    run_dir: Path | str,
+    checkpoint: str = "checkpoint.pt",
+    *,
+    seed: int = 0,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+) -> Agent:
     """Returns the agent that a run has trained.
 
     Args:
@@ -33,13 +42,17 @@ def load(run_dir: Path | str, checkpoint: str = "checkpoint.pt", *, seed: int = 
         checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation
             during training, or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
         seed: Of the actions that are drawn with ``deterministic=False``.
+        env: The environment of the run, where it was passed in Python and has no name. It is made only where the
+            checkpoint can't describe its spaces.
+        network: The network of the run, where it was passed in Python and has no name.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: The file is missing or damaged.
     """
     run_dir = Path(run_dir)
-    config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
+    config = with_own_parts(load_config(run_dir), env, network, begun=True)
+    state = checkpoints.load(run_dir / checkpoint)
     described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
     observation_space, action_space = load_spaces(config, described)
     return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)
