@@ -17,7 +17,7 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "leaf_spaces", "make_encoder"]
+__all__ = ["NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "float_encoder", "leaf_spaces", "make_encoder"]
 
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
@@ -179,6 +179,16 @@ def make_encoder(
                     remedy="Transform the observation with a Gymnasium wrapper, or pass a network of your own",
                 )
     return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
+
+
+def float_encoder(space: spaces.Space[Any]) -> Encoder:
+    """Returns the encoder of the parts of `space` that are Boxes of floating-point numbers, but for an action mask."""
+    leaves = tuple(
+        (path, _Flatten(leaf.shape))
+        for path, leaf in leaf_spaces(space)
+        if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating) and path != (MASK_KEY,)
+    )
+    return Encoder(leaves, sum(encode.size for _, encode in leaves))
 
 
 def _numbers(space: spaces.Box, scaled: bool) -> _Flatten:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
-from rayvec.policies.encoders import Encoder
+from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder
 from rayvec.policies.networks import ActorCriticModule, ModuleActor, to_tensor
 
 __all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch"]
@@ -38,6 +39,8 @@ class OwnActorCritic(ActorCriticModule):
         observation_space: What it sees.
         distribution: Of actions.
         see: From a whole observation to what the module sees of it.
+        normalized_space: Space of whole observations whose floating-point numbers are shifted and scaled by
+            ``obs_mean`` and ``obs_scale``, and clipped to ±10; None leaves them as they are.
 
     Raises:
         ConfigError: The module has no parameters, can't be pickled, raises, or returns something else.
@@ -49,12 +52,20 @@ class OwnActorCritic(ActorCriticModule):
         observation_space: Space[Any],
         distribution: Distribution,
         see: Callable[[Tree], Tree] | None = None,
+        normalized_space: Space[Any] | None = None,
     ) -> None:
         super().__init__()
         self.net, self.distribution, self._see = net.eval(), distribution, see
         self.cnns = (net,)
-        self.obs_mean = self.obs_scale = None
-        self.encoder = Encoder((), 0)
+        self.encoder = Encoder((), 0) if normalized_space is None else float_encoder(normalized_space)
+        count = self.encoder.num_features
+        self.register_buffer("obs_mean", torch.zeros(count) if count else None)
+        self.register_buffer("obs_scale", torch.ones(count) if count else None)
+        self._places: dict[Any, tuple[int, tuple[int, ...]]] = {}
+        start = 0
+        for path, encode in self.encoder.leaves:
+            self._places[path] = start, encode.shape  # type: ignore[attr-defined]
+            start += encode.size  # type: ignore[attr-defined]
         sample = sample_batch(observation_space)
         self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
         check_module(net)
@@ -76,7 +87,24 @@ class OwnActorCritic(ActorCriticModule):
     def encode(self, obs: Tree) -> Tree:
         """See :class:`ActorCriticModule`. Rows are what the module sees."""
         device = next(self.parameters()).device
-        return tree_map(lambda leaf: to_tensor(leaf).to(device), obs if self._see is None else self._see(obs))
+        return self.read(tree_map(lambda leaf: to_tensor(leaf).to(device), obs))
+
+    def read(self, obs: Tree) -> Tree:
+        """Returns what the module sees of whole observations, as tensors: normalised, and without a mask."""
+        normalized = obs if self.obs_mean is None else self._normalized(obs, ())
+        return normalized if self._see is None else self._see(normalized)
+
+    def _normalized(self, part: Tree, path: tuple[Any, ...]) -> Tree:
+        if isinstance(part, dict):
+            return {key: self._normalized(value, (*path, key)) for key, value in part.items()}
+        if isinstance(part, tuple):
+            return tuple(self._normalized(value, (*path, place)) for place, value in enumerate(part))
+        if path not in self._places or self.obs_mean is None or self.obs_scale is None:
+            return part
+        start, shape = self._places[path]
+        moments = (each[start : start + math.prod(shape)].view(shape) for each in (self.obs_mean, self.obs_scale))
+        mean, scale = moments
+        return ((part - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """See :class:`ActorCriticModule`."""

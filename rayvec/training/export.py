@@ -21,7 +21,7 @@ from rayvec.learners.sac_networks import OwnSACActor
 from rayvec.policies.actors import NOT_ALLOWED
 from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder
-from rayvec.policies.masks import MaskedActorCritic, seen
+from rayvec.policies.masks import MaskedActorCritic
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.own_network import OwnActorCritic
 from rayvec.wrappers import MASK_KEY
@@ -82,8 +82,7 @@ class GreedyModule(nn.Module):
         """Returns the parameters of the distribution, without a mask."""
         params: Tensor
         if self._sees_all:
-            whole = _assembled(iter(obs), self._space)
-            params = self.module.action_parameters(whole if self._mask is None else seen(whole))
+            params = self.module.action_parameters(self.module.read(_assembled(iter(obs), self._space)))
             return params
         if self._sees_box:
             params = self.module(obs[0].float())
