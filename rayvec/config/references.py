@@ -75,7 +75,7 @@ def resolve(setting: str, name: str) -> Any:
             f"The {setting} of this run was passed in Python and can't be imported by a name.",
             expected=f"the same object as an argument, {argument}=",
             got=f"only its description, {name!r}",
-            remedy=f"Pass it again: rayvec.resume(run_dir, {argument}=...), or the same argument of evaluate_run. "
+            remedy=f"Pass it again, as {argument}= of rayvec.resume, rayvec.load or evaluate_run. "
             "To use the command line, move it into a module and name it as module:function.",
         )
     try:

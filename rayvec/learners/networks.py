@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 
 from rayvec.config.references import resolve
+from rayvec.errors import ConfigError
 from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCriticModule, make_actor_critic

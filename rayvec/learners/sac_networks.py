@@ -29,7 +29,7 @@ from rayvec.policies.own_network import build_network, check_module, check_outpu
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Networks", "default_networks", "own_networks"]
+__all__ = ["Networks", "OwnSACActor", "default_networks", "own_networks"]
 
 
 class Networks(NamedTuple):
@@ -92,7 +92,7 @@ def own_networks(
             got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
             remedy="Assign both in the module that network returns.",
         )
-    read = _Reader(observation_space)
+    read = Reader(observation_space)
     obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
     is_discrete = isinstance(distribution, Categorical)
     num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
@@ -114,14 +114,21 @@ def own_networks(
     )
 
 
-class _Reader:
-    """What your own networks see of observations, ``float32 [..., *obs_shape]``."""
+class Reader:
+    """What your own networks see of observations, ``float32 [..., *obs_shape]``.
+
+    Args:
+        space: Of observations.
+
+    Attributes:
+        encoder: Turns observations into rows of numbers; None where the space is a Box, which is read as it is.
+    """
 
     def __init__(self, space: spaces.Space[Any]) -> None:
-        self._encoder = None if isinstance(space, spaces.Box) else make_encoder(space)
+        self.encoder = None if isinstance(space, spaces.Box) else make_encoder(space)
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
-        return np.asarray(obs, np.float32) if self._encoder is None else self._encoder(obs)
+        return np.asarray(obs, np.float32) if self.encoder is None else self.encoder(obs)
 
 
 class _ModuleLayout:
@@ -160,17 +167,16 @@ class OwnSACActor(nn.Module):
     """Your own actor.
 
     Args:
-        encoder: From observations to what the actor reads.
+        reader: From observations to what the actor reads.
         distribution: Of actions.
         net: The actor; its parameters become views of the flat vector.
         flat: That vector, and whatever follows the parameters in it.
     """
 
-    def __init__(
-        self, encoder: Callable[[Tree], Any], distribution: Distribution, net: nn.Module, flat: Tensor
-    ) -> None:
+    def __init__(self, reader: Reader, distribution: Distribution, net: nn.Module, flat: Tensor) -> None:
         super().__init__()
-        self.encoder, self.distribution, self.net = encoder, distribution, net.to(flat.device, flat.dtype)
+        self.encoder = self.reader = reader
+        self.distribution, self.net = distribution, net.to(flat.device, flat.dtype)
         start = 0
         for parameter in net.parameters():
             parameter.data = flat[start : start + parameter.numel()].view_as(parameter)

@@ -41,17 +41,18 @@ def load(
         run_dir: Directory of the run.
         checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation
             during training, or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
-        env: The environment of the run, where it was passed in Python and has no name.
-        network: The network of the run, likewise.
         seed: Of the actions that are drawn with ``deterministic=False``.
+        env: The environment of the run, where it was passed in Python and has no name. It is made only where the
+            checkpoint can't describe its spaces.
+        network: The network of the run, where it was passed in Python and has no name.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: The file is missing or damaged.
     """
     run_dir = Path(run_dir)
-    config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
-    config = with_own_parts(config, env, network, begun=True)
+    config = with_own_parts(load_config(run_dir), env, network, begun=True)
+    state = checkpoints.load(run_dir / checkpoint)
     described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
     observation_space, action_space = load_spaces(config, described)
     return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)

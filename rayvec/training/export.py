@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_nets import SACActor
+from rayvec.learners.sac_networks import OwnSACActor
+from rayvec.policies.actors import NOT_ALLOWED
 from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
+from rayvec.policies.masks import MaskedActorCritic
 from rayvec.policies.networks import ActorCritic
+from rayvec.policies.own_network import OwnActorCritic
+from rayvec.policies.recurrent import RecurrentActorCritic
+from rayvec.wrappers import MASK_KEY
 
 __all__ = ["GreedyModule", "export"]
 
@@ -37,23 +43,32 @@ class GreedyModule(nn.Module):
 
     def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
         super().__init__()
-        encoder, distribution = getattr(module, "encoder", None), getattr(module, "distribution", None)
-        has_parts = isinstance(encoder, Encoder) and isinstance(distribution, Categorical | Gaussian | TanhGaussian)
-        if not has_parts or type(module) not in (ActorCritic, SACActor):
+        distribution, net = getattr(module, "distribution", None), module
+        leaves = dict(leaf_spaces(observation_space))
+        paths = list(leaves)
+        self._mask = paths.index((MASK_KEY,)) if isinstance(module, MaskedActorCritic) else None
+        if isinstance(module, MaskedActorCritic):
+            net = module.module
+        self._space = observation_space
+        self._sees_all = isinstance(net, OwnActorCritic)
+        self._sees_box = isinstance(net, OwnSACActor) and net.reader.encoder is None
+        encoder = (
+            net.reader.encoder or Encoder((), 0) if isinstance(net, OwnSACActor) else getattr(net, "encoder", None)
+        )
+        has_memory = isinstance(net, RecurrentActorCritic)
+        is_known = isinstance(encoder, Encoder) and isinstance(distribution, Categorical | Gaussian | TanhGaussian)
+        if has_memory or not is_known:
             raise ConfigError(
                 "A network is exported together with its encoder and its distribution of actions.",
-                expected="the default network of PPO, IMPALA or SAC, without memory and without action masks",
+                expected="a network of PPO, IMPALA or SAC without memory",
                 got=type(module).__name__,
                 remedy="Export the torch module itself: agent.module",
             )
         assert isinstance(encoder, Encoder)
-        self.module = module
+        self.module = net
         self._encoder, self._distribution = encoder, distribution
-        leaves = dict(leaf_spaces(observation_space))
-        paths = list(leaves)
         self._numbers = [
-            (paths.index(path), leaves[path], torch.from_numpy(encode.scale) if hasattr(encode, "scale") else None)
-            for path, encode in encoder.leaves
+            (paths.index(path), leaves[path], getattr(encode, "scale", None)) for path, encode in encoder.leaves
         ]
         self._images = [paths.index(image.path) for image in encoder.images]
         if isinstance(distribution, Gaussian | TanhGaussian):
@@ -62,10 +77,24 @@ class GreedyModule(nn.Module):
 
     def forward(self, *obs: Tensor) -> Tensor:
         """Returns the actions for a batch; an array for each leaf of the observation space, in its order."""
+        params = self._outputs(obs)
+        if self._mask is not None:
+            params = torch.where(obs[self._mask] != 0, params, NOT_ALLOWED)
+        return self._greedy(params)
+
+    def _outputs(self, obs: tuple[Tensor, ...]) -> Tensor:
+        """Returns the parameters of the distribution, without a mask."""
+        params: Tensor
+        if self._sees_all:
+            params = self.module.action_parameters(self.module.read(_assembled(iter(obs), self._space)))
+            return params
+        if self._sees_box:
+            params = self.module(obs[0].float())
+            return params
         rows = [_encoded(obs[index], space, scale) for index, space, scale in self._numbers]
         images = [obs[index] for index in self._images]
         if not isinstance(self.module, ActorCritic):
-            params: Tensor = self.module(torch.cat(rows, -1))
+            params = self.module(torch.cat(rows, -1))
         else:
             numbers = [torch.cat(rows, -1)] if rows else []
             mean, scale = self.module.obs_mean, self.module.obs_scale
@@ -73,7 +102,7 @@ class GreedyModule(nn.Module):
                 numbers = [((numbers[0] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)]
             parts = [*numbers, *images]
             params = self.module.action_parameters(parts[0] if len(parts) == 1 else tuple(parts))
-        return self._greedy(params)
+        return params
 
     def _greedy(self, params: Tensor) -> Tensor:
         """Returns the most probable actions; for a squashed normal, the means squashed."""
@@ -90,7 +119,16 @@ class GreedyModule(nn.Module):
         return torch.minimum(torch.maximum(mean, low), high).to(low.dtype)
 
 
-def _encoded(array: Tensor, space: spaces.Space[Any], scale: Tensor | None) -> Tensor:
+def _assembled(leaves: Iterator[Tensor], space: spaces.Space[Any]) -> Any:
+    """Returns the arrays of a batch of observations in the form of their space."""
+    if isinstance(space, spaces.Dict):
+        return {key: _assembled(leaves, part) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_assembled(leaves, part) for part in space.spaces)
+    return next(leaves)
+
+
+def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any = None) -> Tensor:
     """Returns one leaf of an observation as numbers ``[B, D]``, as the encoder does."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         sizes, starts = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))), np.atleast_1d(space.start)
@@ -101,7 +139,7 @@ def _encoded(array: Tensor, space: spaces.Space[Any], scale: Tensor | None) -> T
         ]
         return torch.cat(hot, -1).float()
     numbers = array.reshape(-1, math.prod(space.shape or ())).float()
-    return numbers if scale is None else numbers * scale
+    return numbers if scale is None else numbers * torch.from_numpy(scale)
 
 
 def export(module: Any, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], path: Path) -> Path:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from helpers import own_parts
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
+from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.agent import Agent
 from rayvec.training.evaluation import greedy_policy
@@ -27,6 +29,7 @@ IMAGE = spaces.Box(0, 255, (40, 36, 3), np.uint8)
 FEW, TORQUES = spaces.Discrete(3, start=2), spaces.Box(np.array([-2, -1], np.float32), np.array([2, 4], np.float32))
 MANY = spaces.MultiDiscrete([2, 4, 3])
 BOTH = spaces.Dict({"camera": IMAGE, "joints": spaces.Box(-1, 1, (2, 2), np.float64), "gear": spaces.Discrete(3)})
+MASKED = spaces.Dict({"observation": VECTOR, "action_mask": spaces.MultiBinary(9)})
 KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
     (rayvec.PPOConfig, VECTOR, FEW, {"normalize_obs": True}),
     (rayvec.PPOConfig, VECTOR, TORQUES, {"shared_trunk": True}),
@@ -37,6 +40,11 @@ KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
     (rayvec.SACConfig, VECTOR, TORQUES, {}),
     (rayvec.PPOConfig, spaces.Box(0, 255, (9,), np.uint8), FEW, {"activation": "gelu", "layer_norm": True}),
     (rayvec.SACConfig, spaces.Tuple((spaces.Discrete(4, start=-1), VECTOR)), FEW, {}),
+    (rayvec.PPOConfig, VECTOR, FEW, {"network": refer(own_parts.two_heads)}),
+    (rayvec.PPOConfig, MASKED, MANY, {}),
+    (rayvec.PPOConfig, MASKED, MANY, {"network": refer(own_parts.two_heads)}),
+    (rayvec.IMPALAConfig, spaces.Box(0, 255, (6,), np.uint8), FEW, {}),
+    (rayvec.SACConfig, VECTOR, TORQUES, {"network": refer(own_parts.actor_and_critics)}),
 ]
 
 
@@ -88,7 +96,7 @@ def test_an_agent_with_memory_returns_its_state(cell: Any) -> None:
     assert agent.is_recurrent and not make_agent(rayvec.PPOConfig, VECTOR, TORQUES, {}).is_recurrent
     with pytest.raises(ConfigError, match="one hidden state for each observation"):
         agent.predict(obs, state[:2])
-    with pytest.raises(ConfigError, match="without memory and without action masks"):
+    with pytest.raises(ConfigError, match="without memory"):
         agent.export("policy.pt")
 
 
@@ -179,6 +187,14 @@ assert "ray" not in sys.modules
 def test_an_agent_plays_without_ray(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     subprocess.run([sys.executable, "-c", WITHOUT_RAY, str(tmp_path / "a")], check=True)
+
+
+def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
+    network = lambda *args: own_parts.two_heads(*args)  # noqa: E731
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=lambda: own_parts.Line(), network=network)
+    with pytest.raises(ConfigError, match=r"network=.*rayvec\.load"):
+        rayvec.load(tmp_path / "a")
+    assert rayvec.load(tmp_path / "a", network=network).predict(np.zeros(2)) in (0, 1, 2)
 
 
 @pytest.mark.slow
