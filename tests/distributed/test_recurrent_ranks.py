@@ -20,7 +20,11 @@ from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
 
 N, T = 7, 11
-SPLITS = [[0, 3, N], [0, 0, N], pytest.param([0, 1, 4, 4, N], marks=pytest.mark.slow)]
+SPLITS = [
+    [0, 3, N],
+    pytest.param([0, 0, N], marks=pytest.mark.slow),
+    pytest.param([0, 1, 4, 4, N], marks=pytest.mark.slow),
+]
 CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
 LEARNERS = pytest.mark.parametrize("algorithm", ["ppo", "impala"])
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import (
+    BOX,
     DISCRETE,
     MIXED,
     OBS,
-    SPACES,
     STATS,
     N,
     T,
@@ -40,6 +40,9 @@ from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
+SPACES = pytest.mark.parametrize(
+    "action_space", [DISCRETE, pytest.param(BOX, marks=pytest.mark.slow)], ids=["discrete", "box"]
+)
 SHAPES = pytest.mark.parametrize(
     ("length", "burn_in"),
     [(5, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 0), (16, 0), (1, 0)))],

@@ -53,7 +53,7 @@ def test_the_cell_is_that_of_torch(kind: str) -> None:
 
 @CELLS
 @pytest.mark.parametrize("space", [OBS, SIGHT, MIXED], ids=["numbers", "image", "both"])
-@pytest.mark.parametrize("act", [DISCRETE, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("act", [DISCRETE, pytest.param(BOX, marks=pytest.mark.slow)], ids=["discrete", "box"])
 def test_the_actor_computes_what_the_network_does(kind: str, space: Any, act: Any) -> None:
     module = make(kind, space, act, normalize_obs=True)
     perturb(module, 0.1)

@@ -89,7 +89,7 @@ def assert_states_follow(module: RecurrentActorCritic, chunks: Sequence[Chunk]) 
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver"])
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
+@pytest.mark.parametrize("kind", ["gru", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_topology_changes_nothing(make: Make, inference: Any, kind: str) -> None:
     module = make_module(kind)
     results = {}
@@ -154,9 +154,8 @@ def test_chunks_that_are_collected_ahead_go_on_from_the_state_before(make: Make)
     assert_states_follow(make_module(), chunks)
 
 
-@pytest.mark.parametrize(
-    ("how", "inference"), [("raise", "worker"), ("raise", "driver"), ("exit", "worker"), ("exit", "driver")]
-)
+@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inference", ["worker", "driver"])
 def test_a_restarted_environment_begins_with_no_memory(make: Make, tmp_path: Path, how: str, inference: Any) -> None:
     """In the middle of a chunk; the others go on, unless their worker has died."""
     env_fns = [DriftEnv, lambda: BreakingEnv(tmp_path / "mark", how), *[DriftEnv] * (N - 2)]
