@@ -1,0 +1,36 @@
+"""A program: EnvPool as native sub-batches. EnvPool keeps references, which other tests would count as leaks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+
+import envpool
+import numpy as np
+
+from rayvec import RayVecEnv
+
+
+def main() -> None:
+    """Steps two pools of EnvPool in a worker, beside the same pools here."""
+    make = partial(envpool.make, "CartPole-v1", env_type="gymnasium", num_threads=1)
+    with closing(
+        RayVecEnv([partial(make, num_envs=3, seed=s) for s in (1, 5)], native=True, num_nodes=0, workers_per_node=1)
+    ) as env:
+        alone = [make(num_envs=3, seed=s) for s in (1, 5)]
+        obs, info = env.reset()
+        np.testing.assert_array_equal(obs, np.concatenate([each.reset()[0] for each in alone]))
+        assert set(info) == {"elapsed_step"}
+        for step in range(60):
+            actions = np.full(6, step % 3 > 0, np.int64)
+            expected = [each.step(actions[:3]) for each in alone]
+            for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
+                np.testing.assert_array_equal(got, np.concatenate(parts))
+        before = env.step(np.ones(6, np.int64))[0]
+        obs, info = env.reset(options={"reset_mask": np.arange(6) == 1})
+        assert (obs == before).all(1).tolist() == [True, False, True, True, True, True]
+        assert info["_elapsed_step"].tolist() == [False, True, False, False, False, False]
+
+
+if __name__ == "__main__":
+    main()
