@@ -36,6 +36,7 @@ SMALL = {
     "tianshou_sac_halfcheetah.py": (16, 1, 64, 1),
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
+SLOW = ("tianshou", "cluster", "sb3", "sweep", "own_network", "action_masks", "load_agent")
 
 
 def test_none_is_left_out() -> None:
@@ -45,10 +46,7 @@ def test_none_is_left_out() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith(("tianshou", "cluster", "sb3")) else name
-        for name in SMALL
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW) else name for name in SMALL],
 )
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -92,6 +92,8 @@ class LearnerGroup:
             address=address,
         )
 
+        self._has_rank_local = bool(self._group.ask("rank_local_names"))  # which a repeated update would lack
+
     @property
     def group(self) -> RankGroup:
         """The ranks themselves: where they are, and their processes."""
@@ -126,7 +128,8 @@ class LearnerGroup:
             shards = list(split_refs(batch, self.num_learners))
         else:
             shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
-        metrics, self._weights = self._group.run("update", [(shard,) for shard in shards])[0]
+        args = [(shard,) for shard in shards]
+        metrics, self._weights = self._group.run("update", args, keep=self._has_rank_local)[0]
         if self._num_starts != self._group.num_starts:
             self._num_starts = self._group.num_starts
             if names := self._group.ask("rank_local_names"):

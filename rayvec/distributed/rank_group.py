@@ -150,7 +150,7 @@ class RankGroup:
         Args:
             name: Of the method.
             args: Positional arguments for each rank; none by default.
-            keep: Whether the caller asks for the state next, so that a rank sends it right after the call.
+            keep: Whether to keep the state after this call: it is asked for next, or the call could not be repeated.
 
         Raises:
             LearnerError: Ranks were lost again and again.

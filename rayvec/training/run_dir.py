@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -55,17 +56,19 @@ __all__ = [
 
 
 def free_run_dir(config: TrainConfig) -> Path:
-    """Returns the directory of a run that is about to begin.
+    """Returns the directory of a run that is about to begin, named by the settings or by what the run is and when.
 
     Raises:
-        ConfigError: There is something in its place.
+        ConfigError: There is something where the settings want it.
     """
     env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
     name = f"{env_name}-{config.algorithm}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = config.run_dir or Path("runs") / name
-    if run_dir.exists():
-        raise _taken(run_dir, config)
-    return run_dir
+    if config.run_dir is None:  # several runs may begin in one second
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+    if config.run_dir.exists():
+        raise _taken(config.run_dir, config)
+    return config.run_dir
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:

@@ -155,7 +155,7 @@ def test_ranks_that_compute_longer_than_the_timeout_are_left_alone(make_group: M
     assert group.num_starts == 1
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 20])
+@pytest.mark.parametrize("num_calls", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_calls_since_the_checkpoint_are_repeated(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:

@@ -146,6 +146,7 @@ def test_no_limits(tmp_path: Path) -> None:
     assert found["quota_cores"] is None and found["memory_limit"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_command_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--env-id", "CartPole-v1"]) == 0

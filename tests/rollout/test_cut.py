@@ -66,7 +66,7 @@ def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return np.array(seen), np.array(rewards), np.array(ends)
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+@pytest.mark.parametrize("inference", ["worker", "driver", pytest.param("node", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
     limits = [3, 17, 1, 29, 1000, 12]

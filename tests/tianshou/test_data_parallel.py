@@ -480,7 +480,7 @@ class TestErrorsOnRanks:
 class TestLostRanks:
     @pytest.mark.parametrize(
         ("name", "how", "num_nodes"),
-        [("sac", "SIGKILL", None), ("sac", "SIGKILL", 0), slow_unless(False, "ppo", "SIGSTOP", None)],
+        [("sac", "SIGKILL", None), slow_unless(False, "sac", "SIGKILL", 0), slow_unless(False, "ppo", "SIGSTOP", None)],
     )
     def test_lost_in_an_update(
         self, ray_cluster: object, tmp_path: Any, name: str, how: str, num_nodes: Literal[0] | None

@@ -55,7 +55,7 @@ def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "elsewhere",
     [
-        {"workers_per_node": 2},
+        pytest.param({"workers_per_node": 2}, marks=pytest.mark.slow),
         {"inference": "driver"},
         pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=pytest.mark.slow),
         pytest.param({"compile": True}, marks=pytest.mark.slow),

@@ -145,7 +145,7 @@ def test_ranks_restart_from_the_checkpoint_when_one_is_lost(tmp_path: Path, who:
     assert load_run(run_dir)[1]["learner"]["num_updates"] == 100
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_ctrl_c_and_death_of_the_driver_leave_no_rank(tmp_path: Path, number: Any) -> None:
     run_dir = tmp_path / "a"
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 64_000, "run_dir": run_dir, "eval_episodes": 0}

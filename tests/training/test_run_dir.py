@@ -19,7 +19,7 @@ from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.loggers import read_metrics
 from rayvec.training.progress import Progress, begin_collecting, restore
-from rayvec.training.run_dir import begin_run_dir, load_run, locked, save_checkpoint
+from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint
 from rayvec.training.runs import make_env, make_learner
 
 
@@ -70,6 +70,17 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir.*--resume"):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list((tmp_path / "a").iterdir())
+
+
+def test_runs_that_begin_in_one_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    for expected in ("CartPole-v1-ppo-seed1-now", "CartPole-v1-ppo-seed1-now-2", "CartPole-v1-ppo-seed1-now-3"):
+        run_dir = free_run_dir(PPOConfig())
+        assert str(run_dir) == f"runs/{expected}"
+        run_dir.mkdir(parents=True)
 
 
 def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path) -> None:
