@@ -257,8 +257,8 @@ class Collector:
             if taken is None:
                 break
             self._kept_parts.append(taken._replace(rollout=self._checked(taken.rollout)))
-        kept, self._kept_parts = self._kept_parts, []
-        rollout, stats, versions = join_parts(kept, self._tracker, time.monotonic() - begin)
+        rollout, stats, versions = join_parts(self._kept_parts, self._tracker, time.monotonic() - begin)
+        self._kept_parts = []
         batch = self._batch([(rollout, stats)], begin)
         counts = tuple(np.bincount(self._version - versions).tolist())
         spread = int(versions.min()), int(versions.max())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
-from rayvec.data.chunk_ops import join_chunks, join_summaries
+from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.weights import WeightStore
@@ -156,6 +156,7 @@ class PartsPipeline:
         part.is_prompt = store.version - chunk.version <= _PROMPT
         if ahead and not part.pending:
             self._start(number, store, num_steps)
+        part.has_begun = bool(part.pending)
         return PartChunk(rollout, part.envs)
 
     def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
@@ -194,9 +195,10 @@ def join_parts(
     Returns:
         The chunk, the episodes that ended in it, and the version of the weights of each column, ``int64 [N]``.
     """
+    num_steps = max(chunk.rollout.summary.valid.shape[0] for chunk in chunks)
     counts: Counter[range] = Counter()
     placed = []
-    for chunk in chunks:
+    for chunk in (each._replace(rollout=_padded(each.rollout, num_steps)) for each in chunks):
         placed.append((counts[chunk.envs], chunk))
         counts[chunk.envs] += 1
     placed.sort(key=lambda each: (each[0], each[1].envs.start))
@@ -215,3 +217,11 @@ def join_parts(
     )
     rollout = Rollout(join_summaries(summaries), joined, (), times, waited_s, num_padded)
     return rollout, join_episodes(stats), versions
+
+
+def _padded(rollout: Rollout, num_steps: int) -> Rollout:
+    """Returns a rollout of `num_steps` steps, since chunks of one batch may have been requested with different T."""
+    if rollout.chunk is None or rollout.summary.valid.shape[0] == num_steps:
+        return rollout
+    chunk = pad_chunk(rollout.chunk, num_steps)
+    return replace(rollout, summary=summarize(chunk), chunk=chunk)

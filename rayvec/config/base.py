@@ -313,12 +313,14 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        fixed = [name for name, value in changes.items() if name not in ADJUSTABLE and value != getattr(self, name)]
+        decisive = sorted(changes.keys() - set(ADJUSTABLE))
+        before = {name: getattr(self, name, "no such setting") for name in decisive}
+        fixed = [name for name in decisive if changes[name] != before[name]]
         if fixed:
             raise ConfigError(
                 "On resume you may change where and how fast a run executes, not what it learns.",
                 expected=f"only changes of {', '.join(ADJUSTABLE)}",
-                got=", ".join(f"{name}={changes[name]!r} after {getattr(self, name)!r}" for name in fixed),
+                got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
                 remedy="Leave these out, or start a new run.",
             )
         if changes.get("num_nodes") == 0:

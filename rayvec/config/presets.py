@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["PRESETS", "PresetMeta", "preset_of"]
+__all__ = ["PRESETS", "PresetMeta", "preset_of", "with_env_id"]
 
 _NAMES = {
     "classic": r"CartPole|Acrobot|MountainCar|MountainCarContinuous|Pendulum",
@@ -103,8 +103,8 @@ def preset_of(env_id: str, algorithm: str) -> str:
     >>> preset_of("CartPole-v1", "ppo"), preset_of("ale_py:ALE/Breakout-v5", "ppo"), preset_of("Maze-v0", "ppo")
     ('classic', 'atari', 'none')
     """
-    name, known = _base_name(env_id), PRESETS.get(algorithm, {})
-    return next((preset for preset in _NAMES if preset in known and re.fullmatch(_NAMES[preset], name)), "none")
+    name, known = env_id.rpartition(":")[2], PRESETS.get(algorithm, {})
+    return next((each for each in _NAMES if each in known and re.fullmatch(rf"({_NAMES[each]})-v\d+", name)), "none")
 
 
 def _base_name(env_id: str) -> str:
@@ -118,8 +118,15 @@ class PresetMeta(type):
         """Makes settings; `preset` is replaced by the name of the one that applies."""
         algorithm, env_id = getattr(cls, "algorithm", ""), str(given.get("env_id", getattr(cls, "env_id", "")))
         fitting, preset = preset_of(env_id, algorithm), given.get("preset", "auto")
-        if preset == "auto":
-            preset = fitting
+        if preset == "auto":  # native sub-batches are not the environment of the default id
+            preset = "none" if given.get("native") and "env_id" not in given else fitting
         presets = PRESETS.get(algorithm, {})
         own = presets.get(_base_name(env_id), {}) if preset == fitting else {}
-        return super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})
+        settings = super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})
+        object.__setattr__(settings, "_given", given)
+        return settings
+
+
+def with_env_id(settings: Any, env_id: str) -> Any:
+    """Returns settings for another environment: with its preset in place of that of the environment before."""
+    return type(settings)(**{**settings._given, "env_id": env_id})

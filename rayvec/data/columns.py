@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rayvec.data.infos import InfoBlock, InfoColumn
 
-__all__ = ["SubBatchInfo", "info_blocks", "is_mask", "mask_of", "merge_columns"]
+__all__ = ["SubBatchInfo", "info_blocks", "is_mask", "mask_of", "merge_columns", "merge_reset"]
 
 Columns = dict[str, Any]
 
@@ -142,3 +142,17 @@ def _column(value: Any, rows: NDArray[np.int64], count: int) -> InfoColumn:
     if column.dtype.hasobject or column.dtype.kind not in "biufc":
         return InfoColumn(object, column.astype(object))
     return InfoColumn(column.dtype.type if column.ndim == 1 else np.ndarray, column)
+
+
+def merge_reset(info: Mapping[str, Any], reset_info: Mapping[str, Any], done: NDArray[np.bool_]) -> dict[str, Any]:
+    """Returns the infos of a step, and for environments that it ended those of the reset that followed."""
+    merged = dict(reset_info)
+    for key, values in info.items():
+        if key not in reset_info:
+            merged[key] = values & ~done if key.startswith("_") else values
+        elif isinstance(values, Mapping):
+            merged[key] = merge_reset(values, reset_info[key], done)
+        else:
+            rows = done.reshape(-1, *[1] * (np.ndim(values) - 1))
+            merged[key] = np.where(rows, reset_info[key], values)
+    return merged

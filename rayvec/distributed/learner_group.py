@@ -92,7 +92,7 @@ class LearnerGroup:
             address=address,
         )
 
-        self._has_rank_local = bool(self._group.ask("rank_local_names"))  # which a repeated update would lack
+        self._has_rank_local = bool(self._group.ask("rank_local_names"))
 
     @property
     def group(self) -> RankGroup:
@@ -129,7 +129,8 @@ class LearnerGroup:
         else:
             shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
         args = [(shard,) for shard in shards]
-        metrics, self._weights = self._group.run("update", args, keep=self._has_rank_local)[0]
+        can_repeat = not (self._has_rank_local or batch.chunk_refs)  # a node may be lost with its chunks
+        metrics, self._weights = self._group.run("update", args, keep=not can_repeat)[0]
         if self._num_starts != self._group.num_starts:
             self._num_starts = self._group.num_starts
             if names := self._group.ask("rank_local_names"):

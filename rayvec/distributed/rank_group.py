@@ -150,7 +150,8 @@ class RankGroup:
         Args:
             name: Of the method.
             args: Positional arguments for each rank; none by default.
-            keep: Whether to keep the state after this call: it is asked for next, or the call could not be repeated.
+            keep: Whether to keep the state after this call in any case, since the caller asks for it next, or since
+                the call could not be repeated later.
 
         Raises:
             LearnerError: Ranks were lost again and again.

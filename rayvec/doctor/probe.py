@@ -43,8 +43,9 @@ def read_facts(root: Path = Path("/")) -> dict[str, Any]:
         port of connections and streams.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shm_total = shm_free = 0
     with contextlib.suppress(OSError, ValueError):
-        shm = shutil.disk_usage(root / "dev/shm")
+        shm_total, _, shm_free = shutil.disk_usage(root / "dev/shm")
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "digest": _digest(),
@@ -54,8 +55,8 @@ def read_facts(root: Path = Path("/")) -> dict[str, Any]:
         "niceness": os.nice(0),
         "files_soft": soft,
         "files_hard": hard,
-        "shm_free": shm.free,
-        "shm_total": shm.total,
+        "shm_free": shm_free,
+        "shm_total": shm_total,
         "memory_free": _memory_free(root),
         "memory_limit": _smallest(root, "memory", "memory.max", "memory.limit_in_bytes"),
         "gpus": len(list((root / "proc/driver/nvidia/gpus").glob("*"))),

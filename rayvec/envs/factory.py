@@ -239,7 +239,9 @@ def _named(name: str) -> EnvSpec | EnvFn:
         return _spec_of(name)
     except EnvIdError:
         module, _, attribute = name.partition(":")
-        found = getattr(sys.modules.get(module), attribute, None) if attribute else None
+        found: Any = sys.modules.get(module)
+        for part in attribute.split("."):
+            found = getattr(found, part, None)
         if not callable(found):
             raise
         return cast("EnvFn", found)

@@ -54,7 +54,7 @@ def make_module(
                 "A recurrent policy chooses among all actions.",
                 expected="action_masks=False, or no recurrent",
                 got=f"recurrent={config.recurrent!r}, and observations with an action mask",
-                remedy="Pass action_masks=False to let the network read the mask, or leave recurrent out.",
+                remedy="Leave recurrent out. With action_masks=False the network reads a mask in the observation.",
             )
         settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length", "burn_in")}
         return make_recurrent_actor_critic(*spaces_and_sizes, kind=config.recurrent, **settings)

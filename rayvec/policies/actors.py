@@ -133,15 +133,18 @@ class MaskedActor:
     def __init__(self, actor: Actor) -> None:
         self.distribution = actor.distribution
         self._actor = actor
+        sizes = actor.distribution.sizes  # type: ignore[attr-defined]  # only choices have masks
+        self._firsts = np.cumsum((0, *sizes[:-1]))
 
     def __call__(self, obs: Tree) -> Float:
         """Returns logits ``float32 [k, P]``."""
         mask = np.asarray(obs[MASK_KEY]) != 0
-        if not mask.any(-1).all():
-            row = int(np.argmin(mask.any(-1)))
+        allowed = np.logical_or.reduceat(mask, self._firsts, -1).all(-1)
+        if not allowed.all():
+            row = int(np.argmin(allowed))
             raise ConfigError(
-                "An action mask allows at least one action.",
-                expected="a number other than 0 in each row",
+                "An action mask allows at least one choice of each component of an action.",
+                expected="a number other than 0 for each component in each row",
                 got=f"none in row {row} of {len(mask)}",
                 remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
             )

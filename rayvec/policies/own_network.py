@@ -110,7 +110,10 @@ class OwnActorCritic(ActorCriticModule):
         """See :class:`ActorCriticModule`."""
         leaf, num_axes = next(zip(tree_leaves(rows), tree_leaves(self._num_axes), strict=True))
         lead = leaf.shape[: leaf.ndim - num_axes]
-        if len(lead) == 1:
+        if not math.prod(lead):  # a module need not know what to do with no row
+            some = tree_map(lambda part, axes: part.new_zeros(1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
+            params, value = (output[:0] for output in self.net(some))
+        elif len(lead) == 1:
             params, value = self.net(rows)
         else:
             flat = tree_map(lambda part, axes: part.reshape(-1, *part.shape[part.ndim - axes :]), rows, self._num_axes)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
+from rayvec.data.columns import merge_reset
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.sub_batch import SubBatch, copied_info
 from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
@@ -173,8 +174,7 @@ class NativePool(InProcessPool):
         self._write_obs(unit, obs)
         obs, reset_info = self._reset_some(unit, None, None, done)
         ended = {"final_obs": final_obs, "_final_obs": done, "final_info": dict(info), "_final_info": done}
-        running = {key: value for key, value in info.items() if key not in reset_info}
-        return obs, {**running, **reset_info, **ended}
+        return obs, {**merge_reset(info, reset_info, done), **ended}
 
     def _reset_some(
         self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]

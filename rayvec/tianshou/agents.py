@@ -17,6 +17,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
+from rayvec.learners.sac_nets import SACActor
 from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN, Gaussian, TanhGaussian
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
@@ -119,6 +120,13 @@ def load_policy(run_dir: Path | str, checkpoint: str = "checkpoint.pt") -> Agent
     agent = load(run_dir, checkpoint)
     module, action_space = agent.module.requires_grad_(True), agent.action_space
     starts_at_0 = isinstance(action_space, spaces.Discrete) and action_space.start == 0
+    if type(module) not in (ActorCritic, SACActor):
+        raise ConfigError(
+            "A policy of Tianshou is made from a default network without memory and without action masks.",
+            expected="a run of PPO, IMPALA or SAC with such a network",
+            got=type(module).__name__,
+            remedy="Act with rayvec.load, or build the policy of Tianshou from agent.module yourself.",
+        )
     is_actor_critic = isinstance(module, ActorCritic)
     if not isinstance(action_space, spaces.Discrete | spaces.Box) or not (
         is_actor_critic or starts_at_0 or isinstance(action_space, spaces.Box)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rayvec.config import TrainConfig
+from rayvec.config.references import is_unnamed
 from rayvec.errors import ConfigError
 from rayvec.training.agent import load_spaces
 from rayvec.training.run_dir import load_run
@@ -43,6 +44,9 @@ def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
             got=f"init_from={config.init_from} with {getattr(learner, '__name__', learner)}",
             remedy="Leave init_from out, or add the method.",
         )
+    name = getattr(other_config, "network", None)
+    if name is not None and is_unnamed(name):  # the layers are compared below
+        other_config = replace(other_config, network=getattr(config, "network", None))  # type: ignore[call-arg]
     spaces = load_spaces(other_config, other.get("spaces"))
     wanted, found = (
         _layers(kind(*spaces, replace(each, learner_device="cpu")).module)

@@ -226,8 +226,8 @@ class _Run:
                     last_step = progress.steps + config.steps_per_iteration
                     is_last = self._ends(interrupts) or last_step >= config.total_steps
                     is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
-                    is_saved = context.take_request() or is_late or is_last
                     is_evaluated = evaluator.is_due(last_step) and not is_last
+                    is_saved = context.take_request() or is_late or is_last or is_evaluated
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
                     if iteration.weights is not None:

@@ -11,6 +11,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import TrainConfig
+from rayvec.config.presets import with_env_id
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
 from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError
@@ -60,6 +61,15 @@ def with_own_parts(
                 got=str(part),
                 remedy=f"Leave {name.removesuffix('_id')}= out, or start a new run.",
             )
+    if "env_id" in parts and not begun:
+        if getattr(config, "native", None) is not None:
+            raise ConfigError(
+                "native makes the environments of a run, in the place of env.",
+                expected="env or native, not both",
+                got=f"native={config.native!r} and env",
+                remedy="Leave one of them out.",
+            )
+        config = with_env_id(config, parts["env_id"])
     return replace(config, **parts)  # type: ignore[arg-type]
 
 

@@ -128,10 +128,18 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
     sizes, space = num_choices(env.single_action_space), env.single_observation_space
     if not sizes or not getattr(config, "action_masks", False):
         return False
-    if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
-        return space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
-    if config.native is not None:  # no wrapper of one environment can move the infos of a sub-batch
+    mask_space = space.spaces.get(MASK_KEY) if isinstance(space, spaces.Dict) else None
+    if config.native is not None:  # which the wrapper of one environment can't wrap
+        if mask_space is None and MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]:
+            raise ConfigError(
+                "The action mask of native sub-batches is a part of their observations.",
+                expected=f"a Dict observation with {MASK_KEY!r}, or action_masks=False",
+                got=f"{MASK_KEY!r} in the infos",
+                remedy="Return the mask as a part of the observation, or pass action_masks=False to ignore it.",
+            )
         return False
+    if mask_space is not None:
+        return mask_space.shape == (sum(sizes),)  # else the learner refuses it
     first = np.arange(env.num_envs) == 0
     _, infos = env.reset(seed=config.train_seed(0) + first_id, options={"reset_mask": first})
     return MASK_KEY in infos

@@ -339,3 +339,15 @@ def test_nodes_in_lockstep(make_vec: MakeVec) -> None:
         collector.close()
     for got, expected in zip(*found, strict=True):
         assert_same_chunk(got.chunks[0], expected.chunks[0])
+
+
+def test_chunks_of_other_lengths_are_joined(tmp_path: Path) -> None:
+    """A part that is behind was asked for fewer steps; what is missing is not valid, and the episode goes on."""
+    with gated(tmp_path / "gate") as env:
+        (tmp_path / "gate").touch()
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
+        batches = [*collect(collector, 3)]
+        batches += [collector.collect(n_step=6 * 7) for _ in range(4)]
+        drained = collector.drain()
+        batches += [] if drained is None else [drained]
+        assert_complete(batches, range(6))

@@ -12,6 +12,7 @@ from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import CONFIGS
 from rayvec.config.presets import PRESETS
 from rayvec.errors import ConfigError
+from rayvec.training.own_parts import with_own_parts
 
 CLEANRL = {
     "num_steps": 128,
@@ -96,3 +97,14 @@ def test_an_unknown_preset_is_refused(kind: Any, preset: Any, error: str) -> Non
     with pytest.raises(ConfigError) as caught:
         kind(preset=preset)
     assert error in str(caught.value)
+
+
+def test_an_environment_that_is_passed_brings_its_own_preset() -> None:
+    """`train(PPOConfig(), env=...)` has the settings of `PPOConfig(env_id=...)`, not those of the default CartPole."""
+    given = PPOConfig(num_epochs=3)
+    other = with_own_parts(given, "HalfCheetah-v5")
+    assert other == PPOConfig(env_id="HalfCheetah-v5", num_epochs=3) and other.preset == "mujoco"
+    own = with_own_parts(given, lambda: None)
+    assert (own.preset, own.gamma, own.num_epochs) == ("none", 0.99, 3)
+    assert with_own_parts(PPOConfig(preset="classic"), lambda: None).gamma == 0.98
+    assert PPOConfig(env_id="my:Ant").preset == "none"

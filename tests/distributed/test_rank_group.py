@@ -37,7 +37,7 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
         group.close()
 
 
-@pytest.fixture(scope="module", params=[None, 0], ids=["Ray", "processes"])
+@pytest.fixture(scope="module", params=[None, pytest.param(0, marks=pytest.mark.slow)], ids=["Ray", "processes"])
 def group(ray_cluster: object, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     """Three ranks that share memory, on Ray and without it; every test begins by loading a state."""
     with RankGroup(Adder, 3, timeout_s=TIMEOUT_S, num_nodes=request.param) as group:

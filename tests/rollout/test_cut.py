@@ -67,7 +67,9 @@ def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver", pytest.param("node", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "a worker for each" else name for name in ENGINES]
+)
 def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
     limits = [3, 17, 1, 29, 1000, 12]
     with RayVecEnv(makers(), num_nodes=0, **ENGINES[engine]) as env:

@@ -19,7 +19,9 @@ from rayvec.tianshou import Collector, RayVectorEnv
 local = partial(RayVectorEnv, native=True, num_nodes=0)
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize(
+    "mode", ["NextStep", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("SameStep", "Disabled"))]
+)
 def test_a_collector_stores_true_transitions_only(mode: str) -> None:
     with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=1)) as env:
         buffer = VectorReplayBuffer(600, 6)

@@ -63,7 +63,7 @@ def test_a_callback_sees_everything_in_order(tmp_path: Path) -> None:
     result = rayvec.train(tiny(tmp_path / "a", **settings), callbacks=witness)  # in a list or not
     assert steps_of(witness, "on_iteration") == [64, 128, 192, 256, 320]
     assert steps_of(witness, "on_evaluation") == [128, 256, 320]
-    assert steps_of(witness, "on_checkpoint") == [320]
+    assert steps_of(witness, "on_checkpoint") == [128, 256, 320], "with each evaluation, too"
     assert witness.seen[-1] == ("on_end", 320) and witness.result == result
     assert result.stop_reason is None
 

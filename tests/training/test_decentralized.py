@@ -68,6 +68,7 @@ def test_a_run_goes_from_one_process_to_ranks_and_back(tmp_path: Path) -> None:
     assert final["goes"]["progress"]["steps"] == 1152
 
 
+@pytest.mark.slow
 def test_the_replay_of_each_rank_outlives_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kind, settings = CONFIGS[2]
     run = rayvec.train(kind(run_dir=tmp_path / "a", **settings, **UNCUT, num_learners=2))
