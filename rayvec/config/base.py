@@ -163,8 +163,9 @@ class TrainConfig(metaclass=PresetMeta):
     the environment's time limit, but at least one. Unset: a tenth of total_steps, at least 50,000."""
 
     eval_interval_steps: Count | None = None
-    """Environment steps between two greedy evaluations during training, on environments of their own on the driver's
-    machine. They change nothing of what is learned. Unset: evaluation only after training."""
+    """Environment steps between two greedy evaluations during training, each with a checkpoint. They have environments
+    of their own on the driver's machine, and change nothing of what is learned. Unset: evaluation only after
+    training."""
 
     log_interval_steps: Count = 1
     """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
