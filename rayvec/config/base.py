@@ -314,7 +314,7 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        decisive = sorted(changes.keys() - set(ADJUSTABLE))
+        decisive = [name for name in changes if name not in ADJUSTABLE]
         before = {name: getattr(self, name, "no such setting") for name in decisive}
         fixed = [name for name in decisive if changes[name] != before[name]]
         if fixed:

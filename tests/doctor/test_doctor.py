@@ -168,8 +168,9 @@ def test_an_unknown_environment_is_refused(assert_refused: Any) -> None:
 def test_an_address_where_nothing_answers(tmp_path: Path) -> None:
     with running(["doctor", "--address", "127.0.0.1:1"], tmp_path) as command:
         assert command.process.wait(150) == 1
-    (line,) = (line for line in command.stdout.read_text().splitlines() if line.startswith("error"))
-    assert "127.0.0.1:1" in line and "ray start --head" in line
+    errors = [line for line in command.stdout.read_text().splitlines() if line.startswith("error")]
+    (line,) = (line for line in errors if "127.0.0.1:1" in line)  # this machine may have faults of its own
+    assert "ray start --head" in line
 
 
 def test_the_fit_that_stands_in_recommends_chunks_for_short_steps() -> None:
