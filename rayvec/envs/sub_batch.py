@@ -199,7 +199,7 @@ def _wrong(expected: str, got: str) -> EnvError:
         "A native sub-batch returns a row for each of its environments.",
         expected=expected,
         got=got,
-        remedy="Mend the vector environment, or its spaces.",
+        remedy="Correct the vector environment, or its spaces.",
     )
 
 

@@ -45,6 +45,7 @@ class InProcessPool:
     """
 
     native_mode: Autoreset | None = None
+    _envs: list[Any]
     obs: Tree
     rew: NDArray[np.float64]
     terminated: NDArray[np.bool_]
@@ -186,3 +187,14 @@ class InProcessPool:
             self.truncated[rows],
             tuple(infos),
         )
+
+    def close(self) -> None:
+        """Closes all that the pool steps. If some raise, it raises the first error after all are closed."""
+        errors = []
+        while self._envs:
+            try:
+                self._envs.pop().close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -288,7 +288,7 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
                 "An observation has the shape of its space.",
                 expected=shape,
                 got=fitted.shape,
-                remedy="Mend the environment or its observation_space.",
+                remedy="Correct the environment or its observation_space.",
             )
         )
     if not np.can_cast(fitted.dtype, dtype, "same_kind"):
@@ -297,7 +297,7 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
                 "An observation has a data type that its space's can hold.",
                 expected=dtype,
                 got=fitted.dtype,
-                remedy="Mend the environment or its observation_space.",
+                remedy="Correct the environment or its observation_space.",
             )
         )
     return fitted

@@ -155,7 +155,7 @@ class NativePool(InProcessPool):
                 "A native sub-batch returns observations in the structure of its space.",
                 expected=self.layout.space,
                 got=error,
-                remedy="Mend the vector environment, or its spaces.",
+                remedy="Correct the vector environment, or its spaces.",
             ) from error
         checked = [env.leaf(leaf, *field) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
         for target, leaf in zip(self._obs_leaves, checked, strict=True):
@@ -338,7 +338,7 @@ class NativePool(InProcessPool):
                     "A native sub-batch that raises again and again is not restarted for ever.",
                     expected=RestartBudget.rule(),
                     got=f"one more, by {failure[1].type_name}: {failure[1].text}",
-                    remedy="Mend the vector environment; its traceback stands below.",
+                    remedy="Correct the vector environment; its traceback stands below.",
                 )
                 last = EnvError(f"{text}\n\n{failure[1].remote_traceback}")
                 failures.append((failure[0], RemoteFailure.capture(last, failure[1].where)))
@@ -463,14 +463,3 @@ class NativePool(InProcessPool):
     def observe(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(env_ids, lambda _: [])
-
-    def close(self) -> None:
-        """Closes every sub-batch. If some raise, it raises the first error after all are closed."""
-        errors = []
-        while self._envs:
-            try:
-                self._envs.pop().close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]

@@ -271,7 +271,7 @@ class SerialPool(InProcessPool):
             "An environment that raises again and again is not restarted for ever.",
             expected=RestartBudget.rule(),
             got=f"one more, by {failure.type_name}: {failure.text}",
-            remedy="Mend the environment; its traceback stands below.",
+            remedy="Correct the environment; its traceback stands below.",
         )
         return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
@@ -314,17 +314,6 @@ class SerialPool(InProcessPool):
     def _failure(self, row: int, error: Exception) -> tuple[int, RemoteFailure]:
         where = f"{self._where}, environment {self.first_id + row}, seed {self._seeds[row]}"
         return row, RemoteFailure.capture(error, where)
-
-    def close(self) -> None:
-        """Closes every environment. If some raise, it raises the first error after all are closed."""
-        errors = []
-        while self._envs:
-            try:
-                self._envs.pop().close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
 
 def _checked_env(env: Any) -> gymnasium.Env[Any, Any]:
