@@ -122,6 +122,13 @@ class LearnerGroup:
                 got="a batch with neither",
                 remedy="Collect one with rayvec.Collector",
             )
+        if batch.stats.staleness_counts and self.num_learners > 1:
+            raise LearnerError(
+                "Each rank learns from environments of its own, one column of a chunk for each.",
+                expected="a batch of a collector without max_staleness",
+                got="a batch in which an environment may have several columns, or none",
+                remedy="Leave max_staleness out, or learn in the driver.",
+            )
         self._weights = None
         shards: list[Any]
         if batch.chunk_refs:

@@ -46,6 +46,16 @@ class _Ref:
     result: Any = None
 
 
+@dataclass(slots=True, frozen=True)
+class _Packed:
+    """A value as bytes, which arrives at a rank as the value."""
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)
+
+
 @dataclass(slots=True)
 class _Process:
     """A rank's process, and its pending calls.
@@ -101,8 +111,8 @@ class ProcessHost:
         return handle.calls[-1]
 
     def put(self, value: Any) -> Any:
-        """Returns the value itself: each call carries it."""
-        return value
+        """Returns a copy of the value as it is now, packed once for all ranks; each call carries it."""
+        return _Packed(cloudpickle.dumps(value))
 
     def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -135,8 +145,10 @@ class ProcessHost:
                 call.result, call.has_ended = pickle.loads(data), True
             each.has_ended |= has_ended
 
-    def result(self, ref: _Ref) -> Any:
+    def result(self, ref: _Ref | _Packed) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        if isinstance(ref, _Packed):
+            return pickle.loads(ref.data)
         self.wait([ref], 1, None)
         if not ref.has_ended:
             raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")

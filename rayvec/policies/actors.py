@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.distributions import Distribution
+from rayvec.policies.distributions import NOT_ALLOWED, Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["NOT_ALLOWED", "Activation", "Actor", "MLPActor", "MaskedActor", "check_length"]
+__all__ = ["Activation", "Actor", "MLPActor", "MaskedActor", "check_length"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
-NOT_ALLOWED = -1e9
-"""Logit of what a mask does not allow: finite, so that probability 0 times its logarithm is 0 and not NaN."""
 _NORM_EPS = np.float32(1e-5)  # that of torch's LayerNorm
 
 

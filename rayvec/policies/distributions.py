@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LOG_STD_MAX",
     "LOG_STD_MIN",
+    "NOT_ALLOWED",
     "Categorical",
     "Distribution",
     "Gaussian",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 Float = NDArray[np.float32]
-_NO_LOGIT = -1e9  # finite, so that probability 0 times its logarithm is 0 and not NaN
+NOT_ALLOWED = -1e9
+"""Logit of a choice of probability 0: finite, so that probability 0 times its logarithm is 0 and not NaN."""
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
 
@@ -170,7 +172,7 @@ class Categorical:
         choice of probability 0 is never drawn.
         """
         if self._columns is not None:
-            params = np.pad(params, ((0, 0), (0, 1)), constant_values=_NO_LOGIT)[:, self._columns]
+            params = np.pad(params, ((0, 0), (0, 1)), constant_values=NOT_ALLOWED)[:, self._columns]
         table = params.reshape(-1, max(self.sizes))
         shifted = table - np.maximum.reduce(table, 1, keepdims=True)
         return shifted, np.add.accumulate(np.exp(shifted), 1, dtype=np.float64)
@@ -191,7 +193,7 @@ class Categorical:
 
         largest = max(self.sizes)  # an index by an array could not be compiled
         parts = zip(split(params, list(self.sizes), -1), self.sizes, strict=True)
-        return stack([pad(part, (0, largest - size), value=_NO_LOGIT) for part, size in parts], -2)
+        return stack([pad(part, (0, largest - size), value=NOT_ALLOWED) for part, size in parts], -2)
 
 
 @dataclass(frozen=True)

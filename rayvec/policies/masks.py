@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import NOT_ALLOWED, Actor, MaskedActor
+from rayvec.policies.actors import Actor, MaskedActor
+from rayvec.policies.distributions import NOT_ALLOWED
 from rayvec.policies.networks import ActorCriticModule, to_tensor
 from rayvec.wrappers import MASK_KEY, num_choices
 

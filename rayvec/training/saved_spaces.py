@@ -53,4 +53,4 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
 
 def _packed(bounds: np.ndarray[Any, Any]) -> torch.Tensor:
     """Returns bounds as a tensor, one number if all are equal."""
-    return torch.tensor(bounds.flat[0] if bounds.size and (bounds == bounds.flat[0]).all() else bounds)
+    return torch.tensor(np.array(bounds.flat[0]) if bounds.size and (bounds == bounds.flat[0]).all() else bounds)

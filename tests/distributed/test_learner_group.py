@@ -237,6 +237,12 @@ class TestBadInput:
         with pytest.raises(LearnerError, match="a batch with neither"):
             ppo_group.update(Batch((), STATS))
 
+    def test_an_asynchronous_batch(self, ppo_group: rayvec.LearnerGroup) -> None:
+        (batch,) = make_batches(DISCRETE, 1)
+        stats = dataclasses.replace(batch.stats, staleness_counts=(N,))
+        with pytest.raises(LearnerError, match="without max_staleness"):
+            ppo_group.update(dataclasses.replace(batch, stats=stats))
+
     @pytest.mark.slow
     def test_more_ranks_than_rows(self, make_group: MakeGroup) -> None:
         group = make_group(2, lambda: make_learner(DISCRETE, minibatch_size=1))

@@ -161,12 +161,21 @@ def test_calls_since_the_checkpoint_are_repeated(
 ) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_group._WAIT_SHARE", 1e-9)  # as few checkpoints as there may be
     group = make_group(2, num_nodes=0, timeout_s=TIMEOUT_S)
+    amount = torch.ones(())
     for _ in range(num_calls):
-        group.run("add", [(1.0,)] * 2)
+        amount.fill_(1.0)
+        group.run("add", [(group.put(amount),)] * 2)
+        amount.fill_(5.0)  # the caller fills its array again, which a repeated call must not see
     os.kill(group.pids[1], 9)
     assert group.run("add", [(1.0,)] * 2) == [[2.0 * (num_calls + 1)] * 3] * 2
     assert group.state_dict()["total"].tolist() == [2.0 * (num_calls + 1)] * 3
     assert group.num_starts == 2
+
+
+def test_a_state_that_was_loaded_is_the_state(make_group: MakeGroup) -> None:
+    group = make_group(2, num_nodes=0)
+    group.load_state_dict({"total": torch.full((3,), 7.0, dtype=torch.float64)})
+    assert group.state_dict()["total"].tolist() == [7.0] * 3
 
 
 def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) -> None:

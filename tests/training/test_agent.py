@@ -220,7 +220,10 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "space",
-    [VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))],
+    [
+        *(VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))),
+        spaces.Box(0, np.iinfo(np.uint64).max, (2,), np.uint64),  # beyond int64
+    ],
     ids=lambda space: type(space).__name__,
 )
 def test_spaces_survive_a_checkpoint(space: Any) -> None:
