@@ -194,6 +194,8 @@ class Worker:
     def _act(self, command: list[int], rows: list[int]) -> Sequence[RawInfo | SubBatchInfo]:
         """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
+        if op in (Op.STEP, Op.STEP_OBJECTS):
+            self._acted = None  # the policy that acts here next has not seen this step
         if op == Op.STEP:
             actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))

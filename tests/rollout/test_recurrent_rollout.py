@@ -147,6 +147,16 @@ def test_another_policy_between_two_chunks_begins_new_episodes(make: Make, infer
     assert_states_follow(make_module(), collector.collect(n_step=N * 20).chunks)
 
 
+@pytest.mark.parametrize(("inference", "other"), [("worker", "driver"), ("worker", "node"), ("driver", "worker")])
+def test_a_policy_remembers_nothing_of_steps_that_another_one_took(make: Make, inference: Any, other: Any) -> None:
+    env = make([DriftEnv] * N, **WORKERS)
+    collector = Collector(env, Policy(make_module()), inference=inference, seed=3)
+    collector.collect(n_step=N * 7)
+    assert collector.collect(n_step=N * 2).chunks[0].states[0].any()
+    env.rollout(Policy(make_module(seed=1)), 2, inference=other)
+    assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
+
+
 def test_chunks_that_are_collected_ahead_go_on_from_the_state_before(make: Make) -> None:
     env = make([DriftEnv] * N, **WORKERS)
     collector = Collector(env, Policy(make_module()), prefetch=True, seed=3)
