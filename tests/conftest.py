@@ -25,6 +25,7 @@ _FOLDERS = [str(path) for path in Path(__file__).parent.glob("*/") if path.is_di
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.path.dirname(__file__), *_FOLDERS, os.environ.get("PYTHONPATH")])
 )
+os.environ["RAY_health_check_period_ms"] = "300"  # a killed raylet is noticed in 2 s; one that is slow has 10 s a check
 os.environ["RAY_worker_niceness"] = "0"  # else what computes in this process keeps workers off the cores
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # each process would compile Tianshou's loops for seconds
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home

@@ -233,7 +233,7 @@ def test_environments_are_killed_if_a_chunk_takes_longer_than_close_waits(
     wait_until(lambda: not any(map(alive, pids)), "no process is left")
 
 
-def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(make_vec: MakeVec, tmp_path: Path) -> None:
+def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(tmp_path: Path, make_vec: MakeVec) -> None:
     """The other node acted with the old weights; weights published meanwhile are for the chunk after."""
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
     collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
@@ -255,7 +255,7 @@ def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(make_
 
 
 @pytest.mark.slow
-def test_a_node_lost_with_two_pending_chunks(make_vec: MakeVec, tmp_path: Path) -> None:
+def test_a_node_lost_with_two_pending_chunks(tmp_path: Path, make_vec: MakeVec) -> None:
     """Its replacement takes both, the first from new episodes, each with the weights of its start."""
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
     env.reset(seed=0)

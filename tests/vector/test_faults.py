@@ -129,6 +129,7 @@ def told(num_envs: int, **orders: int) -> Any:
 
 
 HANG_IS_SLOW = pytest.param(HANG, marks=pytest.mark.slow, id="hang")
+ONE_NODE_IS_SLOW = [pytest.param(1, marks=pytest.mark.slow, id="shm"), pytest.param(2, id="shm+tcp")]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ HANG_IS_SLOW = pytest.param(HANG, marks=pytest.mark.slow, id="hang")
         pytest.param(RAISE, 1, 2, id="raise-shm+tcp"),
         pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
         pytest.param(HANG, 2, 2, id="hang-shm+tcp"),
-        pytest.param(DIE, 2, 1, id="die-shm"),
+        pytest.param(DIE, 2, 1, marks=pytest.mark.slow, id="die-shm"),
         pytest.param(DIE, 2, 2, id="die-shm+tcp"),
     ],
 )
@@ -234,7 +235,7 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
         assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
 
 
-@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
 @pytest.mark.parametrize("fault", [pytest.param(RAISE, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW])
 def test_the_log_names_them_for_what_happens_in_a_chunk_too(
     make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
@@ -375,7 +376,7 @@ def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
     assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
 
 
-@pytest.mark.parametrize("nodes", [1, 2], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
 @pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
 @pytest.mark.parametrize("stepwise", [True, False], ids=["step", "chunk"])
 def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
