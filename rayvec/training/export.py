@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
 from rayvec.learners.sac_networks import OwnSACActor
-from rayvec.policies.distributions import NOT_ALLOWED
-from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
+from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
 from rayvec.policies.masks import MaskedActorCritic
 from rayvec.policies.networks import ActorCritic
