@@ -73,6 +73,8 @@ def split_groups(
 ) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
 
+    Where every worker has one environment, each group contains every other one. A single environment is one group.
+
     Native sub-batches stay whole: with two groups, each contains every other one.
 
     Raises:
@@ -94,4 +96,6 @@ def split_groups(
             middle = start + (stop - start + 1) // 2 if groups == 2 else stop
             parts[0] += range(start, middle)
             parts[-1] += range(middle, stop)
+    if groups == 2 and not parts[1]:
+        parts = [parts[0][::2], parts[0][1::2]]
     return tuple(np.array(ids, np.int64) for ids in parts if ids)

@@ -129,15 +129,7 @@ class LearnerGroup:
                 got="a batch in which an environment may have several columns, or none",
                 remedy="Leave max_staleness out, or learn in the driver.",
             )
-        self._weights = None
-        shards: list[Any]
-        if batch.chunk_refs:
-            shards = list(split_refs(batch, self.num_learners))
-        else:
-            shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
-        args = [(shard,) for shard in shards]
-        can_repeat = not (self._has_rank_local or batch.chunk_refs)  # a node may be lost with its chunks
-        metrics, self._weights = self._group.run("update", args, keep=not can_repeat)[0]
+        metrics, self._weights = self._run("update", batch, keep=self._has_rank_local)
         if self._num_starts != self._group.num_starts:
             self._num_starts = self._group.num_starts
             if names := self._group.ask("rank_local_names"):
@@ -145,6 +137,21 @@ class LearnerGroup:
                     "all ranks were restarted without their rank-local state: the %s refills", ", ".join(names)
                 )
         return dict(metrics)
+
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the moments that normalise later ones; see ``PPOLearner.measure``."""
+        self._run("measure", batch)
+
+    def _run(self, name: str, batch: Batch, *, keep: bool = False) -> Any:
+        """Gives each rank its part of a batch; returns the result of rank 0."""
+        self._weights = None
+        shards: list[Any]
+        if batch.chunk_refs:
+            shards = list(split_refs(batch, self.num_learners))
+            keep = True  # a node may be lost with its chunks, so that the call can't be repeated
+        else:
+            shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
+        return self._group.run(name, [(shard,) for shard in shards], keep=keep)[0]
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
@@ -196,9 +203,11 @@ class _RankLearner:
 
     def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
         """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call."""
-        batch = fetch_shard(shard, _fetch) if isinstance(shard, RemoteShard) else shard
-        metrics = self._learner.update(batch)
+        metrics = self._learner.update(_fetched(shard))
         return metrics, self._learner.weights() if self._ranks.rank == 0 else None
+
+    def measure(self, shard: Batch | RemoteShard) -> None:
+        self._learner.measure(_fetched(shard))  # type: ignore[attr-defined]
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()
@@ -221,6 +230,10 @@ class _RankLearner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._learner.load_state_dict(state)
+
+
+def _fetched(shard: Batch | RemoteShard) -> Batch:
+    return fetch_shard(shard, _fetch) if isinstance(shard, RemoteShard) else shard
 
 
 def _fetch(ref: Any) -> Chunk:

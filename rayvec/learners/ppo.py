@@ -137,7 +137,7 @@ class PPOLearner(ActorCriticLearner):
                 break
         self._num_updates += 1
         self._num_steps += total
-        self._measure(batch)
+        self.measure(batch)
         return {
             **_mean(steps),
             "explained_variance": self._explained_variance(samples, total),
@@ -208,8 +208,11 @@ class PPOLearner(ActorCriticLearner):
             ]
         return torch.cat(parts)
 
-    def _measure(self, batch: Batch) -> None:
-        """Adds the observations of a batch, all used by now, to the moments that normalise later ones."""
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the moments that normalise later ones; :meth:`update` does so too.
+
+        Before the first update it lets the policy begin with normalised observations.
+        """
         if self._obs_moments is not None:
             rows = [self.module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
             self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)

@@ -87,6 +87,9 @@ def begin_collecting(
 ) -> Collector:
     """Returns the collector of a run, which continues from `state`, the state of a collector, if there is one.
 
+    A policy that normalises observations first takes the steps of an iteration with which the learner measures them.
+    These steps do not count, and the environments begin again.
+
     Args:
         config: Settings of the run.
         env: The environments.
@@ -99,8 +102,9 @@ def begin_collecting(
         CheckpointError: `state` is that of another collector.
     """
     has_learned = config.init_from is not None or (state is not None and state.get("version", 0) > 0)
+    module = learner.module
     policy = Policy(
-        learner.module,
+        module,
         random_start=config.random_steps > 0 and not has_learned,
         device=_acting_device(config, env),
     )
@@ -118,7 +122,13 @@ def begin_collecting(
     )
     if state is not None:
         restore(collector, state)
-    collector.reset(seed=config.train_seed(progress.steps) + first_id)
+    seed = config.train_seed(progress.steps) + first_id
+    collector.reset(seed=seed)
+    normalizes = getattr(module, "obs_mean", None) is not None and hasattr(learner, "measure")
+    if normalizes and state is None and not has_learned:
+        learner.measure(collector.collect(n_step=config.steps_per_iteration // config.num_envs * env.num_envs))
+        collector.set_weights(learner.weights())
+        collector.reset(seed=seed)  # the run begins with the weights that normalise
     return collector
 
 

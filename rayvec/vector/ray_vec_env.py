@@ -462,6 +462,6 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 "A group is named by its number.",
                 expected=f"0 to {len(self.groups) - 1}",
                 got=group,
-                remedy="Make the environment with groups=2 to have two.",
+                remedy="Pass one of these, or make at least two environments with groups=2.",
             )
         return self.groups[group]

@@ -20,6 +20,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Batch
 from rayvec.training.evaluation import evaluate, evaluate_run, greedy_policy
 from rayvec.training.loggers import read_metrics
+from rayvec.training.progress import Progress, begin_collecting
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 
@@ -117,6 +118,19 @@ def test_a_run_takes_no_chunk_that_nothing_learns_from(
     run = rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / "a", inference=inference, **settings))
     assert run.total_steps == 192 and seen == in_flight
     assert [line["staleness"] for line in read_metrics(run.run_dir / "metrics.jsonl")] == staleness
+
+
+def test_a_run_measures_observations_before_it_acts(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "a", normalize_obs=True)
+    with make_env(config) as env:
+        learner, seed = make_learner(config, env), config.train_seed(0)
+        batch = begin_collecting(config, env, learner, Progress(), None).collect(n_step=config.steps_per_iteration)
+        first_obs, _ = env.reset(seed=seed)
+        (chunk,) = batch.chunks
+        np.testing.assert_array_equal(chunk.obs[0], first_obs)
+        assert batch.stats.weights_versions == (1, 1) and batch.stats.n_surplus_steps == 0
+        moments = learner.state_dict()["obs_moments"]
+        assert moments["count"] == config.steps_per_iteration and moments["mean"].any()
 
 
 @pytest.mark.usefixtures("ray_cluster")

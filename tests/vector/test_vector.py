@@ -272,6 +272,14 @@ class TestGroups:
         env = make_vec([CountingEnv], groups=2)
         assert [ids.tolist() for ids in env.groups] == [[0]]
 
+    def test_workers_with_one_environment_each_alternate(self) -> None:
+        with RayVecEnv([CountingEnv] * 3, num_nodes=0, workers_per_node=3, groups=2) as env:
+            assert [ids.tolist() for ids in env.groups] == [[0, 2], [1]]
+            env.reset(seed=0)
+            for group, ids in enumerate(env.groups):
+                env.send(np.zeros(len(ids), int), group)
+            assert [env.recv(group).env_ids.tolist() for group in (1, 0)] == [[1], [0, 2]]
+
     @pytest.mark.parametrize(("step_s", "call_s", "row_s", "expected"), [(0.01, 0.0, 0.005, 2), (0.0, 0.01, 0.0, 1)])
     def test_auto_keeps_what_is_faster(
         self, make_vec: MakeVec, step_s: float, call_s: float, row_s: float, expected: int
