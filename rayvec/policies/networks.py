@@ -277,7 +277,7 @@ class ModuleActor:
 
 
 class EncodedActor(ModuleActor):
-    """Acts with a module that encodes observations, through torch: an actor-critic that reads images, or on a GPU."""
+    """Acts with a module that encodes observations, through torch: one that reads images, your own, or on a GPU."""
 
     _module: Any
 

@@ -19,7 +19,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder
-from rayvec.policies.networks import ActorCriticModule, ModuleActor, to_tensor
+from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
 
 __all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch"]
 
@@ -122,16 +122,7 @@ class OwnActorCritic(ActorCriticModule):
 
     def make_actor(self) -> Actor:
         """See :class:`ActorCriticModule`. It acts through torch."""
-        return _OwnActor(self, self.distribution)
-
-
-class _OwnActor(ModuleActor):
-    """Acts with an :class:`OwnActorCritic`."""
-
-    _module: OwnActorCritic
-
-    def _evaluate(self, obs: Tree) -> Tensor:
-        return self._module.action_parameters(self._module.encode(obs))
+        return EncodedActor(self, self.distribution)
 
 
 def build_network(
