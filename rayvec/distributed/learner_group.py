@@ -16,7 +16,7 @@ from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
 from rayvec.errors import LearnerError, check_count
-from rayvec.learners.base import Learner
+from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
 
@@ -207,7 +207,8 @@ class _RankLearner:
         return metrics, self._learner.weights() if self._ranks.rank == 0 else None
 
     def measure(self, shard: Batch | RemoteShard) -> None:
-        self._learner.measure(_fetched(shard))  # type: ignore[attr-defined]
+        if isinstance(self._learner, MeasuresObservations):
+            self._learner.measure(_fetched(shard))
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from rayvec.data import Batch
 from rayvec.errors import ConfigError
 
-__all__ = ["FlatParameters", "KeepsRankLocalState", "Learner", "keep_freed_memory", "torch_device"]
+__all__ = [
+    "FlatParameters",
+    "KeepsRankLocalState",
+    "Learner",
+    "MeasuresObservations",
+    "keep_freed_memory",
+    "torch_device",
+]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
@@ -56,6 +63,14 @@ class Learner(Protocol):
         Raises:
             CheckpointError: `state` is of another kind of learner or network.
         """
+
+
+@runtime_checkable
+class MeasuresObservations(Protocol):
+    """What a learner offers besides whose policy normalises observations by what was seen."""
+
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the statistics, from which nothing else is learned."""
 
 
 @runtime_checkable

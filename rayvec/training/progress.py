@@ -10,7 +10,7 @@ from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.learners.base import Learner
+from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.policies.policy import Policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -124,8 +124,8 @@ def begin_collecting(
         restore(collector, state)
     seed = config.train_seed(progress.steps) + first_id
     collector.reset(seed=seed)
-    normalizes = getattr(module, "obs_mean", None) is not None and hasattr(learner, "measure")
-    if normalizes and state is None and not has_learned:
+    is_new, normalizes = state is None and not has_learned, getattr(module, "obs_mean", None) is not None
+    if is_new and normalizes and isinstance(learner, MeasuresObservations):
         learner.measure(collector.collect(n_step=config.steps_per_iteration // config.num_envs * env.num_envs))
         collector.set_weights(learner.weights())
         collector.reset(seed=seed)  # the run begins with the weights that normalise
