@@ -19,7 +19,11 @@ SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "ddppo_cartpole.py": (2048, 2),
     "action_masks.py": (1024,),
+    "cleanrl_ppo.py": (2048,),
+    "cleanrl_ppo_continuous_action.py": (4096,),
+    "cleanrl_sac_continuous_action.py": (1200,),
     "own_algorithm.py": (2048,),
+    "pettingzoo_agents.py": (2_400,),
     "recurrent_cartpole.py": (2048,),
     "sb3_ppo.py": (1024, 5),
     "sb3_sac.py": (160, 2),
@@ -36,7 +40,7 @@ SMALL = {
     "tianshou_sac_halfcheetah.py": (16, 1, 64, 1),
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
-SLOW = ("tianshou", "cluster", "sb3", "sweep", "own_network", "action_masks", "load_agent")
+SLOW = ("tianshou", "cleanrl", "cluster", "pettingzoo", "sb3", "sweep", "own_network", "action_masks", "load_agent")
 
 
 def test_none_is_left_out() -> None:

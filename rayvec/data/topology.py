@@ -89,7 +89,7 @@ def split_groups(
                 remedy="Make more sub-batches, or leave groups out.",
             )
         units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
-        return tuple(np.concatenate(units[group::groups]) for group in range(groups))
+        return _read_only([np.concatenate(units[group::groups]) for group in range(groups)])
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
@@ -98,4 +98,11 @@ def split_groups(
             parts[-1] += range(middle, stop)
     if groups == 2 and not parts[1]:
         parts = [parts[0][::2], parts[0][1::2]]
-    return tuple(np.array(ids, np.int64) for ids in parts if ids)
+    return _read_only([np.array(ids, np.int64) for ids in parts if ids])
+
+
+def _read_only(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
+    """Makes the ids of groups read-only, so that pools recognise an array that is passed again."""
+    for ids in groups:
+        ids.setflags(write=False)
+    return tuple(groups)

@@ -12,6 +12,7 @@ from rayvec.data import StepBatch, Tree
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import Autoreset
 from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
+from rayvec.pools.plan import Keys
 from rayvec.pools.restarts import ENV_ARRAYS
 
 __all__ = ["EnvsFailed", "InProcessPool"]
@@ -56,6 +57,7 @@ class InProcessPool:
         self.first_id = first_id
         self.notes: list[str] = []
         self._everyone: NDArray[np.int64] | None = None
+        self._keys = Keys()
         self._progress = np.zeros(1, np.int64).data
         self._num_turns = 0
         self._pending: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[Any]], tuple[Any, ...]]] = {}
@@ -136,7 +138,7 @@ class InProcessPool:
     ) -> StepBatch:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the pending commands now."""
         self._progress[0] = self._num_turns + 1
-        keys = list(self._pending) if env_ids is None else [env_ids.tobytes()]
+        keys = list(self._pending) if env_ids is None else [self._keys.of(env_ids)]
         started = [self._pending.pop(key) for key in keys]
         infos: list[Any] = []
         for ids, function, args in started:
@@ -150,7 +152,7 @@ class InProcessPool:
         return self._batch(env_ids, infos)
 
     def _start(self, env_ids: NDArray[np.int64], function: Callable[..., list[Any]], *args: Any) -> None:
-        self._pending[env_ids.tobytes()] = (env_ids, function, args)
+        self._pending[self._keys.of(env_ids)] = (env_ids, function, args)
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

@@ -442,7 +442,7 @@ class NativePool(InProcessPool):
     # The EnvPool interface, for a rollout in this process.
 
     def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
-        key = env_ids.tobytes()
+        key = self._keys.of(env_ids)
         if key not in self._units:
             units, whole = whole_units(env_ids, np.array(self._bounds))
             self._units[key] = units.tolist() if whole else []

@@ -12,9 +12,29 @@ from numpy.typing import NDArray
 from rayvec.data import Tree, as_slice, tree_map
 from rayvec.errors import ConfigError
 
-__all__ = ["Part", "Plan", "Plans", "not_whole", "whole_units"]
+__all__ = ["Keys", "Part", "Plan", "Plans", "not_whole", "whole_units"]
 
 _MOST_PLANS = 4096
+_MOST_KEYS = 8
+
+
+class Keys:
+    """Turns arrays of ids into bytes, for dictionaries."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[NDArray[np.int64], bytes]] = {}
+
+    def of(self, env_ids: NDArray[np.int64]) -> bytes:
+        """Returns the ids as bytes. It takes no time for a read-only array that is passed again."""
+        known = self._known.get(id(env_ids))
+        if known is not None:
+            return known[1]
+        key = env_ids.tobytes()
+        if not env_ids.flags.writeable:
+            if len(self._known) >= _MOST_KEYS:
+                self._known.clear()
+            self._known[id(env_ids)] = env_ids, key  # while the array is kept, no other one has its id
+        return key
 
 
 @dataclass(slots=True)
@@ -105,21 +125,16 @@ class Plans:
         self._starts = starts
         self._unit_bounds = unit_bounds
         self._plans: dict[bytes, Plan] = {}
-        self._last_ids: NDArray[np.int64] | None = None
-        self._last: Plan | None = None
+        self._keys = Keys()
 
     def of(self, env_ids: NDArray[np.int64]) -> Plan:
         """Returns the plan of a set of ids. It takes no time for a read-only array that is passed again."""
-        if self._last is not None and env_ids is self._last_ids:
-            return self._last
-        key = env_ids.tobytes()
+        key = self._keys.of(env_ids)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # random subsets would fill the memory
                 self._plans.clear()
             plan = self._plans[key] = self._make(key, np.array(env_ids, np.int64))
-        if not env_ids.flags.writeable:
-            self._last_ids, self._last = env_ids, plan
         return plan
 
     def _make(self, key: bytes, ids: NDArray[np.int64]) -> Plan:

@@ -163,6 +163,7 @@ def rollout(
     state_to_record = getattr(policy, "state_to_record", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(pool.num_envs)]
+        groups[0].setflags(write=False)  # pools recognise a read-only array that is passed again
     env_ids = pool.first_id + np.arange(pool.num_envs)
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
     for ids in groups:
@@ -185,7 +186,9 @@ def rollout(
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
                     begun = pool.take_begun(batches[group])
-                    begin_episodes(recorder.begun if isinstance(recorder, NativeRecorder) and next_step else begun)
+                    if next_step and isinstance(recorder, NativeRecorder):
+                        begun = recorder.reset_in(t - 1)
+                    begin_episodes(begun)
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:

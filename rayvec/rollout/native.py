@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import ChunkInfo, ChunkInfos, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.data.columns import info_blocks
 from rayvec.data.infos import InfoBlock
 from rayvec.pools.memory import tree_writer
@@ -25,22 +25,17 @@ class NativeRecorder(Recorder):
         args: As of :class:`Recorder`.
         next_step: Whether environments are reset in the step after the one that ended their episode. That step is not
             `valid`, and its info is that of a reset.
-
-    Attributes:
-        begun: Columns of the environments that the last recorded step has reset, if `next_step`.
     """
 
     def __init__(self, *args: Any, next_step: bool) -> None:
         self._next_step = next_step
         groups: Sequence[NDArray[np.int64]]
         batches: Sequence[StepBatch]
-        _, env_ids, groups, batches, *_ = args
-        self._groups = groups
-        self._ended = np.zeros(len(env_ids), bool)
+        num_steps, env_ids, groups, batches, *_ = args
+        self._ended = np.zeros((num_steps + 1 if next_step else 1, len(env_ids)), bool)  # before step t
         if next_step:
             for ids, batch in zip(groups, batches, strict=True):
-                self._ended[ids] = batch.terminated | batch.truncated
-        self.begun = np.zeros(0, np.int64)
+                self._ended[0, ids] = batch.terminated | batch.truncated
         self._final_parts: list[tuple[NDArray[np.int64], Tree]] = []
         self._blocks: dict[int, list[InfoBlock]] = {}
         super().__init__(*args)
@@ -48,21 +43,25 @@ class NativeRecorder(Recorder):
     def add_results(self, t: int, group: int, batch: StepBatch) -> None:
         """Records rewards, ends of episodes and infos of step t."""
         super().add_results(t, group, batch)
-        if not self._next_step:
-            return
-        chunk, columns, ids = self._chunk, self.columns[group], self._groups[group]
-        was_reset, done = self._ended[columns], batch.terminated | batch.truncated
-        if was_reset.any():
-            self.begun = ids[was_reset]
-            chunk.valid[t, self.begun] = False
-            chunk.rew[t, self.begun] = 0.0
-            chunk.terminated[t, self.begun] = chunk.truncated[t, self.begun] = False
-        else:
-            self.begun = ids[:0]
-        rows = np.flatnonzero(done & chunk.valid[t, columns])
-        if len(rows):
-            self._add_finals(t, ids[rows], tree_map(lambda leaf: leaf[rows], batch.obs))
-        self._ended[columns] = done
+        if self._next_step:
+            self._ended[t + 1, self.columns[group]] = batch.terminated | batch.truncated
+
+    def reset_in(self, t: int) -> NDArray[np.int64]:
+        """Returns the columns of the environments that step t has reset, if `next_step`."""
+        return np.flatnonzero(self._ended[t])
+
+    def chunk(self, first_step: int, weights_version: int) -> Chunk:
+        """Returns the chunk."""
+        if self._next_step:
+            self._leave_out_resets()
+        return super().chunk(first_step, weights_version)
+
+    def _leave_out_resets(self) -> None:
+        """Marks the steps that reset an environment: no transition, no reward, no end of an episode."""
+        chunk, reset = self._chunk, self._ended[: self.num_steps]
+        for flags in (chunk.valid, chunk.terminated, chunk.truncated):
+            flags[: self.num_steps] &= ~reset
+        chunk.rew[: self.num_steps][reset] = 0.0
 
     def _add_finals(self, t: int, columns: NDArray[np.int64], obs: Tree) -> None:
         places = np.stack([np.full(len(columns), t, np.int64), columns], axis=1)
@@ -76,7 +75,7 @@ class NativeRecorder(Recorder):
         columns = dict(info.columns)
         rows = slice(first, first + info.num_envs)
         everyone = np.ones(info.num_envs, bool)
-        of_reset = everyone if t < 0 else self._ended[rows] if self._next_step else ~everyone
+        of_reset = everyone if t < 0 else self._ended[t, rows] if self._next_step else ~everyone
         final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
         ended = columns.pop("_final_obs", None)
         columns.pop("_final_info", None)
@@ -124,19 +123,37 @@ class NativeRecorder(Recorder):
         chunk.valid[t, rows] = chunk.truncated[t, rows] = False
         if t > 0:
             running = chunk.valid[t - 1, rows] & ~chunk.terminated[t - 1, rows] & ~chunk.truncated[t - 1, rows]
+            if self._next_step:
+                running &= ~self._ended[t - 1, rows]
             cut = columns[running]
             if len(cut):
                 chunk.truncated[t - 1, cut] = True
                 self._cuts += [(t - 1, n) for n in cut.tolist()]
-                self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
+                if not self._next_step:
+                    self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
 
     def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
+        if self._next_step:
+            return self._following()
         if not self._final_parts:
             return super()._final_arrays()
         places = np.concatenate([part[0] for part in self._final_parts])
         order = np.lexsort(places.T[::-1])
         obs = tree_map(lambda *leaves: np.concatenate(leaves)[order], *[part[1] for part in self._final_parts])
         return places[order], obs
+
+    def _following(self) -> tuple[NDArray[np.int64], Tree]:
+        """Returns the ends of episodes, and the observations recorded after them: the reset is a later step."""
+        num_steps, num_envs = self.num_steps, self._ended.shape[1]
+        done = (self._chunk.terminated | self._chunk.truncated) & self._chunk.valid
+        at = np.flatnonzero(done[:num_steps])
+        inner = int(np.searchsorted(at, (num_steps - 1) * num_envs))
+
+        def following(obs: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+            flat = obs.reshape(-1, *obs.shape[2:])
+            return np.concatenate([flat.take(at[:inner] + num_envs, axis=0), last[at[inner:] % num_envs]])
+
+        return np.stack(np.divmod(at, num_envs), axis=1), tree_map(following, self._chunk.obs, self._chunk.last_obs)
 
     def _chunk_infos(self, infos: list[ChunkInfo]) -> ChunkInfos:
         return ChunkInfos.join([ChunkInfos.of(infos), ChunkInfos(self._blocks.get(id(infos), ()))], [0, 0])

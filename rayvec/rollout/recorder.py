@@ -59,14 +59,15 @@ class Recorder:
             env_ids=env_ids,
             obs=_empty_like(obs, lead, empty),
             act=None,
-            rew=np.zeros(lead),
-            terminated=np.zeros(lead, bool),
-            truncated=np.zeros(lead, bool),
-            valid=np.ones(lead, bool),
+            rew=empty(lead, np.float64),
+            terminated=empty(lead, np.bool_),
+            truncated=empty(lead, np.bool_),
+            valid=empty(lead, np.bool_),
             last_obs=_empty_like(obs, lead[1:], empty),
             final_index=_places(()),
             final_obs=None,
         )
+        self._chunk.valid[:] = True
         self._act: Tree = None
         self._extras: dict[str, NDArray[Any]] = {}
         self._states: list[NDArray[np.float32]] = []

@@ -10,6 +10,7 @@ from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.node.local_pool import LocalPool
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import ActingPool, RestartPolicy
+from rayvec.pools.memory import keep_freed_memory
 
 __all__ = ["open_pool"]
 
@@ -48,6 +49,8 @@ def open_pool(
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+    if factory.native:
+        keep_freed_memory()
     if num_nodes == 0 and num_nodes is not False:
         return _open_local(factory, restart_policy, workers_per_node, preload, address, worker_per_env, first_id)
     if first_id:

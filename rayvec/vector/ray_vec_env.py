@@ -248,7 +248,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def step_async(self, actions: Any) -> None:
         """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
         self._assert_idle("step_async")
-        self._send("step", self._everyone, actions, self.action_space)
+        self._send("step", self._everyone, actions)
 
     def step_wait(
         self, timeout: float | None = None
@@ -275,7 +275,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
             )
         ids = self._group(group)
-        self._send("send", ids, actions, batch_space(self.single_action_space, len(ids)), group)
+        self._send("send", ids, actions, group)
 
     def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
         """Waits for the step of one group.
@@ -288,9 +288,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if self._pending is None or group not in self._pending.waits:
             raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
         batch = self._wait("send", timeout, group)
-        rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
-        infos = [info._replace(env_id=rows[info.env_id]) for info in batch.info]
-        return StepBatch(ids.copy(), *self._copied(batch), InfoMerger(len(ids)).merge(infos))
+        infos: dict[str, Any] = {}
+        if batch.info:
+            rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
+            infos = InfoMerger(len(ids)).merge([info._replace(env_id=rows[info.env_id]) for info in batch.info])
+        return StepBatch(ids.copy(), *self._copied(batch), infos)
 
     def rollout(
         self,
@@ -417,16 +419,18 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     # What the public methods share.
 
-    def _send(self, name: str, ids: NDArray[np.int64], actions: Any, space: Space[Any], group: int = 0) -> None:
+    def _send(self, name: str, ids: NDArray[np.int64], actions: Any, group: int = 0) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
         layout = self._action_layout
-        if layout is None:
-            checked: Any = list(iterate(space, actions))
+        if layout is not None and type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
+            checked: Any = actions
+        elif layout is None:
+            space = self._action_space_of(len(ids))
+            checked = list(iterate(space, actions))
             check_number(len(checked), len(ids), space)
-        elif type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
-            checked = actions
         else:
+            space = self._action_space_of(len(ids))
             checked = checked_actions(actions, layout, len(ids), space)
 
         def start() -> Wait:
@@ -434,6 +438,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             return lambda timeout_s: self._recv(ids, timeout_s)
 
         self._start(name, start, group)
+
+    def _action_space_of(self, count: int) -> Space[Any]:
+        return self.action_space if count == self.num_envs else batch_space(self.single_action_space, count)
 
     def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
         batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id

@@ -1,0 +1,131 @@
+"""PPO in one file, in the style of CleanRL's ppo.py, with environments on every node of a Ray cluster.
+
+python examples/cleanrl_ppo.py
+
+`docs/cleanrl.md` shows the line that differs from a script with Gymnasium's SyncVectorEnv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from rayvec.adapters.cleanrl import RayVecEnv
+
+
+@dataclass
+class Settings:
+    """What the algorithm is set to."""
+
+    env_id: str = "CartPole-v1"
+    seed: int = 1
+    num_envs: int = 8
+    num_steps: int = 128
+    learning_rate: float = 1e-3
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    num_minibatches: int = 4
+    num_epochs: int = 4
+    clip: float = 0.2
+    entropy_weight: float = 0.01
+    value_weight: float = 0.5
+    max_grad_norm: float = 0.5
+
+
+def make_env(env_id: str) -> gym.Env:
+    """Makes one environment that reports the return of each episode."""
+    return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+
+
+class Agent(nn.Module):
+    """A policy and a value function with two layers of 64 units each."""
+
+    def __init__(self, num_inputs: int, num_actions: int) -> None:
+        super().__init__()
+        self.value = self._network(num_inputs, 1, last_gain=1.0)
+        self.logits = self._network(num_inputs, num_actions, last_gain=0.01)
+
+    def _network(self, num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
+        sizes, gains = (num_inputs, 64, 64, num_outputs), (2**0.5, 2**0.5, last_gain)
+        layers: list[nn.Module] = []
+        for i, gain in enumerate(gains):
+            layer = nn.Linear(sizes[i], sizes[i + 1])
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+            layers += [layer, nn.Tanh()]
+        return nn.Sequential(*layers[:-1])
+
+
+def advantages(
+    rewards: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last_value: torch.Tensor, cfg: Settings
+) -> torch.Tensor:
+    """Generalised advantage estimation over `[T, N]`; `ends` says whose episode ended with the step."""
+    result, carried, value_after = torch.zeros_like(rewards), torch.zeros_like(last_value), last_value
+    for t in reversed(range(len(rewards))):
+        goes_on = 1.0 - ends[t]
+        carried = (
+            rewards[t] + cfg.gamma * value_after * goes_on - values[t] + cfg.gamma * cfg.gae_lambda * goes_on * carried
+        )
+        result[t], value_after = carried, values[t]
+    return result
+
+
+def main(total_steps: int = 100_000) -> float:
+    """Trains; returns the mean return of the last 50 episodes."""
+    cfg = Settings()
+    torch.manual_seed(cfg.seed)
+    rng = np.random.default_rng(cfg.seed)
+    envs = RayVecEnv([partial(make_env, cfg.env_id)] * cfg.num_envs)
+    agent = Agent(int(np.prod(envs.single_observation_space.shape)), int(envs.single_action_space.n))
+    optimizer = torch.optim.Adam(agent.parameters(), cfg.learning_rate, eps=1e-5)
+    shape = cfg.num_steps, cfg.num_envs
+    obs = torch.zeros(*shape, *envs.single_observation_space.shape)
+    actions = torch.zeros(shape, dtype=torch.int64)
+    logps, rewards, ends, values = (torch.zeros(shape) for _ in range(4))
+    returns: list[float] = []
+    next_obs, _ = envs.reset(seed=cfg.seed)
+    num_updates = max(1, total_steps // (cfg.num_steps * cfg.num_envs))
+    for update in range(num_updates):
+        optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - update / num_updates)
+        for t in range(cfg.num_steps):
+            obs[t] = torch.as_tensor(next_obs)
+            with torch.no_grad():
+                policy = Categorical(logits=agent.logits(obs[t]))
+                actions[t] = policy.sample()
+                logps[t], values[t] = policy.log_prob(actions[t]), agent.value(obs[t]).squeeze(-1)
+            next_obs, reward, terminated, truncated, infos = envs.step(actions[t].numpy())
+            rewards[t] = torch.as_tensor(reward, dtype=torch.float32)
+            ends[t] = torch.as_tensor(terminated | truncated, dtype=torch.float32)
+            returns += [float(info["episode"]["r"]) for info in infos.get("final_info", ()) if info]
+        with torch.no_grad():
+            last_value = agent.value(torch.as_tensor(next_obs)).squeeze(-1)
+            advantage = advantages(rewards, values, ends, last_value, cfg).flatten()
+        target = advantage + values.flatten()
+        flat_obs, flat_actions, flat_logps = obs.flatten(0, 1), actions.flatten(), logps.flatten()
+        for _ in range(cfg.num_epochs):
+            order = torch.as_tensor(rng.permutation(len(target)))
+            for rows in order.chunk(cfg.num_minibatches):
+                policy = Categorical(logits=agent.logits(flat_obs[rows]))
+                ratio = (policy.log_prob(flat_actions[rows]) - flat_logps[rows]).exp()
+                scaled = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std() + 1e-8)
+                gain = torch.min(ratio * scaled, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * scaled).mean()
+                value_loss = 0.5 * (agent.value(flat_obs[rows]).squeeze(-1) - target[rows]).square().mean()
+                loss = cfg.value_weight * value_loss - gain - cfg.entropy_weight * policy.entropy().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), cfg.max_grad_norm)
+                optimizer.step()
+    envs.close()
+    mean = float(np.mean(returns[-50:])) if returns else 0.0
+    print(f"{len(returns)} episodes, mean return of the last ones {mean:.1f}")
+    return mean
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The vector environment that CleanRL's scripts expect: the ends of episodes as Gymnasium 0.29 reported them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from rayvec.data import Tree
+from rayvec.data.columns import is_mask, mask_of
+from rayvec.errors import ConfigError
+from rayvec.vector import ray_vec_env
+
+__all__ = ["RayVecEnv"]
+
+
+class RayVecEnv(ray_vec_env.RayVecEnv):
+    """A :class:`rayvec.RayVecEnv` in the place of ``gym.vector.SyncVectorEnv`` in a script of CleanRL.
+
+    Environments are reset within the step that ends their episode. The infos of that step also have
+    ``"final_observation"``, an object array ``[N]`` of last observations, and ``"final_info"`` is an object array
+    ``[N]`` of info dicts. Both are None where no episode ended.
+
+    Args:
+        env_fns: One callable for each environment.
+        **settings: Those of :class:`rayvec.RayVecEnv`, such as ``num_nodes``.
+
+    Raises:
+        ConfigError: Another autoreset mode.
+    """
+
+    def __init__(self, env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], **settings: Any) -> None:
+        if not settings.get("native"):
+            settings.setdefault("autoreset_mode", AutoresetMode.SAME_STEP)
+        super().__init__(env_fns, **settings)
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            self.close()
+            raise ConfigError(
+                "CleanRL's scripts expect a reset within the step that ends an episode.",
+                expected="autoreset_mode='SameStep'",
+                got=repr(self.autoreset_mode.value),
+                remedy="Leave autoreset_mode out, or use rayvec.RayVecEnv.",
+            )
+
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Waits for :meth:`step_async`; see :meth:`rayvec.RayVecEnv.step_wait`."""
+        obs, rewards, terminated, truncated, infos = super().step_wait(timeout)
+        return obs, rewards, terminated, truncated, _as_before(infos, terminated | truncated)
+
+
+def _as_before(infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[str, Any]:
+    """Returns infos with the last observations and infos of episodes as Gymnasium 0.29 had them."""
+    if not ended.any():
+        return {key: value for key, value in infos.items() if key.lstrip("_") not in ("final_obs", "final_info")}
+    final_obs, final_info = infos.get("final_obs"), infos.get("final_info") or {}
+    last, of_last = np.full(len(ended), None, object), np.full(len(ended), None, object)
+    for row in np.flatnonzero(ended).tolist():
+        last[row] = _row(final_obs, row)
+        of_last[row] = _info_of(final_info, row, len(ended))
+    return {**infos, "final_observation": last, "_final_observation": ended, "final_info": of_last}
+
+
+def _row(values: Any, row: int) -> Any:
+    if isinstance(values, dict):
+        return {key: _row(value, row) for key, value in values.items()}
+    return tuple(_row(value, row) for value in values) if isinstance(values, tuple) else values[row]
+
+
+def _info_of(columns: dict[str, Any], row: int, count: int) -> dict[str, Any]:
+    return {
+        key: _info_of(value, row, count) if isinstance(value, dict) else value[row]
+        for key, value in columns.items()
+        if not is_mask(key, columns) and mask_of(key, columns, count)[row]
+    }
