@@ -12,6 +12,7 @@ from typing import Any
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost
+from rayvec.errors import ConfigError
 from rayvec.training.decentralized import open_decentralized
 from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
@@ -65,6 +66,13 @@ def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
     if config.num_nodes == 0:
         cores = len(os.sched_getaffinity(0)) if config.workers_per_node is None else config.workers_per_node
         return ProcessHost(), 0 if config.workers_per_node == 0 else max(1, cores // count)
+    if isinstance(config.num_nodes, tuple):
+        raise ConfigError(
+            "Decentralized ranks are on a fixed number of nodes.",
+            expected="one number as num_nodes with learners='decentralized'",
+            got=f"num_nodes={config.num_nodes}",
+            remedy="Pass the number of nodes that are there; resume with another number when it changes.",
+        )
     from rayvec.cluster.session import RaySession  # these import Ray
     from rayvec.distributed.rank_placement import ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
