@@ -19,7 +19,7 @@ from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range
 
-__all__ = ["ElasticPlacement", "Move", "assign_parts", "num_parts", "shares"]
+__all__ = ["ElasticPlacement", "Move", "assign_parts", "leaving_nodes", "num_parts", "shares"]
 
 _LOOK_S = 1.0
 """The interval at which the cluster's nodes are read, in seconds. It takes 2 ms."""
@@ -117,6 +117,16 @@ def assign_parts(current: Sequence[str | None], weights: Mapping[str, int]) -> l
             found[part] = node
             room[node] -= 1
     return [found[part] for part in range(len(current))]
+
+
+def leaving_nodes() -> frozenset[str]:
+    """Returns the ids of the nodes that Ray drains: they announced that they leave. The driver's own is not among them.
+
+    What runs on a draining node continues, but nothing new is placed there.
+    """
+    from ray._private.state import state
+
+    return frozenset(state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
 
 
 class ElasticPlacement:
@@ -265,10 +275,7 @@ class ElasticPlacement:
             holders: The nodes that hold parts.
             excluded: Nodes that may hold none.
         """
-        from ray._private.state import state
-
-        here, now_s = ray.get_runtime_context().get_node_id(), time.monotonic()
-        self._leaving = frozenset(state.get_draining_nodes()) - {here}
+        now_s, self._leaving = time.monotonic(), leaving_nodes()
         listed = free_nodes(claimed_too=not self._claim_cpus)
         self._alive = frozenset(node.node_id for node in listed)
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}

@@ -132,7 +132,8 @@ class TrainConfig(metaclass=PresetMeta):
     ahead."""
 
     num_learners: Count = 1
-    """Ranks that compute each update together, at most one for each environment."""
+    """Ranks that compute each update together, at most one for each environment. With learners="decentralized" and
+    num_nodes=(min, max), it is the number on max nodes; on fewer nodes there are fewer ranks, in proportion."""
 
     learners: Literal["driver", "shared", "dedicated", "decentralized"] | None = None
     """Where updates are computed: "driver"; "shared": by ranks on the nodes of the environments; "dedicated": by ranks
@@ -259,6 +260,13 @@ class TrainConfig(metaclass=PresetMeta):
                 expected=f"num_nodes=(min, max) with max at most num_envs = {self.num_envs}",
                 got=f"num_nodes={num_nodes}",
                 remedy="Lower max, or raise num_envs.",
+            )
+        if self.learner_mode == "decentralized" and num_nodes[1] > self.num_learners:
+            raise ConfigError(
+                "Each node has at least one decentralized rank.",
+                expected=f"num_nodes=(min, max) with max at most num_learners = {self.num_learners}",
+                got=f"num_nodes={num_nodes}",
+                remedy="Lower max, or raise num_learners, the number of ranks on max nodes.",
             )
         if self.learner_mode == "dedicated":
             raise ConfigError(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.waiting import DEADLINE_S, wait_until
-from rayvec.vector.ray_vec_env import RayVecEnv
 
 _PREEMPTION = 2
 """Ray's ``DRAIN_NODE_REASON_PREEMPTION``."""
@@ -81,7 +80,7 @@ def without_cores_elsewhere() -> Iterator[Callable[[], None]]:
         free()
 
 
-def envs_by_node(env: RayVecEnv) -> dict[str, list[int]]:
+def envs_by_node(env: Any) -> dict[str, list[int]]:
     """Returns the environments that each node holds, by its id."""
     found: dict[str, list[int]] = {}
     for node in env.topology.nodes:
@@ -89,7 +88,7 @@ def envs_by_node(env: RayVecEnv) -> dict[str, list[int]]:
     return found
 
 
-def until_moved(env: RayVecEnv, advance: Callable[[], None], nodes: Sequence[str | None]) -> dict[str, list[int]]:
+def until_moved(env: Any, advance: Callable[[], None], nodes: Sequence[str | None]) -> dict[str, list[int]]:
     """Advances the environments until they are on just these nodes (None is the driver's) and on them evenly.
 
     Returns:
@@ -103,9 +102,9 @@ def until_moved(env: RayVecEnv, advance: Callable[[], None], nodes: Sequence[str
     return found
 
 
-def fair_share(env: RayVecEnv, nodes: Sequence[str] | dict[str, Any]) -> int:
+def fair_share(env: Any, nodes: Sequence[str] | dict[str, Any]) -> int:
     """Returns the most environments that a node of equal ones holds: a fourth more than the mean, and rounding."""
-    return int(np.ceil(1.25 * env.num_envs / len(nodes))) + 1
+    return int(np.ceil(1.25 * sum(map(len, nodes.values())) / len(nodes))) + 1
 
 
 def first_actions(obs: NDArray[Any]) -> NDArray[np.int64]:
