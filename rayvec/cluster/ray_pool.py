@@ -362,21 +362,22 @@ class RayPool(PartedPool):
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
-        member, old = self._nodes[number], self._nodes[number].node.slice
+        member, envs = self._nodes[number], self.parts[number]
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
-            *(old.name, old.env_range.start, old.env_range.stop - 1, self._seeds_of(old), node_slice.name, error),
+            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), node_slice.name, error),
         )
         member.node = self._open(node_slice)
-        self._resume_on(member.node, number, node_slice, old)
+        self._resume_on(member.node, number, node_slice)
 
-    def _seeds_of(self, node_slice: NodeSlice) -> list[int | None]:
-        return [self._seeds.get(env_id) for env_id in node_slice.env_range]
+    def _seeds_of(self, env_ids: range) -> list[int | None]:
+        return [self._seeds.get(env_id) for env_id in env_ids]
 
-    def _resume_on(self, node: Node, number: int, node_slice: NodeSlice, old: NodeSlice) -> None:
-        """Starts the environments of `old` on a node that has been opened, in the state that they last showed."""
+    def _resume_on(self, node: Node, number: int, node_slice: NodeSlice) -> None:
+        """Starts a part of the environments on a node that has been opened, in the state that they last showed."""
         assert self._answers is not None
-        rows = slice(old.env_range.start, old.env_range.stop)
+        envs = self.parts[number]
+        rows = slice(envs.start, envs.stop)
         self._num_moves[rows] += 1
         node.wait_until_placed(_PLACE_S)
         found = node.start(self._factory)(None)
@@ -384,7 +385,7 @@ class RayPool(PartedPool):
         node.slice = self._in_envs(node_slice)
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
         restarts = RESTARTS_OF_A_NODE * self._num_moves[rows]
-        state = NodeState(obs, self._seeds_of(old), restarts, self._answers.mid_episode(rows))
+        state = NodeState(obs, self._seeds_of(envs), restarts, self._answers.mid_episode(rows))
         node.allocate(*self._spaces, state)(None)
         self.acting.install(node)
         self._nodes[number].node, self._slices[number] = node, node_slice
@@ -430,17 +431,18 @@ class RayPool(PartedPool):
         """Moves a part of the environments to a node. If they can't start there, they stay where they are."""
         assert self._elastic is not None
         member, old = self._nodes[move.number], self._nodes[move.number].node
-        which = f"environments {old.slice.env_range.start} to {old.slice.env_range.stop - 1}"
+        envs = self.parts[move.number]
         try:
-            self._resume_on(node, move.number, move.place, old.slice)
+            self._resume_on(node, move.number, move.place)
         except Exception as error:
             close_quietly(node, 0.0)
             self._elastic.distrust(move.place.node_id)
-            logger.warning("%s can't move to node %s: %s", which, node.slice.name, error)
+            logger.warning("environments %d to %d can't move to node %s: %s", envs[0], envs[-1], node.slice.name, error)
             return
         logger.warning(
-            "%s, seeds %s, moved from node %s%s to node %s",
-            *(which, self._seeds_of(old.slice), old.slice.name, " (it leaves)" * move.is_leaving, node.slice.name),
+            "environments %d to %d, seeds %s, moved from node %s%s to node %s",
+            *(envs[0], envs[-1], self._seeds_of(envs), old.slice.name),
+            *(" (it leaves)" if move.is_leaving else "", node.slice.name),
         )
         close_quietly(old, _CLOSE_S)
         try:

@@ -289,7 +289,8 @@ class _Run:
             LearnerError: Ranks are lost again and again, or before the first checkpoint.
         """
         self.num_losses += 1
-        if self.num_losses > _MOST_LOSSES or self.state is None:
+        can_begin_again = self.state is not None or isinstance(self._config.num_nodes, tuple)
+        if self.num_losses > _MOST_LOSSES or not can_begin_again:
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
                 expected=f"ranks that start, and at most {_MOST_LOSSES} losses between two checkpoints",

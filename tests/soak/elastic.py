@@ -92,6 +92,7 @@ class Watching:
 
     def __init__(self, until: float, changes: NodeChanges) -> None:
         self._until, self._changes = until, changes
+        self.has_begun = threading.Event()
         self._next_report = time.monotonic() + 30
         self.seen: Counter[str] = Counter(transitions=0, iterations=0)
 
@@ -101,6 +102,7 @@ class Watching:
 
     def on_iteration(self, context: RunContext) -> None:
         """Counts, and ends the run in time."""
+        self.has_begun.set()
         audited = [value for name, value in (context.metrics or {}).items() if name.endswith("audited")]
         self.seen.update(transitions=int(sum(audited)), iterations=1)
         if time.monotonic() >= self._next_report:
@@ -115,7 +117,12 @@ def train_audited(cluster: Any, minutes: float, pause_s: float, rng: random.Rand
     changes, stop = NodeChanges(cluster, rng), threading.Event()
     watching = Watching(time.monotonic() + 60 * minutes, changes)
     recorder = Recorder(record, 5.0, watching.counts)
-    thread = threading.Thread(target=changes.every, args=(pause_s, stop), daemon=True)
+
+    def change() -> None:
+        watching.has_begun.wait()
+        changes.every(pause_s, stop)
+
+    thread = threading.Thread(target=change, daemon=True)
     thread.start()
     config = AuditedConfig(
         plugin=("soak.audited",),
@@ -128,6 +135,7 @@ def train_audited(cluster: Any, minutes: float, pause_s: float, rng: random.Rand
         num_envs=24,
         num_steps=64,
         num_epochs=1,
+        checkpoint_interval_s=1.0,
         total_steps=10**9,
         eval_episodes=0,
         run_dir=record / f"run-{time.time_ns()}",
@@ -136,6 +144,7 @@ def train_audited(cluster: Any, minutes: float, pause_s: float, rng: random.Rand
         rayvec.train(config, callbacks=[watching])
     finally:
         stop.set()
+        watching.has_begun.set()
         thread.join()
         changes.close()
         recorder.close()
