@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.plugins import import_plugins, split_plugins
-from rayvec.config.schema import Bounds, check, field_names
+from rayvec.config.schema import Bounds, check, describe, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.interrupts import Interrupts
 
@@ -35,12 +36,35 @@ _RESUME_HELP = (
 )
 
 
+def _node_counts(words: list[str]) -> int | tuple[int, ...] | str | None:
+    """Returns the value of ``--num-nodes``: a number, MIN:MAX, or None. Other words are left to the check of the field.
+
+    >>> _node_counts(["4"]), _node_counts(["1:4"]), _node_counts(["None"])
+    (4, (1, 4), None)
+    """
+    counts = words[0].split(":")
+    if words[0] == "None" or not all(count.isdecimal() for count in counts):
+        return None if words[0] == "None" else words[0]
+    return int(words[0]) if len(counts) == 1 else tuple(map(int, counts))
+
+
+_NODE_COUNTS = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="INT|MIN:MAX|None",
+    instance_from_str=_node_counts,
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [":".join(map(str, value)) if isinstance(value, tuple) else str(value)],
+)
+
+
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
     """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat their messages."""
+    doc = next(row.doc for row in describe(cls) if row.name == "num_nodes")
+    num_nodes = ("num_nodes", Annotated[Any, _NODE_COUNTS, tyro.conf.arg(help=doc)], field(default=None))
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
-        cls.__name__, [resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+        cls.__name__, [resume, num_nodes], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
     )
 
 

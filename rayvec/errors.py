@@ -39,6 +39,7 @@ __all__ = [
     "WorkerLostError",
     "check_choice",
     "check_count",
+    "check_node_range",
     "message",
 ]
 
@@ -134,6 +135,27 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
             got=repr(value),
             remedy=f"Pass {name}={choices[0]!r}, or omit it.",
         )
+
+
+def check_node_range(value: Any) -> tuple[int, int]:
+    """Returns `value`, which must be the least and the greatest number of nodes to use.
+
+    Raises:
+        ConfigError: It is not.
+
+    >>> check_node_range([1, 4])
+    (1, 4)
+    """
+    counts = tuple(value) if isinstance(value, tuple | list) else ()
+    are_whole = all(isinstance(each, Integral) and not isinstance(each, bool) for each in counts)
+    if len(counts) != 2 or not are_whole or not 1 <= counts[0] <= counts[1]:
+        raise ConfigError(
+            "num_nodes=(min, max) is the least and the greatest number of nodes to use.",
+            expected="two whole numbers with 1 <= min <= max",
+            got=repr(value),
+            remedy="Pass num_nodes=(1, 4), or one number for a fixed number of nodes.",
+        )
+    return int(counts[0]), int(counts[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ its part of the pending one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,8 +142,9 @@ class ActingNodes(Acting):
                 except NodeLostError as error:
                     self._request_again(each, error)
         with Uninterrupted():
-            for each in chunk.numbers:
-                self._nodes[each].node.release_chunk()
+            for each, (node, _) in zip(chunk.numbers, chunk.requested, strict=True):
+                if node is self._nodes[each].node:  # else its environments have moved since
+                    node.release_chunk()
             self._pending.remove(chunk)
         return [chunk.parts[each] for each in chunk.numbers], chunk.waited_s
 
@@ -158,12 +161,32 @@ class ActingNodes(Acting):
                 return False
         return True
 
+    def settle(self, number: int) -> NodePart | None:
+        """Waits for a node's parts of all pending chunks and keeps them, so that the node may be closed.
+
+        Returns:
+            Its part of the newest pending chunk; None if no chunk is pending.
+
+        Raises:
+            NodeLostError: The node was lost.
+        """
+        part = None
+        for chunk in self._pending_of(number):
+            if number not in chunk.parts:
+                part = chunk.wait(number, math.inf)
+                if self._nodes[number].node.transport == "shm":  # views of memory that ends with the node
+                    chunk = deepcopy(part.chunk) if part.summary is None else part.chunk
+                    part = part._replace(summary=deepcopy(part.summary), chunk=chunk)
+                chunk.parts[number] = part
+            part = chunk.parts[number]
+        return part
+
     def _pending_of(self, number: int) -> list[_PendingChunk]:
         return [chunk for chunk in self._pending if number in chunk.numbers]
 
     def _request_again(self, number: int, error: NodeLostError) -> None:
         """Repeats the requests for all pending chunks on the node that replaces a lost one, in the same order."""
-        pending = self._pending_of(number)
+        pending = [chunk for chunk in self._pending_of(number) if number not in chunk.parts]
         if self._nodes[number].node is pending[0].requested[pending[0].numbers.index(number)][0]:
             self._replace(number, error)  # else it was replaced before
         node = self._nodes[number].node

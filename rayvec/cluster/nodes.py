@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch, Tree
+from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch, Topology, Tree
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError
-from rayvec.pools.base import Autoreset
+from rayvec.errors import ConfigError, NodeLostError
+from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.plan import Part
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["Member", "Node", "NodePart", "Request", "Wait", "Weights", "done", "node_lost"]
+__all__ = [
+    "Member",
+    "Node",
+    "NodePart",
+    "Request",
+    "Wait",
+    "Weights",
+    "check_sizes",
+    "close_quietly",
+    "describe_nodes",
+    "done",
+    "node_lost",
+]
 
 Wait = Callable[[float | None], Any]
 """Waits for a started operation and returns its result. The argument is a timeout in seconds, or None.
@@ -191,6 +204,45 @@ class Member:
                 return
         left = [(requested.without(part), request) for requested, request in self.pending]
         self.pending = [(requested, request) for requested, request in left if len(requested.rows)]
+
+
+def describe_nodes(nodes: Sequence[Node], *, merge: bool) -> tuple[Topology, tuple[str, ...]]:
+    """Returns which node holds which environments, and how each of these nodes is reached.
+
+    Args:
+        nodes: In the order of their environments.
+        merge: Whether adjoining environments of one node are one slice.
+    """
+    slices: list[NodeSlice] = []
+    transports: list[str] = []
+    for node in nodes:
+        part = node.slice
+        if merge and slices and slices[-1].node_id == part.node_id:
+            bounds = slices[-1].worker_bounds + part.worker_bounds[1:]
+            slices[-1] = replace(part, worker_bounds=bounds, num_cpus=slices[-1].num_cpus + part.num_cpus)
+        else:
+            slices.append(part)
+            transports.append(node.transport)
+    return Topology(tuple(slices)), tuple(transports)
+
+
+def check_sizes(spaces: PoolSpaces, node_slice: NodeSlice, found: PoolSpaces) -> None:
+    """Raises ``ConfigError`` if native sub-batches of a node that is started again have another size."""
+    units = node_slice.env_range
+    expected = spaces.sub_batches[units.start : units.stop]
+    if found.sub_batches != expected:
+        raise ConfigError(
+            "A native sub-batch that is restarted has as many environments as before.",
+            expected=list(expected),
+            got=list(found.sub_batches),
+            remedy="Let each callable return the same vector environment every time.",
+        )
+
+
+def close_quietly(node: Node, timeout_s: float) -> None:
+    """Closes a node that may have ended."""
+    with contextlib.suppress(Exception):
+        node.close(timeout_s)(timeout_s)
 
 
 def done(timeout_s: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from rayvec.cluster.elastic import ElasticPlacement
 from rayvec.cluster.placement import check_counts, free_nodes, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.session import RaySession
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 def open_ray_pool(
     factory: EnvFactory,
     *,
-    num_nodes: int | None = None,
+    num_nodes: int | tuple[int, int] | None = None,
     workers_per_node: int | None = None,
     worker_per_env: bool = False,
     claim_cpus: bool = True,
@@ -36,7 +37,8 @@ def open_ray_pool(
 
     Args:
         factory: Makes all environments.
-        num_nodes: How many nodes to use; by default all that have free cores.
+        num_nodes: How many nodes to use; by default all that have free cores. A pair is the least and the greatest
+            number: environments then move as nodes join and leave.
         workers_per_node: Worker processes on each; by default one for each free core.
         worker_per_env: A worker for each environment, answered as soon as it is done.
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
@@ -48,20 +50,41 @@ def open_ray_pool(
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
-    check_counts(num_nodes, workers_per_node)
+    elastic = None
+    if isinstance(num_nodes, tuple | list):
+        elastic = ElasticPlacement(
+            num_nodes,
+            factory.num_envs,
+            workers_per_node,
+            worker_per_env=worker_per_env,
+            claim_cpus=claim_cpus,
+        )
+    else:
+        check_counts(num_nodes, workers_per_node)
     session = RaySession(address)
 
     def plan() -> Topology:
+        assert not isinstance(num_nodes, tuple)
         nodes = free_nodes(claimed_too=not claim_cpus)
         topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env)
         return topology if claim_cpus else topology.without_claims()
 
     try:
         for attempt in range(_START_ATTEMPTS):
-            topology = wait_for_topology(plan)
+            if elastic is None:
+                topology = wait_for_topology(plan)
+            else:
+                topology = elastic.first_topology(restart_policy.start_timeout_s)
             try:
                 return RayPool(
-                    factory, topology, preload, restart_policy, rehost=rehost, loose=worker_per_env, session=session
+                    factory,
+                    topology,
+                    preload,
+                    restart_policy,
+                    rehost=rehost,
+                    loose=worker_per_env,
+                    elastic=elastic,
+                    session=session,
                 )
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:

@@ -19,9 +19,18 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.acting import ActingNodes
+from rayvec.cluster.elastic import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import Member, Node, NodePart, Request
+from rayvec.cluster.nodes import (
+    Member,
+    Node,
+    NodePart,
+    Request,
+    check_sizes,
+    close_quietly,
+    describe_nodes,
+)
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
@@ -60,10 +69,12 @@ class RayPool(PartedPool):
         restart_policy: What becomes of environments that raise, hang, or whose process ends.
         rehost: Whether the environments of a lost node restart on another node; else ``NodeLostError`` is raised.
         loose: Whether environments are answered each as soon as it is done.
+        elastic: Where `topology` came from, if environments move as nodes join and leave.
         session: Share in the connection to Ray, released when the pool is closed.
 
     Attributes:
         acting: The policies that act in the workers.
+        transports: How each node of the topology is reached: ``"shm"`` or ``"tcp"``.
 
     Raises:
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
@@ -82,6 +93,7 @@ class RayPool(PartedPool):
         *,
         rehost: bool = False,
         loose: bool = False,
+        elastic: ElasticPlacement | None = None,
         session: RaySession | None = None,
     ) -> None:
         self._session: RaySession | None = None  # a pool that does not start leaves the session to its opener
@@ -91,6 +103,7 @@ class RayPool(PartedPool):
         self._restart_policy = restart_policy
         self._rehost = rehost
         self._loose = loose
+        self._elastic = elastic
         self._nodes: list[Member] = []
         self.acting = ActingNodes(self._nodes, self._replace)
         self._seeds: dict[int, int] = {}
@@ -113,10 +126,10 @@ class RayPool(PartedPool):
         self._slices = list(topology.nodes)  # those of native environments count sub-batches
         for member in self._nodes:
             member.node.slice = self._in_envs(member.node.slice)
-        self.topology = Topology(tuple(member.node.slice for member in self._nodes))
-        starts = [node_slice.env_range.start for node_slice in self.topology.nodes]
-        super().__init__(starts, self.topology.num_envs, self.spaces.unit_bounds)
-        self._losses = np.zeros(self.num_envs, np.int64)
+        starts = [member.node.slice.env_range.start for member in self._nodes]
+        super().__init__(starts, self._nodes[-1].node.slice.env_range.stop, self.spaces.unit_bounds)
+        self._note_topology()
+        self._num_moves = np.zeros(self.num_envs, np.int64)
 
     def _in_envs(self, node_slice: NodeSlice) -> NodeSlice:
         """Returns a node's slice, counted in environments."""
@@ -144,14 +157,14 @@ class RayPool(PartedPool):
             except NodeLostError as error:
                 self._replace(number, error)
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """How each node is reached: ``"shm"`` or ``"tcp"``."""
-        return tuple(member.node.transport for member in self._nodes)
+    def _note_topology(self) -> None:
+        nodes = [member.node for member in self._nodes]
+        self.topology, self.transports = describe_nodes(nodes, merge=self._elastic is not None)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._plans.of(env_ids).check_whole()
+        self._follow_cluster(from_leaving_only=True)
         resets = autoreset == Autoreset.SAME_STEP
         self._start(env_ids, lambda node, part: node.send(part.rows, part.take(actions), autoreset), resets)
 
@@ -159,12 +172,14 @@ class RayPool(PartedPool):
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._follow_cluster()
         seeds = list(seeds)
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         self._start(env_ids, lambda node, part: node.reset(part.rows, part.take(seeds), options), True)
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self._follow_cluster()
         self._start(env_ids, lambda node, part: node.begin_episodes(part.rows), True)
 
     def observe(self, env_ids: NDArray[np.int64]) -> None:
@@ -222,8 +237,7 @@ class RayPool(PartedPool):
     def completed_ids(self) -> NDArray[np.int64]:
         """See :class:`~rayvec.node.parted_pool.PartedPool`."""
         found = [self._on_node(number, lambda node: node.completed_ids()) for number in range(len(self._nodes))]
-        starts = [node_slice.env_range.start for node_slice in self.topology.nodes]
-        return np.concatenate([start + ids for start, ids in zip(starts, found, strict=True)])
+        return np.concatenate([part.start + ids for part, ids in zip(self.parts, found, strict=True)])
 
     def _call_owners(
         self, plan: Plan, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -251,6 +265,7 @@ class RayPool(PartedPool):
 
         By reference, a part of the chunk stays on each node.
         """
+        self._follow_cluster()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
     def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
@@ -269,7 +284,8 @@ class RayPool(PartedPool):
         return self._rollout(slice(None), *self.acting.finish(timeout_s))
 
     def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`. A part is a node."""
+        """See :class:`~rayvec.pools.base.ActingPool`. A part is a node, or with elastic nodes what moves as a whole."""
+        self._follow_cluster()
         self.acting.begin(key, num_steps, first_step, noise_seed, number=part)
 
     def _first_finished(self, parts: Sequence[int]) -> int | None:
@@ -320,66 +336,130 @@ class RayPool(PartedPool):
             raise error
         excluded: set[str] = set()
         while True:
-            with contextlib.suppress(Exception):
-                member.node.close(0.0)(0.0)
+            close_quietly(member.node, 0.0)
             if not self._budget.spend(number):
                 raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
             excluded.add(member.node.slice.node_id)
             try:
-                self._start_elsewhere(number, place_again(self._slices[number], excluded, error), error)
-                for part, request in member.pending:
-                    request(member.node, part)
-                member.node.flush()
+                self._start_elsewhere(number, self._find_place(number, excluded, error), error)
+                self._repeat_pending(member)
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
                     raise
                 error = again
 
+    def _find_place(self, number: int, excluded: set[str], error: NodeLostError) -> NodeSlice:
+        if self._elastic is not None:
+            return self._elastic.replacement(number, self._slices, excluded, error)
+        return place_again(self._slices[number], excluded, error)
+
+    @staticmethod
+    def _repeat_pending(member: Member) -> None:
+        for part, request in member.pending:
+            request(member.node, part)
+        member.node.flush()
+
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
-        assert self._answers is not None
-        member, old = self._nodes[number], self._nodes[number].node.slice
-        rows = slice(old.env_range.start, old.env_range.stop)
-        seeds = [self._seeds.get(env_id) for env_id in old.env_range]
-        self._losses[rows] += 1
+        member, envs = self._nodes[number], self.parts[number]
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
-            *(old.name, rows.start, rows.stop - 1, seeds, node_slice.name, error),
+            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), node_slice.name, error),
         )
-        node = member.node = self._open(node_slice)
+        member.node = self._open(node_slice)
+        self._resume_on(member.node, number, node_slice)
+
+    def _seeds_of(self, env_ids: range) -> list[int | None]:
+        return [self._seeds.get(env_id) for env_id in env_ids]
+
+    def _resume_on(self, node: Node, number: int, node_slice: NodeSlice) -> None:
+        """Starts a part of the environments on a node that has been opened, in the state that they last showed."""
+        assert self._answers is not None
+        envs = self.parts[number]
+        rows = slice(envs.start, envs.stop)
+        self._num_moves[rows] += 1
         node.wait_until_placed(_PLACE_S)
         found = node.start(self._factory)(None)
-        self._check_sizes(node_slice, found)
-        self._slices[number], node_slice = node_slice, self._in_envs(node_slice)
-        node.slice = node_slice
+        check_sizes(self.spaces, node_slice, found)
+        node.slice = self._in_envs(node_slice)
         obs = tree_map(lambda leaf: leaf[rows], self._answers.obs)
-        state = NodeState(obs, seeds, RESTARTS_OF_A_NODE * self._losses[rows], self._answers.mid_episode(rows))
+        restarts = RESTARTS_OF_A_NODE * self._num_moves[rows]
+        state = NodeState(obs, self._seeds_of(envs), restarts, self._answers.mid_episode(rows))
         node.allocate(*self._spaces, state)(None)
-        self.topology = Topology((*self.topology.nodes[:number], node_slice, *self.topology.nodes[number + 1 :]))
         self.acting.install(node)
+        self._nodes[number].node, self._slices[number] = node, node_slice
+        self._note_topology()
 
-    def _check_sizes(self, node_slice: NodeSlice, found: PoolSpaces) -> None:
-        """Raises ``ConfigError`` if native sub-batches of a node that is started again have another size."""
-        units = node_slice.env_range
-        expected = self.spaces.sub_batches[units.start : units.stop]
-        if found.sub_batches != expected:
-            raise ConfigError(
-                "A native sub-batch that is restarted has as many environments as before.",
-                expected=list(expected),
-                got=list(found.sub_batches),
-                remedy="Let each callable return the same vector environment every time.",
-            )
+    def _follow_cluster(self, *, from_leaving_only: bool = False) -> None:
+        """With elastic nodes, moves environments to nodes that joined, and away from nodes that leave.
+
+        A move ends episodes, as the loss of a node does, but no step is lost: a part moves when all its answers have
+        been received. Where environments are stepped in turns, a part of a leaving node moves with pending requests.
+
+        Args:
+            from_leaving_only: Whether only environments of nodes that leave may move.
+        """
+        if self._elastic is None or not self._elastic.is_due(from_leaving_only):
+            return
+        moves = []
+        for move in self._elastic.moves(self._slices, from_leaving_only):
+            if (move.is_leaving or not self._nodes[move.number].pending) and self._settle(move):
+                moves.append((move, self._open(move.place)))  # their actors start at the same time
+        while moves:
+            try:
+                self._move(*moves[0])
+            except BaseException:
+                for _, node in moves:
+                    close_quietly(node, 0.0)
+                raise
+            moves.pop(0)
+
+    def _settle(self, move: Move) -> bool:
+        """Waits for the part's share of pending chunks. Returns whether the part can move: not if its node is lost."""
+        try:
+            part = self.acting.settle(move.number)
+        except NodeLostError:  # who waits for the chunk replaces it
+            return False
+        if part is not None:
+            envs = self.parts[move.number]
+            summary = summarize(join_chunks(list(part.chunk))) if part.summary is None else part.summary
+            self._note_rollout(slice(envs.start, envs.stop), summary)
+        return True
+
+    def _move(self, move: Move, node: Node) -> None:
+        """Moves a part of the environments to a node. If they can't start there, they stay where they are."""
+        assert self._elastic is not None
+        member, old = self._nodes[move.number], self._nodes[move.number].node
+        envs = self.parts[move.number]
+        try:
+            self._resume_on(node, move.number, move.place)
+        except Exception as error:
+            close_quietly(node, 0.0)
+            self._elastic.distrust(move.place.node_id)
+            logger.warning("environments %d to %d can't move to node %s: %s", envs[0], envs[-1], node.slice.name, error)
+            return
+        logger.warning(
+            "environments %d to %d, seeds %s, moved from node %s%s to node %s",
+            *(envs[0], envs[-1], self._seeds_of(envs), old.slice.name),
+            *(" (it leaves)" if move.is_leaving else "", node.slice.name),
+        )
+        close_quietly(old, _CLOSE_S)
+        try:
+            self._repeat_pending(member)
+        except NodeLostError as error:
+            self._replace(move.number, error)
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of what started the workers and ends with them, and of the workers.
 
-        That is the fork server on the driver's own node, and the actor on another.
+        That is the fork server on the driver's own node, and the actor on another. Where a node has several parts of
+        the environments, it is that of the first part.
         """
         pids: dict[str, list[int]] = {}
         for number, member in enumerate(self._nodes):
-            found = self._on_node(number, lambda node: node.worker_pids())
-            pids[member.node.slice.name] = found
+            owner, *workers = self._on_node(number, lambda node: node.worker_pids())
+            pids.setdefault(member.node.slice.name, [owner]).extend(workers)
         return pids
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -14,7 +14,7 @@ import yaml
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, PresetMeta
 from rayvec.config.schema import Bounds, check, describe, field_names, plain
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, check_node_range
 
 __all__ = [
     "ADJUSTABLE",
@@ -115,9 +115,10 @@ class TrainConfig(metaclass=PresetMeta):
     """Directory of a run with the same network, whose weights training begins with, statistics of observations
     included. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
 
-    num_nodes: Annotated[int, Bounds(0)] | None = None
-    """Ray nodes to spread the environments over; 0: this machine, without Ray. Unset: all nodes with free cores if Ray
-    is initialised, an address is given or learners="dedicated"; else 0."""
+    num_nodes: Annotated[int, Bounds(0)] | tuple[int, int] | None = None
+    """Ray nodes to spread the environments over; 0: this machine, without Ray. Two numbers (min, max), on the command
+    line MIN:MAX: environments move as nodes join and leave. Unset: all nodes with free cores if Ray is initialised, an
+    address is given or learners="dedicated"; else 0."""
 
     workers_per_node: Annotated[int, Bounds(0)] | None = None
     """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
@@ -131,7 +132,8 @@ class TrainConfig(metaclass=PresetMeta):
     ahead."""
 
     num_learners: Count = 1
-    """Ranks that compute each update together, at most one for each environment."""
+    """Ranks that compute each update together, at most one for each environment. With learners="decentralized" and
+    num_nodes=(min, max), it is the number on max nodes; on fewer nodes there are fewer ranks, in proportion."""
 
     learners: Literal["driver", "shared", "dedicated", "decentralized"] | None = None
     """Where updates are computed: "driver"; "shared": by ranks on the nodes of the environments; "dedicated": by ranks
@@ -241,12 +243,37 @@ class TrainConfig(metaclass=PresetMeta):
                 got=self.num_learners,
                 remedy="Lower num_learners, or raise num_envs.",
             )
+        if isinstance(self.num_nodes, tuple):
+            self._check_elastic(check_node_range(self.num_nodes))
         if self.learners == "driver" and self.num_learners > 1:
             raise ConfigError(
                 "The driver is one learner.",
                 expected="num_learners=1 with learners='driver'",
                 got=f"num_learners={self.num_learners}",
                 remedy="Leave learners out, or pass learners='shared', 'dedicated' or 'decentralized'.",
+            )
+
+    def _check_elastic(self, num_nodes: tuple[int, int]) -> None:
+        if num_nodes[1] > self.num_envs:
+            raise ConfigError(
+                "Each node holds at least one environment.",
+                expected=f"num_nodes=(min, max) with max at most num_envs = {self.num_envs}",
+                got=f"num_nodes={num_nodes}",
+                remedy="Lower max, or raise num_envs.",
+            )
+        if self.learner_mode == "decentralized" and num_nodes[1] > self.num_learners:
+            raise ConfigError(
+                "Each node has at least one decentralized rank.",
+                expected=f"num_nodes=(min, max) with max at most num_learners = {self.num_learners}",
+                got=f"num_nodes={num_nodes}",
+                remedy="Lower max, or raise num_learners, the number of ranks on max nodes.",
+            )
+        if self.learner_mode == "dedicated":
+            raise ConfigError(
+                "Dedicated ranks have nodes of their own, on which no environment may move.",
+                expected="one number of nodes with learners='dedicated'",
+                got=f"num_nodes={num_nodes}",
+                remedy="Pass one number as num_nodes, or learners='driver', 'shared' or 'decentralized'.",
             )
 
     @property

@@ -34,7 +34,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
 
     Args:
         env_fns: One callable for each environment.
-        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray.
+        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray. A pair lets environments
+            move as nodes join and leave, as for :class:`rayvec.RayVecEnv`.
         workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
             process steps the environments one after another, as ``DummyVecEnv`` does.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
@@ -57,7 +58,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
         self,
         env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
         *,
-        num_nodes: int | None = None,
+        num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,

@@ -156,12 +156,18 @@ class DecentralizedTrainer:
         group: The ranks, each with a :class:`RankTrainer`.
         progress: How far the run has come.
         state: State of the run to continue from.
+        has_changed: Whether there are other nodes now, so that ranks should be placed again.
     """
 
     def __init__(
-        self, config: TrainConfig, group: DecentralizedGroup, progress: Progress, state: Mapping[str, Any] | None
+        self,
+        config: TrainConfig,
+        group: DecentralizedGroup,
+        progress: Progress,
+        state: Mapping[str, Any] | None,
+        has_changed: Callable[[], bool] = bool,
     ) -> None:
-        self._config, self._group = config, group
+        self._config, self._group, self._has_changed = config, group, has_changed
         found = group.run("spaces")
         check_same_spaces(found)
         warn_of_wide_ranges(found[0][0], config)
@@ -176,6 +182,11 @@ class DecentralizedTrainer:
     def has_pending(self) -> bool:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         return bool(self._pending)
+
+    @property
+    def is_outdated(self) -> bool:
+        """See :class:`~rayvec.training.trainer.RunTrainer`."""
+        return self._has_changed()
 
     def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
@@ -234,6 +245,8 @@ def open_decentralized(
     state: Mapping[str, Any] | None,
     host: RankHost,
     *,
+    num_ranks: int,
+    has_changed: Callable[[], bool],
     fewer: bool,
     timeout_s: float,
 ) -> Iterator[tuple[DecentralizedTrainer, DecentralizedGroup]]:
@@ -243,7 +256,7 @@ def open_decentralized(
     """
     group = DecentralizedGroup(
         functools.partial(RankTrainer, config, LEARNERS[type(config)], registered_specs()),
-        config.num_learners,
+        num_ranks,
         host,
         fewer=fewer,
         device=config.learner_device,
@@ -251,7 +264,7 @@ def open_decentralized(
         timeout_s=timeout_s,
     )
     try:
-        yield DecentralizedTrainer(config, group, progress, state), group
+        yield DecentralizedTrainer(config, group, progress, state, has_changed), group
     except BaseException:
         group.close(terminate=True)
         raise

@@ -128,18 +128,23 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     check_tracker(config)
     run = _Run(config, run_dir, state, checked_callbacks(callbacks))
     is_done = False
+    cores: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
             try:
-                with open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0) as trainer:
+                opened = open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0, cores=cores)
+                with opened as trainer:
                     interrupts.check()
                     run.open_tracker(stack)
                     if run.state is None:
                         run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
                     is_done = run.train(trainer, interrupts)
+                if not is_done and not interrupts.requested:
+                    steps = run.context.progress.steps
+                    logger.warning("nodes joined or leave: ranks are placed again at step %d", steps)
             except RankLostError as error:
                 run.lose_ranks(error)
         if is_done:
@@ -212,7 +217,8 @@ class _Run:
         """Makes the iterations that are left, with checkpoints and evaluations.
 
         Returns:
-            Whether the run is done; not if Ctrl-C was pressed before. Then the checkpoint is of the last iteration.
+            Whether the run is done; not if Ctrl-C was pressed before, or if it should continue with other ranks. Then
+            the checkpoint is of the last iteration.
         """
         self.has_begun = True
         config, context, progress, saved_s = self._config, self.context, self.context.progress, time.monotonic()
@@ -222,11 +228,12 @@ class _Run:
         ):
             with interrupts.deferred():
                 is_saved = False
-                while trainer.has_pending or (progress.steps < config.total_steps and not self._ends(interrupts)):
+                while trainer.has_pending or (self._has_more(interrupts) and not trainer.is_outdated):
                     last_step = progress.steps + config.steps_per_iteration
-                    is_last = self._ends(interrupts) or last_step >= config.total_steps
+                    is_end = self._ends(interrupts) or last_step >= config.total_steps
+                    is_last = is_end or trainer.is_outdated
                     is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
-                    is_evaluated = evaluator.is_due(last_step) and not is_last
+                    is_evaluated = evaluator.is_due(last_step) and not is_end
                     is_saved = context.take_request() or is_late or is_last or is_evaluated
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
@@ -242,12 +249,18 @@ class _Run:
                         saved_s = time.monotonic()
                 if not is_saved:
                     self._save(trainer.state())
+                if self._has_more(interrupts):
+                    return False
             if interrupts.requested:
                 return False
             evaluation = trainer.evaluate()
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)
         return True
+
+    def _has_more(self, interrupts: Interrupts) -> bool:
+        """Whether an iteration should follow."""
+        return self.context.progress.steps < self._config.total_steps and not self._ends(interrupts)
 
     def _ends(self, interrupts: Interrupts) -> bool:
         """Whether Ctrl-C or a callback asked to end the run."""
@@ -276,7 +289,8 @@ class _Run:
             LearnerError: Ranks are lost again and again, or before the first checkpoint.
         """
         self.num_losses += 1
-        if self.num_losses > _MOST_LOSSES or self.state is None:
+        can_begin_again = self.state is not None or isinstance(self._config.num_nodes, tuple)
+        if self.num_losses > _MOST_LOSSES or not can_begin_again:
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
                 expected=f"ranks that start, and at most {_MOST_LOSSES} losses between two checkpoints",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
@@ -24,7 +24,12 @@ __all__ = ["open_trainer"]
 
 @contextlib.contextmanager
 def open_trainer(
-    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, *, fewer: bool = False
+    config: TrainConfig,
+    progress: Progress,
+    state: Mapping[str, Any] | None,
+    *,
+    fewer: bool = False,
+    cores: dict[str, int] | None = None,
 ) -> Iterator[RunTrainer]:
     """Yields what makes the iterations of a run, and prints on standard error where its environments are.
 
@@ -33,13 +38,23 @@ def open_trainer(
         progress: How far the run has come.
         state: State of the run to continue from; none begins it.
         fewer: Whether decentralized ranks may be fewer, where there is no room for all of them.
+        cores: Cores of each node that elastic ranks of this run have used, by id; the nodes that they use are added.
     """
     config = choose_engine(config)
     if config.learner_mode == "decentralized":
-        host, workers = _host(config, fewer)
-        rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
-        limit_s = wait_limit_s(config)
-        with open_decentralized(rank_config, progress, state, host, fewer=fewer, timeout_s=limit_s) as (trainer, group):
+        places = _places(config, fewer, {} if cores is None else cores)
+        rank_config = replace(config, num_nodes=0, workers_per_node=places.num_workers, address=None)
+        with open_decentralized(
+            rank_config,
+            progress,
+            state,
+            places.host,
+            num_ranks=places.num_ranks,
+            has_changed=places.has_changed,
+            fewer=fewer or places.is_elastic,
+            timeout_s=wait_limit_s(config),
+        ) as (trainer, group):
+            workers = places.num_workers
             nodes = len({placement.node for placement in group.placements})
             where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
             stepped = f"{workers} worker(s) each" if workers else "which step their own"
@@ -56,7 +71,25 @@ def open_trainer(
         yield Trainer(config, env, learner, progress, state["collector"] if state else None)
 
 
-def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
+class _Places(NamedTuple):
+    """Where decentralized ranks run.
+
+    Attributes:
+        host: What starts them.
+        num_ranks: Number of ranks.
+        num_workers: Number of workers of each rank.
+        is_elastic: Whether the ranks follow nodes that join and leave.
+        has_changed: Whether there are other nodes now, so that ranks should be placed again.
+    """
+
+    host: RankHost
+    num_ranks: int
+    num_workers: int
+    is_elastic: bool = False
+    has_changed: Callable[[], bool] = bool
+
+
+def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) -> _Places:
     """Returns where decentralized ranks run, and how many workers each of them has.
 
     The workers of a rank wait while it learns, so a rank claims the cores of its workers and none besides.
@@ -64,16 +97,24 @@ def _host(config: TrainConfig, fewer: bool) -> tuple[RankHost, int]:
     count = config.num_learners
     if config.num_nodes == 0:
         cores = len(os.sched_getaffinity(0)) if config.workers_per_node is None else config.workers_per_node
-        return ProcessHost(), 0 if config.workers_per_node == 0 else max(1, cores // count)
+        return _Places(ProcessHost(), count, 0 if config.workers_per_node == 0 else max(1, cores // count))
     from rayvec.cluster.session import RaySession  # these import Ray
+    from rayvec.distributed.rank_nodes import RankNodes
     from rayvec.distributed.rank_placement import ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
     session = RaySession(config.address)
     try:
-        nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
-        num_cpus, num_gpus = max(workers, config.learner_threads), int(config.learner_device == "cuda")
-        request = ResourceRequest(num_cpus, num_gpus, num_nodes=None if fewer else nodes)
-        return RayHost(request, config.address), workers
+        num_gpus = int(config.learner_device == "cuda")
+        if isinstance(config.num_nodes, tuple):
+            nodes = RankNodes(config.num_nodes, count, cores_of_nodes)
+            workers = nodes.workers_per_rank(config.workers_per_node)
+            num_cpus = max(workers, config.learner_threads)
+            request = ResourceRequest(num_cpus, num_gpus, nodes=nodes.node_ids, num_nodes=len(nodes.node_ids))
+            return _Places(RayHost(request, config.address), nodes.num_ranks, workers, True, nodes.has_changed)
+        num_nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
+        num_cpus = max(workers, config.learner_threads)
+        request = ResourceRequest(num_cpus, num_gpus, num_nodes=None if fewer else num_nodes)
+        return _Places(RayHost(request, config.address), count, workers)
     finally:
         session.release()

@@ -60,6 +60,11 @@ class RunTrainer(Protocol):
         """Whether an iteration has begun of which the loop does not know the result."""
         ...
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the nodes of the cluster have changed, so that the run should continue with other ranks."""
+        ...
+
     def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """Makes an iteration.
 
@@ -93,6 +98,7 @@ class Trainer:
     """
 
     has_pending = False
+    is_outdated = False  # elastic environments move by themselves
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _NAME = "localhost/driver"
 def open_pool(
     factory: EnvFactory,
     *,
-    num_nodes: int | None,
+    num_nodes: int | tuple[int, int] | None,
     workers_per_node: int | None,
     restart_policy: RestartPolicy,
     on_node_loss: str,

@@ -14,7 +14,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, VectorizeMode
 
 from rayvec.data.partition import even_bounds
-from rayvec.errors import check_count
+from rayvec.errors import check_count, check_node_range
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["make_vec", "sub_batch_sizes"]
@@ -84,7 +84,7 @@ def make_vec(
     return env
 
 
-def sub_batch_sizes(num_envs: int, num_nodes: int | None, workers_per_node: int | None) -> list[int]:
+def sub_batch_sizes(num_envs: int, num_nodes: int | tuple[int, int] | None, workers_per_node: int | None) -> list[int]:
     """Returns how many environments each native sub-batch has: one for each worker.
 
     Where the number of workers is not given, there are as many as this machine has cores.
@@ -94,7 +94,8 @@ def sub_batch_sizes(num_envs: int, num_nodes: int | None, workers_per_node: int 
     """
     check_count("num_envs", num_envs)
     workers = len(os.sched_getaffinity(0)) if workers_per_node is None else workers_per_node
-    bounds = even_bounds(num_envs, min(num_envs, max(1, (num_nodes or 1) * workers)))
+    most = check_node_range(num_nodes)[1] if isinstance(num_nodes, tuple | list) else num_nodes or 1
+    bounds = even_bounds(num_envs, min(num_envs, max(1, most * workers)))
     return [stop - start for start, stop in pairwise(bounds)]
 
 

@@ -59,7 +59,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             ``native=True`` as the sub-batches say.
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
-        num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray.
+        num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray. A pair,
+            the least and the greatest number, lets environments move as nodes join and leave: see docs/elastic.md.
         workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
             one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
             for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` has no meaning then.
@@ -96,7 +97,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         copy: bool = True,
         autoreset_mode: str | AutoresetMode | None = None,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-        num_nodes: int | None = None,
+        num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
         groups: Literal[1, 2, "auto"] = 1,
         step_timeout_s: float | None = None,

@@ -22,6 +22,7 @@ from helpers.waiting import shm_names, wait_until
 
 from rayvec.vector.ray_vec_env import RayVecEnv
 from soak.auditor import Auditor
+from soak.elastic import NUM_NODES, NodeChanges, train_audited
 from soak.faults import Faults
 from soak.recording import MARK, Recorder, growth_mib, marked
 from soak.short_lives import ShortLives
@@ -42,7 +43,9 @@ class Soak:
         rng: Chooses.
     """
 
-    def __init__(self, env: RayVecEnv, faults: Faults, short_lives: list[ShortLives], rng: random.Random) -> None:
+    def __init__(
+        self, env: RayVecEnv, faults: Faults | NodeChanges, short_lives: list[ShortLives], rng: random.Random
+    ) -> None:
         self._env, self._faults, self._rng = env, faults, rng
         self._short_lives = short_lives
         self.made: Counter[str] = Counter()
@@ -91,45 +94,60 @@ class Soak:
         fault()
 
 
-def soak(minutes: float, fault_every_s: float, seed: int, only: tuple[str, ...], record: Path) -> None:
+def soak(args: argparse.Namespace) -> None:
     """Runs for some minutes; raises AssertionError at the first thing that is not as it should be."""
     import ray
     from ray.cluster_utils import Cluster
 
-    rng = random.Random(seed)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "include_dashboard": False})
+    rng, elastic = random.Random(args.seed), args.elastic != "no"
+    head = {"num_cpus": 6, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=not elastic)  # else by no thread
     try:
         cluster.add_node(num_cpus=4)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp") as name:
-            directory = Path(name)
-            for each in ("large", "0", "1"):
-                (directory / each).mkdir()
-            with RayVecEnv(
-                [partial(Witness, index, directory / "large") for index in range(NUM_ENVS)],
-                workers_per_node=4,
-                num_nodes=2,
-                on_env_error="restart",
-                step_timeout_s=5.0,
-                on_node_loss="rehost",
-            ) as env:
-                faults = Faults(env, cluster, directory / "large", rng, only)
-                short = [] if only else [ShortLives(directory / str(n), rng, n) for n in (0, 1)]
-                loop = Soak(env, faults, short, rng)
-                recorder = Recorder(record, 10.0, loop.counts)
-                try:
-                    loop.run(time.monotonic() + 60 * minutes, fault_every_s)
-                finally:
-                    recorder.close()
-                    faults.close()
-                    print(loop.counts())
+        if args.elastic == "decentralized":
+            recorder = train_audited(cluster, args.minutes, args.fault_every, rng, args.record)
+        else:
+            recorder = step_audited(cluster, args, rng)
     finally:
         ray.shutdown()
         cluster.shutdown()
-    skip_s = max(_BEGIN_S, 10 * minutes)
+    skip_s = max(_BEGIN_S, 10 * args.minutes)
+    late = [sample["own_mib"]["driver"] for sample in recorder.samples if sample["at_s"] >= skip_s]
+    if late:
+        print(f"memory of the driver: {late[0]:.1f} MiB after {skip_s / 60:.1f} minutes, {late[-1]:.1f} MiB at the end")
     for group in ("driver", "workers", "actors", "ray"):
         grown = growth_mib(recorder.samples, group, skip_s)
-        print(f"memory of {group}: {grown:+.1f} MiB from {skip_s / 60:.1f} to {minutes:g} minutes")
+        print(f"memory of {group}: {grown:+.1f} MiB from {skip_s / 60:.1f} to {args.minutes:g} minutes")
+
+
+def step_audited(cluster: Any, args: argparse.Namespace, rng: random.Random) -> Recorder:
+    """Steps a large vector environment, and audits every transition."""
+    elastic = args.elastic == "central"
+    only = tuple(filter(None, args.only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp") as name:
+        directory = Path(name)
+        for each in ("large", "0", "1"):
+            (directory / each).mkdir()
+        with RayVecEnv(
+            [partial(Witness, index, directory / "large") for index in range(NUM_ENVS)],
+            workers_per_node=4,
+            num_nodes=NUM_NODES if elastic else 2,
+            on_env_error="restart",
+            step_timeout_s=5.0,
+            on_node_loss="rehost",
+        ) as env:
+            faults = NodeChanges(cluster, rng) if elastic else Faults(env, cluster, directory / "large", rng, only)
+            short = [] if only or elastic else [ShortLives(directory / str(n), rng, n) for n in (0, 1)]
+            loop = Soak(env, faults, short, rng)
+            recorder = Recorder(args.record, 5.0 if elastic else 10.0, loop.counts)
+            try:
+                loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
+            finally:
+                recorder.close()
+                faults.close()
+                print(loop.counts())
+    return recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,6 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--fault-every", type=float, default=5.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--elastic",
+        choices=["no", "central", "decentralized"],
+        default="no",
+        help="nodes join and leave, and nothing else happens; decentralized: under a training whose ranks audit",
+    )
     parser.add_argument("--only", default="", help="faults to make, by name, separated by commas; 'none' for none")
     parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples and the plot are written")
     args = parser.parse_args(arguments)
@@ -149,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         os.environ["RAY_TMPDIR"] = directory
         os.mkdir(f"{directory}/ray")
-        only = tuple(filter(None, args.only.split(",")))
-        soak(args.minutes, args.fault_every, args.seed, only, args.record)
+        soak(args)
     wait_until(lambda: [pid for pid, _ in marked()] == [os.getpid()], "every process has ended")
     assert shm_names() <= before, shm_names() - before
     print("not one transition was wrong, and nothing is left")

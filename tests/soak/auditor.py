@@ -17,20 +17,22 @@ class Auditor:
 
     Args:
         obs: What the reset of all environments returned, ``[N, 4]``.
+        indices: The index that each environment says; by default its own.
 
     Attributes:
         done: Whether the next step of an environment begins an episode, ``bool [N]``.
         seen: How many transitions, restarts, chunks and large infos were checked.
     """
 
-    def __init__(self, obs: Any) -> None:
+    def __init__(self, obs: Any, indices: Any = None) -> None:
         self._last = obs.copy()
+        self._indices = np.arange(len(obs)) if indices is None else indices
         self.done = np.zeros(len(obs), bool)
         self.seen: Counter[str] = Counter(transitions=0, restarts=0)
 
     def _begins(self, n: int, obs: Any) -> None:
         same = obs[INSTANCE] == self._last[n][INSTANCE]
-        assert obs[INDEX] == n and obs[COUNT] == 0, (n, obs, self._last[n])
+        assert obs[INDEX] == self._indices[n] and obs[COUNT] == 0, (n, obs, self._last[n])
         assert obs[EPISODE] == (self._last[n][EPISODE] + 1 if same else 1), (n, obs, self._last[n])
 
     def _continues(self, n: int, before: Any, obs: Any, rew: float) -> None:
@@ -59,7 +61,7 @@ class Auditor:
     def chunk(self, chunk: Chunk | None, version: int = 0) -> None:
         """Checks every column of a chunk, the weights it was taken with, and where it joins what went before."""
         assert chunk is not None
-        acted_with = chunk.extras.get("version", np.zeros(chunk.valid.shape))
+        acted_with = chunk.extras.get("version", np.full(chunk.valid.shape, version))
         assert chunk.weights_version == version and (acted_with[chunk.valid] == version).all()
         following = chunk.next_obs()
         restarts = {(t, n) for t, n in chunk.restarts.tolist()}

@@ -69,7 +69,7 @@ def _group(pid: int, command: bytes) -> str:
         return "driver"
     if b"fork_server" in command:
         return "workers"
-    if b"NodeActor" in command:
+    if b"NodeActor" in command or b"RankActor" in command:
         return "actors"
     return "environments" if command.startswith(b"sleep") else "ray"
 

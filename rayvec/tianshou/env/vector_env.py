@@ -50,7 +50,8 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         env_fns: One callable for each environment.
         wait_num: A step returns when this many environments have answered; all of them by default.
         timeout: A step returns after this many seconds with the answers that are there, at least one.
-        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray.
+        num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray. A pair lets environments
+            move as nodes join and leave, as for :class:`rayvec.RayVecEnv`.
         workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
             process steps the environments one after another, as ``DummyVectorEnv`` does.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
@@ -79,7 +80,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         wait_num: int | None = None,
         timeout: float | None = None,
         *,
-        num_nodes: int | None = None,
+        num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,

@@ -1,0 +1,370 @@
+"""Elastic nodes: environments move as nodes join and leave, and no transition is wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from gymnasium.vector import SyncVectorEnv
+from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, without_cores_elsewhere
+from helpers.examples import examples
+from helpers.native_envs import counting
+from hypothesis import given
+from hypothesis import strategies as st
+from soak.auditor import Auditor
+from soak.witness import Asking, Witness
+
+from rayvec.cluster import elastic
+from rayvec.cluster.elastic import ElasticPlacement, assign_parts, num_parts
+from rayvec.collect.collector import Collector
+from rayvec.errors import ConfigError, NodeLostError
+from rayvec.pools.restarts import RESTARTS_OF_A_NODE, restart_seed
+from rayvec.testing import CountingEnv, assert_identical, counting_errors
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+SEED, EPISODE, STEP, TOTAL = range(4)
+
+
+@given(st.integers(1, 16), st.integers(0, 15), st.integers(1, 300))
+@examples(200)
+def test_parts_are_as_few_as_balance_allows(low: int, more: int, num_envs: int) -> None:
+    high = low + more
+    parts = num_parts(low, high, num_envs)
+    assert 1 <= parts <= min(num_envs, 3 * high)
+    if parts < num_envs:
+        assert parts % high == 0
+        assert parts == 3 * high or all(
+            math.ceil(parts / nodes) <= 1.25 * parts / nodes + 1e-9 for nodes in range(low, high + 1)
+        )
+
+
+@given(
+    st.lists(st.sampled_from([None, *"abcdef"]), min_size=1, max_size=40),
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 64), min_size=1),
+)
+@examples(300)
+def test_assigned_parts_are_balanced_and_stay_where_they_can(current: list[Any], weights: dict[str, int]) -> None:
+    found = assign_parts(current, weights)
+    counts = {node: found.count(node) for node in weights}
+    assert sum(counts.values()) == len(current)
+    for node, count in counts.items():
+        exact = len(current) * weights[node] / sum(weights.values())
+        assert math.floor(exact + 1e-9) <= count <= math.ceil(exact - 1e-9), (node, count, exact)
+        stays = sum(old == new == node for old, new in zip(current, found, strict=True))
+        assert stays == min(count, current.count(node))
+    assert assign_parts(found, weights) == found
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "expected"),
+    [
+        ((2, 1), "1 <= min <= max"),
+        ((0, 2), "1 <= min <= max"),
+        ((1, 2, 3), "two whole numbers"),
+        ((1.0, 2), "two whole numbers"),
+        ((True, 2), "two whole numbers"),
+        ((1, 5), "max at most 4"),
+    ],
+)
+def test_a_range_that_is_none(num_nodes: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        RayVecEnv([CountingEnv] * 4, num_nodes=num_nodes)
+    with pytest.raises(ConfigError, match="a whole number"):
+        ElasticPlacement((1, 2), 4, workers_per_node=0)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_fewer_nodes_than_the_least_number() -> None:
+    """It waits up to the limit for a start, and says what it found."""
+    with pytest.raises(ConfigError, match=r"3 node\(s\) with 2 free core\(s\) each, within start_timeout_s=0.2"):
+        RayVecEnv([CountingEnv] * 4, num_nodes=(3, 4), workers_per_node=2, start_timeout_s=0.2)
+
+
+def is_right(chunks: list[Any]) -> bool:
+    """Whether chunks of CountingEnv have no error but at a boundary over which an environment moved."""
+    moved = [(number, n) for number, chunk in enumerate(chunks) for t, n in chunk.restarts if t < 0]
+    starts = [f"a chunk begins where the last one ended: chunk {number}, place [{n}]" for number, n in moved]
+    ends = [f"chunk {number - 1}, place [{chunks[number - 1].num_steps - 1}, {n}]" for number, n in moved if number]
+    errors = [error for error in counting_errors(chunks) if error not in starts and not error.endswith(tuple(ends))]
+    assert errors == []
+    return True
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_environments_are_those_of_sync_vector_env_and_move_when_cores_come_free() -> None:
+    """A node whose cores are claimed is none; once they are free, its share moves, and begins new episodes."""
+    with without_cores_elsewhere() as free:
+        env = RayVecEnv([CountingEnv] * 6, num_nodes=(1, 2), workers_per_node=2)
+        sync = SyncVectorEnv([CountingEnv] * 6)
+        with env:
+            assert [len(node.env_range) for node in env.topology.nodes] == [6] and env.transports == ("shm",)
+            assert_identical(env.reset(seed=1), sync.reset(seed=1))
+            for _ in range(20):
+                assert_identical(env.step(np.zeros(6, int)), sync.step(np.zeros(6, int)))
+            free()
+            for _ in range(3):  # no boundary of a chunk or a reset
+                assert_identical(env.step(np.zeros(6, int)), sync.step(np.zeros(6, int)))
+            chunks: list[Any] = []
+            (other,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(envs_by_node(env))
+
+            def advance() -> None:
+                chunks.append(env.rollout(first_actions, 3))
+                assert chunks[-1].rew.shape == (3, 6) and chunks[-1].env_ids.tolist() == list(range(6))
+
+            found = until_moved(env, advance, [None, other])
+            moved = found[other]
+            assert len(moved) == 3 and env.transports == ("shm", "tcp")
+            assert {t for t, _ in chunks[-1].restarts} <= {-1} and is_right(chunks)
+            assert {n for _, n in chunks[-1].restarts} <= set(moved)  # the others were between two episodes
+            seeds = [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in moved]
+            assert chunks[-1].obs[0, moved, SEED].tolist() == seeds
+            pids = env.worker_pids()
+            assert [len(pids[node.name]) - 1 for node in env.topology.nodes] == [2, 2]
+            assert_identical(env.reset(seed=1), sync.reset(seed=1))
+            for _ in range(20):
+                assert_identical(env.step(np.zeros(6, int)), sync.step(np.zeros(6, int)))
+        sync.close()
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any) -> Iterator[Nodes]:
+    """What adds nodes to the shared cluster; its own second node has no free cores meanwhile."""
+    made = Nodes(ray_cluster)
+    with without_cores_elsewhere():
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def witnesses(tmp_path: Path, nodes: Nodes) -> Iterator[RayVecEnv]:
+    """Twelve environments on one to three nodes, that say who they are."""
+    makes = [partial(Witness, index, tmp_path) for index in range(12)]
+    with RayVecEnv(makes, num_nodes=(1, 3), workers_per_node=2) as env:
+        yield env
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inference", ["worker", "node", "driver"])
+def test_nodes_join_and_leave_between_chunks(witnesses: RayVecEnv, nodes: Nodes, inference: Any) -> None:
+    """Every transition is right; a fourth node is ignored until one of three leaves."""
+    env, auditor = witnesses, Auditor(witnesses.reset(seed=1)[0])
+    policy = Asking()
+
+    def advance() -> None:
+        auditor.chunk(env.rollout(policy, 10, inference))
+
+    first = nodes.join()
+    until_moved(env, advance, [None, first])
+    second = nodes.join()
+    assert auditor.seen["restarts"] == 6
+    held = until_moved(env, advance, [None, first, second])
+    assert [len(each) for each in held.values()] == [4, 4, 4] and auditor.seen["restarts"] == 10
+    third = nodes.join()
+    advance()
+    assert third not in envs_by_node(env)
+    nodes.announce(first)
+    assert until_moved(env, advance, [None, second, third])[third] == held[first]
+    assert auditor.seen["restarts"] == 14
+    nodes.kill(first)
+    nodes.kill(third)  # without notice
+    until_moved(env, advance, [None, second])
+    nodes.announce(second)
+    until_moved(env, advance, [None])
+    assert auditor.seen["restarts"] == 24
+    nodes.close()
+    advance()
+
+
+@pytest.mark.slow
+def test_a_node_that_announces_leaves_between_steps(
+    witnesses: RayVecEnv, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps do not wait for a reset to leave a node; a node that joins waits for the reset."""
+    env, auditor = witnesses, Auditor(witnesses.reset(seed=1)[0])
+
+    def step() -> None:
+        auditor.step(*env.step(np.zeros(12, np.int64)))
+
+    def reset() -> None:
+        obs, _ = env.reset()
+        auditor.__init__(obs)  # type: ignore[misc]
+
+    first = nodes.join()
+    for _ in range(100):
+        step()
+    assert len(env.topology.nodes) == 1
+    held = until_moved(env, reset, [None, first])
+    with caplog.at_level(logging.WARNING):
+        nodes.announce(first)
+        until_moved(env, step, [None])
+    step()
+    assert auditor.seen["restarts"] == len(held[first]) == 6
+    assert "(it leaves) to node" in caplog.text and "is lost" not in caplog.text
+    nodes.kill(first)
+    step()
+
+
+@pytest.mark.slow
+def test_a_node_joins_while_a_chunk_is_pending(witnesses: RayVecEnv, nodes: Nodes) -> None:
+    """The driver keeps the part of the pending chunk, also one in memory of the node that it leaves."""
+    env, auditor = witnesses, Auditor(witnesses.reset(seed=1)[0])
+    weights = env.publish(Asking())
+    env.rollout_async(weights, 10, 0, 0)
+
+    def advance() -> None:
+        env.rollout_async(weights, 10, 0, 0)
+        auditor.chunk(env.rollout_wait().chunk)
+
+    first = nodes.join()
+    until_moved(env, advance, [None, first])
+    nodes.announce(first)
+    until_moved(env, advance, [None])
+    auditor.chunk(env.rollout_wait().chunk)
+    assert auditor.seen["restarts"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parted", [False, True], ids=["all together", "part by part"])
+def test_a_collector_with_prefetch(nodes: Nodes, parted: bool) -> None:
+    """Batches keep their size, and no transition is wrong, whatever is pending when environments move."""
+    with RayVecEnv([partial(CountingEnv, 5)] * 6, num_nodes=(1, 2), workers_per_node=1) as env:
+        collector = Collector(env, first_actions, prefetch=True, seed=3, max_staleness=4 if parted else None)
+        collector.reset(seed=1)
+        chunks = []
+
+        def advance() -> None:
+            batch = collector.collect(n_step=60)
+            assert batch.stats.n_collected_steps == 60
+            chunks.extend(batch.chunks)
+
+        first = nodes.join()
+        until_moved(env, advance, [None, first])
+        nodes.kill(first)
+        until_moved(env, advance, [None])
+        assert any(len(chunk.restarts) for chunk in chunks)
+        for chunk in chunks:
+            before, after = chunk.obs[chunk.valid], chunk.next_obs()[chunk.valid]
+            assert (after[:, TOTAL] == before[:, TOTAL] + 1).all() and (after[:, :STEP] == before[:, :STEP]).all()
+        collector.close()
+
+
+@pytest.mark.slow
+def test_native_sub_batches_move_as_a_whole(nodes: Nodes) -> None:
+    with RayVecEnv([partial(counting, 2)] * 4, num_nodes=(1, 2), workers_per_node=2, native=True) as env:
+        chunks = [env.rollout(first_actions, 5, seed=1)]
+        first = nodes.join()
+        held = until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, first])
+        assert held[first] == [4, 5, 6, 7] and is_right(chunks)
+        nodes.announce(first)
+        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None])
+        assert is_right(chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait_num", [None, 2])
+def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
+    """Environments that step in turns move with pending requests: those steps are truncated, and no other."""
+    from rayvec.tianshou import RayVectorEnv
+
+    env: Any = RayVectorEnv([partial(CountingEnv, 1000)] * 6, wait_num=wait_num, num_nodes=(1, 3), workers_per_node=2)
+    others = [node for node in envs_by_node(env) if node != ray.get_runtime_context().get_node_id()]  # claim no cores
+    last, ready, restarted = np.zeros((6, 4), np.int64), np.arange(6), []
+
+    def reset() -> None:
+        nonlocal ready
+        while len(ready) < 6:  # the others have pending steps
+            ready = np.union1d(ready, [each["env_id"] for each in env.step(None, None)[4]]).astype(int)
+        last[:] = np.stack(list(env.reset()[0]))
+        ready = np.arange(6)
+
+    def advance() -> None:
+        nonlocal ready
+        obs, rew, terminated, truncated, info = env.step(np.zeros(len(ready), int), ready)
+        ready = np.array([each["env_id"] for each in info])
+        for n, after, reward, cut, each in zip(ready, obs, rew, truncated, info, strict=True):
+            if each.get("env_restarted"):
+                assert cut and reward == 0 and (after == last[n]).all()
+                restarted.append(n)
+            else:
+                assert after[TOTAL] == last[n][TOTAL] + 1 == reward
+            last[n] = after
+        ended = ready[terminated | truncated]
+        if len(ended):
+            last[ended] = np.stack(list(env.reset(ended)[0]))
+
+    try:
+        reset()
+        first = nodes.join()
+        held = until_moved(env, reset, [None, *others, first])
+        for _ in range(12):
+            advance()
+        restarted.clear()
+        nodes.announce(first)
+        until_moved(env, advance, [None, *others])
+        for _ in range(12):
+            advance()
+        assert sorted(restarted) == held[first]
+    finally:
+        env.close()
+
+
+@pytest.mark.slow
+def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
+    monkeypatch.setattr(elastic, "_REPLACE_S", 0.5)
+    first = nodes.join()
+    with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
+        env.reset(seed=1)
+        nodes.announce(first)
+        chunks = [env.rollout(first_actions, 10) for _ in range(20)]
+        assert first in envs_by_node(env) and counting_errors(chunks) == []
+        nodes.kill(first)
+        with pytest.raises(NodeLostError, match=r"num_nodes=\(2, 3\), at least 2 node\(s\) must remain: 1 are left"):
+            env.rollout(first_actions, 10)
+        assert env.closed
+
+
+@pytest.mark.slow
+def test_environments_that_can_not_start_on_a_node_stay_where_they_are(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RayVecEnv([partial(OnlyOnce, tmp_path, n) for n in range(4)], num_nodes=(1, 2), workers_per_node=2) as env:
+        chunks = [env.rollout(first_actions, 5, seed=1)]
+        nodes.join()
+        while "can't move to node" not in caplog.text:
+            chunks.append(env.rollout(first_actions, 5))
+        chunks += [env.rollout(first_actions, 5) for _ in range(5)]
+        assert counting_errors(chunks) == [] and len(env.topology.nodes) == 1
+
+
+class OnlyOnce(CountingEnv):
+    """Can be made once."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        super().__init__()
+        (directory / f"{index}").touch(exist_ok=False)
+
+
+@pytest.mark.slow
+def test_on_node_loss_raise(nodes: Nodes) -> None:
+    """A node that announces is left; one that ends without notice is an error."""
+    with RayVecEnv([CountingEnv] * 4, num_nodes=(1, 2), workers_per_node=1, on_node_loss="raise") as env:
+        chunks = [env.rollout(first_actions, 5, seed=1)]
+        first = nodes.join()
+        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, first])
+        nodes.announce(first)
+        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None])
+        second = nodes.join()
+        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, second])
+        assert is_right(chunks)
+        nodes.kill(second)
+        with pytest.raises(NodeLostError):
+            for _ in range(100):
+                env.rollout(first_actions, 5)

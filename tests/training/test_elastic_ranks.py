@@ -1,0 +1,120 @@
+"""Decentralized ranks grow and shrink between iterations, as nodes join and leave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.elastic import Nodes, without_cores_elsewhere
+from helpers.training_kit import SMALL
+
+import rayvec
+from rayvec.distributed import rank_nodes
+from rayvec.distributed.rank_nodes import RankNodes
+from rayvec.errors import ConfigError
+from rayvec.training.loggers import read_metrics
+
+ELASTIC = {**SMALL, "learners": "decentralized", "num_learners": 2, "num_nodes": (1, 2), "workers_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_nodes": (1, 3)}, "max at most num_learners = 2"),
+        ({"num_nodes": (2, 1)}, "1 <= min <= max"),
+        ({"num_nodes": (1, 5), "learners": "shared"}, "max at most num_envs = 4"),
+        ({"learners": "dedicated"}, "one number of nodes with learners='dedicated'"),
+    ],
+)
+def test_settings_that_can_not_be_elastic(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        rayvec.PPOConfig(**{**ELASTIC, **changes})
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_nodes, "_WAIT_S", 0.1)
+    settings = {**ELASTIC, "num_nodes": (3, 4), "num_learners": 4, "run_dir": tmp_path / "a"}
+    with pytest.raises(ConfigError, match=r"3 such node\(s\) within 0.1 s"):
+        rayvec.train(rayvec.PPOConfig(**settings))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_are_as_many_as_nodes_allow() -> None:
+    cores: dict[str, int] = {}
+    with without_cores_elsewhere() as free:
+        nodes = RankNodes((1, 4), 8, cores)
+        assert nodes.num_ranks == 2 and len(nodes.node_ids) == len(cores) == 1
+        assert nodes.workers_per_rank(6) == 3 and nodes.workers_per_rank(0) == 0
+        assert not nodes.has_changed()
+        free()
+        while not nodes.has_changed():
+            pass
+        again = RankNodes((1, 4), 8, cores)
+        assert again.num_ranks == 4 and set(again.node_ids) == cores.keys() and len(cores) == 2
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any) -> Iterator[Nodes]:
+    made = Nodes(ray_cluster)
+    with without_cores_elsewhere():
+        yield made
+        made.close()
+
+
+@pytest.mark.slow
+def test_ranks_grow_and_shrink(
+    tmp_path: Path, nodes: Nodes, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step is taken twice or left out when a node joins, or announces that it leaves."""
+    said = ""
+
+    def ranks() -> list[str]:
+        nonlocal said
+        said += capsys.readouterr().err
+        return [line.split(": ")[2].split(",")[0] for line in said.splitlines() if " rank(s)" in line]
+
+    class Watch:
+        joined: str | None = None
+        left = False
+
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            if self.joined is None:
+                self.joined = nodes.join()
+            elif not self.left and ranks()[-1:] == ["2 rank(s)"]:
+                nodes.announce(self.joined)
+                self.left = True
+            elif self.left and ranks()[-1:] == ["1 rank(s)"]:
+                context.stop("all was seen")
+
+    settings = {**ELASTIC, "total_steps": 192_000, "eval_episodes": 0, "checkpoint_interval_s": 1000}
+    with caplog.at_level(logging.WARNING):
+        rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "a", env_id="CartPole-v1"), callbacks=[Watch()])
+    assert ranks() == ["1 rank(s)", "2 rank(s)", "1 rank(s)"]
+    assert caplog.text.count("ranks are placed again") == 2 and "restarting all ranks" not in caplog.text
+    steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    assert steps == list(range(64, 64 * len(steps) + 1, 64))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_costs_its_ranks(tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The others continue from the last state that was kept, and each step counts once."""
+    first, killed = nodes.join(), threading.Event()
+
+    class Watch:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            if context.progress.steps >= 640 and not killed.is_set():
+                nodes.kill(first)
+                killed.set()
+
+    settings = {**ELASTIC, "total_steps": 6400, "eval_episodes": 0, "checkpoint_interval_s": 0.5}
+    with caplog.at_level(logging.WARNING):
+        result = rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "a"), callbacks=[Watch()])
+    assert result.total_steps == 6400 and "restarting all ranks" in caplog.text
+    steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    assert steps == list(range(64, 6401, 64))
