@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
@@ -96,6 +97,7 @@ class RayPool(PartedPool):
         self._seeds: dict[int, int] = {}
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
+        self._replaced: Counter[str] = Counter()
         try:
             for node_slice in topology.nodes:
                 self._nodes.append(Member(self._open(node_slice)))
@@ -281,8 +283,10 @@ class RayPool(PartedPool):
 
     def _rollout(self, rows: slice, parts: Sequence[NodePart], waited_s: float) -> Rollout:
         """Joins the parts of a chunk, which is that of the environments in `rows`."""
-        for note in (note for part in parts for note in part.notes):
-            logger.warning(note)
+        for part in parts:
+            self._replaced.update(part.replaced)
+            for note in part.notes:
+                logger.warning(note)
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].summary is None:
@@ -343,6 +347,7 @@ class RayPool(PartedPool):
         rows = slice(old.env_range.start, old.env_range.stop)
         seeds = [self._seeds.get(env_id) for env_id in old.env_range]
         self._losses[rows] += 1
+        self._replaced["node"] += 1
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
             *(old.name, rows.start, rows.stop - 1, seeds, node_slice.name, error),
@@ -370,6 +375,11 @@ class RayPool(PartedPool):
                 got=list(found.sub_batches),
                 remedy="Let each callable return the same vector environment every time.",
             )
+
+    def take_replaced(self) -> dict[str, int]:
+        """See :class:`~rayvec.pools.base.ActingPool`. Replaced workers are reported with the chunks of their nodes."""
+        replaced, self._replaced = dict(self._replaced), Counter()
+        return replaced
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of what started the workers and ends with them, and of the workers.
