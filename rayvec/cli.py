@@ -1,4 +1,4 @@
-"""The command line: ``rayvec train | eval | plot | report | bench | doctor``.
+"""The command line: ``rayvec train | eval | plot | report | top | bench | doctor``.
 
 Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
 error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
@@ -199,6 +199,29 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Top:
+    """Show the nodes of a run while it trains: environments, steps/s, step duration, efficiency, restarts, queue.
+
+    The queue of a node are chunks that are requested and not finished. The command ends with the run.
+    """
+
+    run_dir: tyro.conf.Positional[Path | None] = None
+    """Directory of the run."""
+
+    address: str | None = None
+    """Address of a Ray cluster, such as auto, in place of the directory; all runs on it are shown."""
+
+    once: bool = False
+    """Print one table and end."""
+
+    def run(self, mentioned: frozenset[str]) -> int:
+        """Shows the run; returns 1 if its process has died."""
+        from rayvec.training.top import top
+
+        return top(self.run_dir, self.address, once=self.once)
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure scaling and peers, predict the throughput of a cluster, and find the cheapest machines."""
 
@@ -247,6 +270,7 @@ Command = (
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Plot, tyro.conf.subcommand("plot")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Top, tyro.conf.subcommand("top")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
@@ -263,7 +287,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with Interrupts():
             args = _load_plugins(args)
-            command: Train | Eval | Plot | Report | Bench | Doctor = tyro.cli(
+            command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
             return command.run(_mentioned(args)) or 0

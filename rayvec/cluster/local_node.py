@@ -107,7 +107,8 @@ class LocalNode:
 
         def finish(timeout_s: float | None) -> NodePart:
             times, summary, chunk = self._running.finish_on_node(by_reference, timeout_s)
-            return NodePart(times, [], summary, ray.put(chunk) if by_reference else chunk)
+            part = ray.put(chunk) if by_reference else chunk
+            return NodePart(times, [], summary, part, self._running.take_replaced())
 
         return finish
 

@@ -99,13 +99,13 @@ class NodeActor:
         first_step: int,
         noise_seed: int,
         with_summary: bool,
-    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str]] | RemoteFailure, Any]:
+    ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str], dict[str, int]] | RemoteFailure, Any]:
         """Collects a chunk: the workers step their environments with a policy.
 
         Returns:
-            Two values. The first holds the workers' times, the chunk's summary (None without `with_summary`), and lines
-            for the driver to log. The second is the chunk if `with_summary`, else one chunk for each worker; the driver
-            may leave it in the object store.
+            Two values. The first holds the workers' times, the chunk's summary (None without `with_summary`), lines for
+            the driver to log, and how many workers were replaced. The second is the chunk if `with_summary`, else one
+            chunk for each worker; the driver may leave it in the object store.
         """
 
         def take() -> tuple[Any, Any]:
@@ -115,7 +115,8 @@ class NodeActor:
             pool.begin_rollout(key, num_steps, first_step, noise_seed)
             times, summary, chunk = pool.finish_on_node(with_summary)
             pool.acting.release()
-            return (times, summary, self._log.take()), chunk  # Ray copies the chunk before the next call starts
+            found = times, summary, self._log.take(), pool.take_replaced()
+            return found, chunk  # Ray copies the chunk before the next call starts
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken

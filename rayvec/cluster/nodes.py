@@ -61,12 +61,15 @@ class NodePart(NamedTuple):
         summary: Summary of the part if the part stays in the object store; else None.
         chunk: A reference to the part if there is a summary; else one chunk for each worker. These chunks may be views
             of memory that the chunk after the next one overwrites.
+        replaced: How many workers were replaced since the part before, by kind; see
+            :meth:`rayvec.pools.base.ActingPool.take_replaced`.
     """
 
     times: tuple[RolloutTimes, ...]
     notes: list[str]
     summary: ChunkSummary | None
     chunk: Any
+    replaced: dict[str, int]
 
 
 class Node(Protocol):

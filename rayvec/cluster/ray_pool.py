@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
@@ -109,6 +110,7 @@ class RayPool(PartedPool):
         self._seeds: dict[int, int] = {}
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()
+        self._replaced: Counter[str] = Counter()
         try:
             for node_slice in topology.nodes:
                 self._nodes.append(Member(self._open(node_slice)))
@@ -297,8 +299,10 @@ class RayPool(PartedPool):
 
     def _rollout(self, rows: slice, parts: Sequence[NodePart], waited_s: float) -> Rollout:
         """Joins the parts of a chunk, which is that of the environments in `rows`."""
-        for note in (note for part in parts for note in part.notes):
-            logger.warning(note)
+        for part in parts:
+            self._replaced.update(part.replaced)
+            for note in part.notes:
+                logger.warning(note)
         chunk: Chunk | None = None
         refs: tuple[ChunkRef, ...] = ()
         if parts[0].summary is None:
@@ -363,6 +367,7 @@ class RayPool(PartedPool):
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
         member, envs = self._nodes[number], self.parts[number]
+        self._replaced["node"] += 1
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
             *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), node_slice.name, error),
@@ -449,6 +454,11 @@ class RayPool(PartedPool):
             self._repeat_pending(member)
         except NodeLostError as error:
             self._replace(move.number, error)
+
+    def take_replaced(self) -> dict[str, int]:
+        """See :class:`~rayvec.pools.base.ActingPool`. Replaced workers are reported with the chunks of their nodes."""
+        replaced, self._replaced = dict(self._replaced), Counter()
+        return replaced
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of what started the workers and ends with them, and of the workers.

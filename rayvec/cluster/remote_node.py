@@ -165,10 +165,10 @@ class RemoteNode:
 
         def finish(timeout_s: float | None) -> NodePart:
             deadline = deadline_in(timeout_s)
-            times, summary, notes = self._get(refs[0], timeout_s)
+            times, summary, notes, replaced = self._get(refs[0], timeout_s)
             left_s = max(seconds_until(deadline), _TRANSFER_S)  # the part is there, and a transfer cut short is lost
             chunk = refs[1] if summary is not None else self._get(refs[1], left_s)
-            return NodePart(times, notes, summary, chunk)
+            return NodePart(times, notes, summary, chunk, replaced)
 
         return finish
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.collect.by_node import node_stats
 from rayvec.collect.parts import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
@@ -258,8 +259,8 @@ class Collector:
                 break
             self._kept_parts.append(taken._replace(rollout=self._checked(taken.rollout)))
         rollout, stats, versions = join_parts(self._kept_parts, self._tracker, time.monotonic() - begin)
-        self._kept_parts = []
-        batch = self._batch([(rollout, stats)], begin)
+        taken_parts, self._kept_parts = [(chunk.envs, chunk.rollout) for chunk in self._kept_parts], []
+        batch = self._batch([(rollout, stats)], begin, taken_parts)
         counts = tuple(np.bincount(self._version - versions).tolist())
         spread = int(versions.min()), int(versions.max())
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
@@ -341,7 +342,12 @@ class Collector:
             collected.append((rollout, stats))
         return collected
 
-    def _batch(self, collected: list[tuple[Rollout, EpisodeStats]], begin: float) -> Batch:
+    def _batch(
+        self,
+        collected: list[tuple[Rollout, EpisodeStats]],
+        begin: float,
+        parts: Sequence[tuple[range, Rollout]] | None = None,
+    ) -> Batch:
         rollouts = [rollout for rollout, _ in collected]
         taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
         valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
@@ -349,6 +355,8 @@ class Collector:
         returns = np.concatenate([stats.returns for _, stats in collected])
         counts, self._counts = self._counts, _Counts()
         elapsed_s = time.monotonic() - begin
+        env, everyone = self._env, range(self._env.num_envs)
+        is_measured = "local" in env.transports or (self._store is not None and not self._on_node)
         stats = CollectStats(
             returns=returns,
             lens=np.concatenate([stats.lens for _, stats in collected]),
@@ -362,6 +370,13 @@ class Collector:
             staleness=self._version - min(versions),
             n_restarts=counts.restarts,
             n_dropped_episodes=counts.dropped_episodes,
+            nodes=node_stats(
+                env.topology,
+                [(everyone, rollout) for rollout in rollouts] if parts is None else parts,
+                {everyone: len(self._pipeline.pending)} if self._parts is None else self._parts.num_pending,
+                is_measured=is_measured,
+            ),
+            n_replaced=env.take_replaced(),
         )
         chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())

@@ -122,6 +122,11 @@ class PartsPipeline:
         for part in self._parts:
             part.first_step = first_step
 
+    @property
+    def num_pending(self) -> dict[range, int]:
+        """How many chunks each part has pending, by its environments."""
+        return {part.envs: len(part.pending) for part in self._parts}
+
     def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
         """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
         for number, part in enumerate(self._parts):

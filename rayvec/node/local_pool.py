@@ -152,6 +152,10 @@ class LocalPool:
         with self._logging():
             return self.acting.finish(self._pool, cut)
 
+    def take_replaced(self) -> dict[str, int]:
+        """See :class:`~rayvec.pools.base.ActingPool`. There is no worker to replace."""
+        return {}
+
     @property
     def parts(self) -> tuple[range, ...]:
         """See :class:`~rayvec.pools.base.ActingPool`. There is one part."""

@@ -336,6 +336,11 @@ class ProcessPool(PartedPool):
         chunk = join_chunks(chunks)
         return times, summarize(chunk), chunk
 
+    def take_replaced(self) -> dict[str, int]:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
+        count, self._supervisor.num_replaced = self._supervisor.num_replaced, 0
+        return {"worker": count} if count else {}
+
     def worker_pids(self) -> dict[str, list[int]]:
         """Returns the process ids of the fork server and of the workers, by node name."""
         (node,) = self.topology.nodes

@@ -49,6 +49,7 @@ class Supervisor:
         last: The last result of each environment, or None if the restart policy restarts nothing.
         acting: The policies to send to replacement workers.
         closed: Whether the pool is closed. A closed pool restarts no workers.
+        num_replaced: How many workers were replaced.
     """
 
     acting: WorkerActing
@@ -77,6 +78,7 @@ class Supervisor:
         self.last = LastAnswers(self._obs, len(command_of)) if self._restart_policy.restart else None
         self._budget = RestartBudget()
         self._look_at_s = 0.0
+        self.num_replaced = 0
 
     def arm_event(self) -> None:
         """Clears the event of the block. Every command that completes from here on signals it."""
@@ -215,6 +217,7 @@ class Supervisor:
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
         logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
+        self.num_replaced += 1
         link.reconnect(self._workers.restart(link.index, link.num_done, self.acting.policies))
 
     def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:

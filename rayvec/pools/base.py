@@ -418,6 +418,10 @@ class ActingPool(EnvPool, Protocol):
         """
         ...
 
+    def take_replaced(self) -> dict[str, int]:
+        """Returns how many workers and nodes were replaced since the last call, by kind: ``worker``, ``node``."""
+        ...
+
     @property
     def parts(self) -> tuple[range, ...]:
         """The ids of the environments that each part steps: a worker of one machine, or a node of a cluster."""

@@ -116,8 +116,8 @@ class Tracker(Protocol):
         """Logs finite numbers by name, at a number of environment steps."""
         ...
 
-    def close(self, *, failed: bool) -> None:
-        """Ends the connection; `failed` if the run did."""
+    def close(self, *, failed: bool, interrupted: bool = False) -> None:
+        """Ends the connection; `failed` if the run did, `interrupted` if it was by Ctrl-C."""
         ...
 
 

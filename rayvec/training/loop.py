@@ -21,6 +21,7 @@ from rayvec.training.callbacks import BestModel, RunContext, call, checked_callb
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger, Tracker
+from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_parts import resume_command, with_own_parts
 from rayvec.training.progress import Progress
@@ -126,10 +127,10 @@ def resume(
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
     check_tracker(config)
-    run = _Run(config, run_dir, state, checked_callbacks(callbacks))
-    is_done = False
+    is_done, checked = False, checked_callbacks(callbacks)
     cores: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
+        run = _Run(config, run_dir, state, checked, stack.enter_context(Monitor(config, run_dir)))
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
@@ -149,7 +150,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                 run.lose_ranks(error)
         if is_done:
             return run.end()
-    raise KeyboardInterrupt(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
+        raise KeyboardInterrupt(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
 
 
 class _Run:
@@ -160,6 +161,7 @@ class _Run:
         run_dir: Its directory.
         state: The state to continue from; none for a new run.
         callbacks: What sees it and can end it.
+        monitor: Shows it to other programs.
 
     Attributes:
         context: What the callbacks see, with the progress of the run.
@@ -170,7 +172,12 @@ class _Run:
     """
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        state: dict[str, Any] | None,
+        callbacks: Sequence[Any],
+        monitor: Monitor,
     ) -> None:
         progress = Progress(**state["progress"]) if state else Progress()
         self.context = RunContext(config, run_dir, progress)
@@ -181,6 +188,7 @@ class _Run:
         self._config, self._run_dir = config, run_dir
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None
+        self._monitor = monitor
         self._began_s = time.monotonic() - progress.wall_s
 
     @contextlib.contextmanager
@@ -189,7 +197,7 @@ class _Run:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            if self.has_begun:
+            if self.has_begun and self.how_to_resume not in str(error):
                 error.add_note(self.how_to_resume)
             raise
 
@@ -221,6 +229,7 @@ class _Run:
             the checkpoint is of the last iteration.
         """
         self.has_begun = True
+        self._monitor.begin(self.context.progress)
         config, context, progress, saved_s = self._config, self.context, self.context.progress, time.monotonic()
         with (
             RunLogger(self._run_dir, config, progress, self._tracker) as logger,
@@ -241,6 +250,7 @@ class _Run:
                         iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
                         iteration.times_s["evaluate"] = elapsed_s
                     context.metrics = logger.log(iteration)
+                    self._monitor.add(iteration)
                     self._call("on_iteration")
                     self._evaluated(iteration.evaluation, iteration.weights)
                     if iteration.state is not None:
@@ -249,6 +259,7 @@ class _Run:
                         saved_s = time.monotonic()
                 if not is_saved:
                     self._save(trainer.state())
+                self._monitor.flush()
                 if self._has_more(interrupts):
                     return False
             if interrupts.requested:
@@ -289,6 +300,7 @@ class _Run:
             LearnerError: Ranks are lost again and again, or before the first checkpoint.
         """
         self.num_losses += 1
+        self._monitor.count_lost_ranks()
         can_begin_again = self.state is not None or isinstance(self._config.num_nodes, tuple)
         if self.num_losses > _MOST_LOSSES or not can_begin_again:
             raise LearnerError(

@@ -3,6 +3,7 @@
 runs/<name>/
 ├── config.yaml            the settings, commented
 ├── metrics.jsonl          a line for each iteration
+├── status.json            what the run does now, for `rayvec top`
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from
 ├── best.pt                with eval_interval_steps: the weights of the best evaluation

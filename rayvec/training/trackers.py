@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ class WandbTracker:
                 settings=wandb.Settings(init_timeout=_ANSWER_S, silent=True),
             )
         except wandb.errors.Error as error:
-            raise _unreachable("wandb", error, "Run `wandb login`, or set WANDB_MODE=offline") from error
+            raise _unreachable("wandb", str(error), "Run `wandb login`, or set WANDB_MODE=offline") from error
         self._run.define_metric("steps")
         self._run.define_metric("*", step_metric="steps")  # a resumed run may log a step for a second time
         self.run_id: str = self._run.id
@@ -62,9 +63,9 @@ class WandbTracker:
         """See :class:`rayvec.training.loggers.Tracker`."""
         self._run.log({"steps": steps, **metrics})
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool, interrupted: bool = False) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
-        self._run.finish(exit_code=int(failed), quiet=True)
+        self._run.finish(exit_code=130 if interrupted else int(failed), quiet=True)
 
 
 class MLflowTracker:
@@ -87,13 +88,18 @@ class MLflowTracker:
         self._entities = importlib.import_module("mlflow.entities")
         try:
             if uri.startswith("http"):  # MLflow itself would try for minutes
-                with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(uri, timeout=_ANSWER_S):
+                with (
+                    contextlib.suppress(urllib.error.HTTPError),
+                    urllib.request.urlopen(_without_secrets(uri), timeout=_ANSWER_S),
+                ):
                     pass
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self.run_id: str = self._begin(config, run_dir, run_id)
         except (mlflow.exceptions.MlflowException, OSError) as error:
             remedy = "Start the server, or correct MLFLOW_TRACKING_URI; unset, runs are kept in files"
-            raise _unreachable(f"mlflow at {uri}", error, remedy) from error
+            shown = _without_secrets(uri)
+            reason = str(error).replace(uri, shown)
+            raise _unreachable(f"mlflow at {shown}", reason, remedy) from (error if shown == uri else None)
 
     def _begin(self, config: TrainConfig, run_dir: Path, run_id: str | None) -> str:
         if run_id is not None:
@@ -116,9 +122,9 @@ class MLflowTracker:
         values = [self._entities.Metric(names[name], float(value), now_ms, steps) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=values)
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool, interrupted: bool = False) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
-        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self.run_id, "KILLED" if interrupted else "FAILED" if failed else "FINISHED")
 
 
 TRACKERS: dict[str, Callable[[TrainConfig, Path, str | None], WandbTracker | MLflowTracker]] = {
@@ -137,8 +143,9 @@ class _Forgiving:
     def log(self, steps: int, metrics: Mapping[str, float | int]) -> None:
         self._try(lambda tracker: tracker.log(steps, metrics))
 
-    def close(self, *, failed: bool) -> None:
-        self._try(lambda tracker: tracker.close(failed=failed))
+    def close(self, *, failed: bool, interrupted: bool = False) -> None:
+        how = {"interrupted": True} if interrupted else {}
+        self._try(lambda tracker: tracker.close(failed=failed, **how))
 
     def _try(self, action: Callable[[Tracker], None]) -> None:
         if self._tracker is not None:
@@ -187,16 +194,26 @@ def open_tracker(config: TrainConfig, run_dir: Path, run_id: str | None) -> Iter
     tracker = _Forgiving(opened)
     try:
         yield tracker, f"{config.track}/{opened.run_id}"
-    except BaseException:
-        tracker.close(failed=True)
+    except BaseException as error:
+        tracker.close(failed=True, interrupted=isinstance(error, KeyboardInterrupt))
         raise
     tracker.close(failed=False)
 
 
-def _unreachable(name: str, error: Exception, remedy: str) -> ConfigError:
+def _without_secrets(uri: str) -> str:
+    """Returns a URI without user, password, query and fragment.
+
+    >>> _without_secrets("https://ann:secret@host:5000/path?token=x")
+    'https://host:5000/path'
+    """
+    scheme, location, path, *_ = urllib.parse.urlsplit(uri)
+    return urllib.parse.urlunsplit((scheme, location.rpartition("@")[2], path, "", ""))
+
+
+def _unreachable(name: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
         "A tracker is reached before a run begins.",
         expected=f"an answer of {name}",
-        got=" ".join(str(error).split())[:300],
+        got=" ".join(reason.split())[:300],
         remedy=f"{remedy}, or leave track out.",
     )

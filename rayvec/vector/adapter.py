@@ -72,6 +72,10 @@ class PoolAdapter:
         """How each node is reached: ``"shm"`` or ``"tcp"``, or ``"local"`` if this process steps the environments."""
         return self._pool.transports
 
+    def take_replaced(self) -> dict[str, int]:
+        """Returns how many workers and nodes were replaced since the last call, by kind: ``worker``, ``node``."""
+        return self._pool.take_replaced()
+
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of the process that holds the workers, and after it of each worker."""
         self._assert_idle("worker_pids")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from rayvec.errors import ConfigError
 from rayvec.training import trackers
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
+from rayvec.training.status import read_status
 
 
 def runs_of_mlflow(folder: Path) -> Any:
@@ -61,6 +65,50 @@ def test_a_run_that_fails_has_failed_in_mlflow_too(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         rayvec.train(tiny(tmp_path / "a", track="mlflow"), callbacks=[Fails()])
     assert runs_of_mlflow(tmp_path)[1][0].info.status == "FAILED"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_a_run_that_ctrl_c_ends_was_killed(tmp_path: Path) -> None:
+    class Interrupts:
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+    for times, name in ((1, "a"), (2, "b")):  # after the iteration, at once
+        with pytest.raises(KeyboardInterrupt):
+            rayvec.train(tiny(tmp_path / name, track="mlflow"), callbacks=[Interrupts(times)])
+        assert read_status(tmp_path / name).state == "interrupted"
+    assert {run.info.run_name: run.info.status for run in runs_of_mlflow(tmp_path)[1]} == {"a": "KILLED", "b": "KILLED"}
+
+
+@pytest.mark.usefixtures("without_tracker_settings")
+@pytest.mark.parametrize(("failed", "interrupted", "code"), [(False, False, 0), (True, False, 1), (True, True, 130)])
+def test_wandb_gets_the_exit_code_of_the_run(failed: bool, interrupted: bool, code: int) -> None:
+    """Its process and its server are left out."""
+    codes: list[int] = []
+    tracker = trackers.WandbTracker.__new__(trackers.WandbTracker)
+    tracker._run = SimpleNamespace(finish=lambda exit_code, quiet: codes.append(exit_code))
+    tracker.close(failed=failed, interrupted=interrupted)
+    assert codes == [code]
+
+
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_credentials_of_a_tracker_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ann:pa55word@127.0.0.1:{closed_port()}/x?token=t0ken")
+    command = ["train", "ppo", *options({**SMALL, **HERE}), "--track=mlflow", f"--run-dir={tmp_path / 'a'}"]
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert "mlflow at http://127.0.0.1" in shown.err
+    with pytest.raises(ConfigError) as error_info:
+        rayvec.train(tiny(tmp_path / "a", track="mlflow"))
+    text = "".join(traceback.format_exception(error_info.value)) + shown.out + shown.err
+    assert not any(secret in text for secret in ("pa55word", "ann:", "t0ken"))
 
 
 OFFLINE = """
