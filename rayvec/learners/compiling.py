@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CUDAGraph", "Compiled"]
+__all__ = ["CUDAGraph", "Compiled", "can_capture"]
 
 Update = Callable[..., Tensor]
 
@@ -112,6 +113,21 @@ def _with_own_code(function: Any) -> Update:
     return copy
 
 
+def can_capture(device: torch.device) -> bool:
+    """Says whether a `CUDAGraph` can be captured on a device."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def _pool() -> Any:
+    """Returns the memory that all graphs of the process share for what they compute on the way.
+
+    Graphs of different sizes would each hold as much. Sharing is safe: what a graph returns is copied before another is
+    replayed.
+    """
+    return torch.cuda.graph_pool_handle()
+
+
 class CUDAGraph:
     """A function of CUDA tensors, captured at its first call and replayed from then on with one launch.
 
@@ -146,7 +162,7 @@ class CUDAGraph:
                 self._function(_cloned(state), *static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=_pool()):
             self._result = self._function(state, *static)
         self._graph = graph
 

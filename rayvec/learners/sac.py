@@ -28,6 +28,7 @@ from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
 from rayvec.learners.sac_networks import default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
+from rayvec.policies.networks import upload
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -81,6 +82,7 @@ class SACLearner:
         action_space: Of one environment: a bounded floating-point Box, or a Discrete.
         config: Settings.
         dtype: Of parameters and their arithmetic.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor.
@@ -97,14 +99,15 @@ class SACLearner:
         config: SACConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        device: str | None = None,
     ) -> None:
         keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
-        self._dtype, self._device = dtype, torch_device(config.learner_device)
+        self._dtype, self._device = dtype, torch_device(device or config.learner_device)
         distribution = make_sac_distribution(action_space)
         make = default_networks if config.network is None else own_networks
-        networks = make(observation_space, action_space, distribution, config)
+        networks = make(observation_space, action_space, distribution, config, self._device)
         self._math = make_math(networks.critic, networks.actor, distribution, config)
         self._nets = initial_nets(*networks.initial, config, dtype, self._device)
         self.module = networks.attach(self._nets.actor.param)
@@ -118,7 +121,7 @@ class SACLearner:
         self._num_credited = 0
         self._own_environments = range(0)
         self._sizes = np.zeros(0, np.int64)
-        self._update = SACUpdate(self._math, config)
+        self._update = SACUpdate(self._math, config, self._device)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
@@ -249,20 +252,18 @@ class SACLearner:
         if padding.any():
             for array in arrays:
                 array[padding] = 0
-        return Minibatch(*(torch.from_numpy(array).to(self._device, self._dtype) for array in arrays))
+        return Minibatch(*(upload(array, self._device, self._dtype) for array in arrays))
 
     def _split_updates(self, plan: _RowPlan, rows: Minibatch) -> list[UpdateInputs]:
         """Returns what each update reads of the rows of all."""
         count, num_rows = plan.weight.shape
         minibatches = zip(*(part.view(count, num_rows, *part.shape[1:]).unbind() for part in rows), strict=True)
-        return [
-            UpdateInputs(
-                Minibatch(*minibatch),
-                torch.from_numpy(noise).to(self._device, self._dtype),
-                torch.tensor([*map(corrections, steps)], dtype=self._dtype, device=self._device),
-            )
-            for minibatch, noise, steps in zip(minibatches, plan.noises, plan.adam_steps, strict=True)
-        ]
+        numbers = np.array([corrections(step) for steps in plan.adam_steps for step in steps])
+        lengths = [len(steps) for steps in plan.adam_steps]
+        others = (
+            upload(each, self._device, self._dtype).split(lengths) for each in (np.concatenate(plan.noises), numbers)
+        )
+        return [UpdateInputs(Minibatch(*each), *both) for each, *both in zip(minibatches, *others, strict=True)]
 
     def _metrics(self, updates: list[Tensor]) -> dict[str, float]:
         """Returns means over updates, each over those that touched what it is about."""

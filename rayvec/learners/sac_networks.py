@@ -17,7 +17,6 @@ from torch.func import functional_call
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.base import torch_device
 from rayvec.learners.sac_math import NetLayout
 from rayvec.learners.sac_nets import SACActor, initial_mlps, make_mlps
 from rayvec.policies.actors import Actor
@@ -51,7 +50,11 @@ class Networks(NamedTuple):
 
 
 def default_networks(
-    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], distribution: Distribution, config: SACConfig
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: Distribution,
+    config: SACConfig,
+    device: torch.device,
 ) -> Networks:
     """Returns MLPs with ReLU.
 
@@ -70,7 +73,11 @@ def default_networks(
 
 
 def own_networks(
-    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], distribution: Distribution, config: SACConfig
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: Distribution,
+    config: SACConfig,
+    device: torch.device,
 ) -> Networks:
     """Returns your own networks: a module with ``actor`` and ``critics``.
 
@@ -105,7 +112,7 @@ def own_networks(
         check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
     layouts = _ModuleLayout(critics), _ModuleLayout([actor])
     initial = layouts[0].parameters(), layouts[1].parameters()
-    module.to(torch_device(config.learner_device))  # with the buffers
+    module.to(device)  # with the buffers
     return Networks(
         *layouts,
         initial,

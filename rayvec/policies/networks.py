@@ -29,7 +29,11 @@ __all__ = [
     "linear_places",
     "load_flat_weights",
     "make_actor_critic",
+    "upload",
 ]
+
+PAGE_LOCKED = frozenset({"cuda"})
+"""Devices that arrays reach through page-locked memory."""
 
 _ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
@@ -153,9 +157,9 @@ class ActorCritic(ActorCriticModule):
     def encode(self, obs: Tree) -> Tree:
         """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
         like = next(self.parameters())
-        rows = [to_tensor(images).to(like.device) for images in self.encoder.image_arrays(obs)]
+        rows = [upload(images, like.device) for images in self.encoder.image_arrays(obs)]
         if self.encoder.num_features:
-            rows.insert(0, self._normalized(to_tensor(self.encoder(obs)).to(like)))
+            rows.insert(0, self._normalized(upload(self.encoder(obs), like.device, like.dtype)))
         return rows[0] if len(rows) == 1 else tuple(rows)
 
     def _normalized(self, numbers: Tensor) -> Tensor:
@@ -353,6 +357,18 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     """Returns a tensor of the array's dtype, but float64 as float32; it shares memory unless that is read-only."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor of the array on a device, in the array's dtype or another.
+
+    To a GPU it goes through page-locked memory: the copy runs beside what the host does next.
+    """
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    tensor = tensor.to(dtype or tensor.dtype)
+    if device.type in PAGE_LOCKED:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _mlp(
