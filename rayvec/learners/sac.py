@@ -260,10 +260,14 @@ class SACLearner:
         minibatches = zip(*(part.view(count, num_rows, *part.shape[1:]).unbind() for part in rows), strict=True)
         numbers = np.array([corrections(step) for steps in plan.adam_steps for step in steps])
         lengths = [len(steps) for steps in plan.adam_steps]
-        others = (
-            upload(each, self._device, self._dtype).split(lengths) for each in (np.concatenate(plan.noises), numbers)
+        noise, correction = (
+            torch.split(upload(array, self._device, self._dtype), lengths)
+            for array in (np.concatenate(plan.noises), numbers)
         )
-        return [UpdateInputs(Minibatch(*each), *both) for each, *both in zip(minibatches, *others, strict=True)]
+        return [
+            UpdateInputs(Minibatch(*minibatch), *others)
+            for minibatch, *others in zip(minibatches, noise, correction, strict=True)
+        ]
 
     def _metrics(self, updates: list[Tensor]) -> dict[str, float]:
         """Returns means over updates, each over those that touched what it is about."""

@@ -211,8 +211,8 @@ def draw_sequences(
         generator: In the same state on every rank.
 
     Returns:
-        For each minibatch that has a step: the numbers of this rank's sequences in it, on the CPU, those of their steps among
-        all steps of this rank that happened, and how many steps it has on all ranks.
+        For each minibatch that has a step: the numbers of this rank's sequences in it, on the CPU; those of their steps
+        among all steps of this rank that happened; and how many steps it has on all ranks.
     """
     own, total = global_range(ranks, len(sequences.valid))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)

@@ -72,15 +72,15 @@ class PretendDevice(TorchDispatchMode):
             self._tape.append((function, twin_args, twin_kwargs, outputs))
         if not goes_here:
             return result
-        same = {
-            id(twin): own
-            for twin, own in zip(
-                tree_flatten((twin_args, twin_kwargs))[0], tree_flatten((args, kwargs))[0], strict=True
-            )
-        }
-        return tree_map(
-            lambda leaf: same.get(id(leaf), self._pretend(leaf)) if isinstance(leaf, Tensor) else leaf, result
-        )
+        twins, own = (tree_flatten(each)[0] for each in ((twin_args, twin_kwargs), (args, kwargs)))
+        same = {id(twin): tensor for twin, tensor in zip(twins, own, strict=True)}  # what was changed in place
+
+        def pretend(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return same[id(leaf)] if id(leaf) in same else self._pretend(leaf)
+
+        return tree_map(pretend, result)
 
     @contextmanager
     def capture(self, graph: Any, pool: Any = None) -> Iterator[None]:
@@ -128,7 +128,7 @@ class PretendDevice(TorchDispatchMode):
         return torch.as_strided(twin, leaf.shape, leaf.stride(), leaf.storage_offset())
 
     def _pretend(self, twin: Tensor) -> Tensor:
-        """Returns the tensor of the pretended device with the values of `twin`, in the same memory as others of them."""
+        """Returns the tensor of the pretended device with the values of `twin`; views of one memory stay such."""
         place = twin.untyped_storage()._cdata
         if place not in self._bases:
             size = twin.untyped_storage().nbytes() // twin.element_size()
@@ -142,7 +142,7 @@ class PretendDevice(TorchDispatchMode):
 
 
 class _FromPython(TorchFunctionMode):
-    """Writes the numbers of ``torch.tensor`` and ``Tensor.new_tensor`` to the device; torch leaves out those of meta."""
+    """Writes the numbers of ``torch.tensor`` and ``Tensor.new_tensor`` to the device; on meta torch drops them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

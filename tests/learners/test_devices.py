@@ -1,4 +1,4 @@
-"""Learners on a device that is not a CPU: what works there, what the host reads, and that results are those of a CPU."""
+"""Learners on a device that is not a CPU: what works there, what the host reads, and results equal to a CPU's."""
 
 from __future__ import annotations
 
