@@ -26,9 +26,10 @@ from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
-from rayvec.learners.sac_networks import default_networks, own_networks
+from rayvec.learners.sac_networks import InBF16, default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
 from rayvec.policies.networks import upload
+from rayvec.policies.precision import prepare
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -108,7 +109,11 @@ class SACLearner:
         distribution = make_sac_distribution(action_space)
         make = default_networks if config.network is None else own_networks
         networks = make(observation_space, action_space, distribution, config, self._device)
-        self._math = make_math(networks.critic, networks.actor, distribution, config)
+        prepare(config.precision, self._device)
+        layouts = (networks.critic, networks.actor)
+        if config.precision == "bf16":
+            layouts = (InBF16(networks.critic), InBF16(networks.actor))
+        self._math = make_math(*layouts, distribution, config)
         self._nets = initial_nets(*networks.initial, config, dtype, self._device)
         self.module = networks.attach(self._nets.actor.param)
         self._obs_shape = networks.obs_shape

@@ -24,11 +24,12 @@ from rayvec.policies.distributions import Categorical, Distribution
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
+from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Networks", "OwnSACActor", "default_networks", "own_networks"]
+__all__ = ["InBF16", "Networks", "OwnSACActor", "default_networks", "own_networks"]
 
 
 class Networks(NamedTuple):
@@ -119,6 +120,27 @@ def own_networks(
         lambda flat: OwnSACActor(read, distribution, actor, flat),
         tuple(obs.shape[1:]),
     )
+
+
+class InBF16:
+    """Nets that compute in bfloat16; their parameters and results are float32.
+
+    Args:
+        nets: The nets.
+    """
+
+    def __init__(self, nets: NetLayout) -> None:
+        self._nets = nets
+
+    @property
+    def num_params(self) -> int:
+        """See :class:`NetLayout`."""
+        return self._nets.num_params
+
+    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
+        """See :class:`NetLayout`."""
+        with autocast("bf16", flat.device):
+            return self._nets.outputs(flat, *inputs).to(flat.dtype)
 
 
 class Reader:

@@ -22,7 +22,7 @@ from rayvec.policies.policy import Policy
 
 __all__ = ["CASES", "Case", "T"]
 
-T, N = 16, 4
+T, N = 8, 4
 _STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 
 _NUMBERS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -136,8 +136,8 @@ def _cases() -> list[Case]:
         ("dict", "box", {"cnn": "impala"}),
         ("tuple", "multibinary", {"layer_norm": True}),
         ("masked", "multidiscrete", {}),
-        ("numbers", "discrete", {"recurrent": "gru", "sequence_length": 8}),
-        ("dict", "box", {"recurrent": "lstm", "sequence_length": 8, "burn_in": 3}),
+        ("numbers", "discrete", {"recurrent": "gru", "sequence_length": 4}),
+        ("dict", "box", {"recurrent": "lstm", "sequence_length": 4, "burn_in": 2}),
     ]
     make: Callable[[str], list[Case]] = lambda name: [Case(name, *each) for each in actor_critic]  # noqa: E731
     statistics = {"normalize_obs": True, "normalize_reward": True, "target_kl": 1.0}
