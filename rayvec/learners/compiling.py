@@ -78,10 +78,9 @@ class Compiled:
     def _fall_back(self, error: Exception, *args: Any) -> Tensor:
         """Calls the function uncompiled, now and from now on."""
         self._call, self._is_compiled = self._function, False
-        reason = " ".join(str(error).split())
-        remedy = "Install a C++ compiler such as g++, or pass" if "C++ compiler" in reason else "To do without, pass"
         warnings.warn(
-            f"updates run uncompiled, at half the speed or less: {reason[:200]}. {remedy} compile=False",
+            f"updates run uncompiled, at half the speed or less: {_reason(error)[:200]}. "
+            f"{_remedy(error)} compile=False",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -93,6 +92,18 @@ def _is_of_compiler(error: Exception) -> bool:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _remedy(error: Exception) -> str:
+    if "C++ compiler" in _reason(error):
+        return "Install a C++ compiler such as g++, or pass"
+    if isinstance(error, OSError) or any(each in _reason(error) for each in ("PermissionError", "OSError")):
+        return "Set TORCHINDUCTOR_CACHE_DIR to a directory that can be written, or pass"
+    return "To do without, pass"
 
 
 def _checked(guards: Sequence[Any]) -> list[bool]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
+from rayvec.learners.base import explains_memory
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import vtrace
 from rayvec.learners.sequences import by_step, cut, next_values
@@ -127,6 +128,7 @@ class IMPALALearner(ActorCriticLearner):
             device=device,
         )
 
+    @explains_memory("num_envs or num_steps, or raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from each chunk once; no trace goes from one chunk into the next.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
+from rayvec.learners.base import explains_memory
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
@@ -106,6 +107,7 @@ class PPOLearner(ActorCriticLearner):
         )
         self._compiled = CompiledGradient(self.module, self._loss, config.minibatch_size) if config.compile else None
 
+    @explains_memory("minibatch_size, or num_envs and num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch: values and advantages once, then several epochs of minibatches.
 

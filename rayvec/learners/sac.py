@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import keep_freed_memory, torch_device
+from rayvec.learners.base import explains_memory, keep_freed_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
@@ -128,6 +128,7 @@ class SACLearner:
         self._sizes = np.zeros(0, np.int64)
         self._update = SACUpdate(self._math, config, self._device)
 
+    @explains_memory("replay_size or batch_size")
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
 
