@@ -47,6 +47,7 @@ ADJUSTABLE = (
     "min_share",
     "variable_lengths",
     "learner_device",
+    "precision",
     "learner_threads",
     "checkpoint_interval_s",
     "eval_episodes",
@@ -155,6 +156,10 @@ class TrainConfig(metaclass=PresetMeta):
 
     learner_device: Literal["cpu", "cuda"] = "cpu"
     """Device that computes updates; with "cuda" and several ranks, each rank has a GPU of its own."""
+
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """In what the learner's networks compute: "bf16" where the device is good at it, "tf32" on NVIDIA's GPUs (elsewhere
+    it is float32). Weights, losses and optimizers stay in float32, and so do policies that act."""
 
     learner_threads: Count = 1
     """Threads for the update of each rank; small networks gain nothing from a second thread."""

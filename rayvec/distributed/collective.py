@@ -8,6 +8,8 @@ NCCL authenticates a peer.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor
 from rayvec.errors import ConfigError, RankLostError
 
 __all__ = ["CollectiveRanks", "check_device"]
+
+_NCCL_WAITS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 _c10d: Any = dist  # what is used of it is there in all versions, but only partly in its annotations
 
@@ -74,7 +78,8 @@ class CollectiveRanks:
         options = _c10d.ProcessGroupNCCL.Options() if is_cuda else _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_cuda:
-            return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+            with _waiting_for_nccl():
+                return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
         return _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
 
@@ -110,6 +115,24 @@ class CollectiveRanks:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
         self._group = None
+
+
+@contextlib.contextmanager
+def _waiting_for_nccl() -> Iterator[None]:
+    """Lets a process group that is made meanwhile raise a timeout where a sum is waited for.
+
+    By default NCCL's ``wait`` returns at once, and a watchdog ends the process minutes after a rank was lost.
+    """
+    before = {name: os.environ.get(name) for name in _NCCL_WAITS}
+    os.environ.update(_NCCL_WAITS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def check_device(device: str) -> None:

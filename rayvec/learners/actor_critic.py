@@ -21,6 +21,7 @@ from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.policies.networks import ActorCriticModule, flat_weights
+from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class ActorCriticLearner:
             )
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
+        self.module.compute_in(config.precision)
+        prepare(config.precision, self._device)
         self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
         self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
         self._flat = FlatParameters(self.module)

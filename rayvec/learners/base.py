@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,16 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Batch
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, LearnerError
 
 __all__ = [
     "FlatParameters",
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
+    "explains_memory",
     "keep_freed_memory",
     "torch_device",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
@@ -106,16 +111,53 @@ def torch_device(name: str) -> torch.device:
     """Returns the device to learn on; of several GPUs the first that this process may use.
 
     Raises:
-        ConfigError: There is no GPU that torch can use.
+        ConfigError: torch can't use it.
     """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "learner_device says where updates are computed.",
-            expected="a GPU that torch can use, for 'cuda'",
-            got=f"none (torch {torch.__version__})",
-            remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
-        )
-    return torch.device(name)
+    reason = f"none (torch {torch.__version__})"
+    try:
+        if name != "cuda" or torch.cuda.is_available():
+            torch.empty(0, device=name)
+            return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
+        reason = f"none (torch {torch.__version__}: {str(error).splitlines()[0]})"
+    raise ConfigError(
+        "learner_device says where updates are computed.",
+        expected=f"{'a GPU' if name.startswith('cuda') else 'a device'} that torch can use, for {name!r}",
+        got=reason,
+        remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
+    )
+
+
+def explains_memory(settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Lets a function say which settings to lower where memory runs out, of a GPU or of the machine.
+
+    Args:
+        settings: Those that what the function allocates depends on.
+    """
+
+    def explaining(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not _is_of_memory(error):
+                    raise
+                asked = " ".join(str(error).split())[:300]
+                raise LearnerError(
+                    "An update fits into the memory of its device.",
+                    expected="enough free memory",
+                    got=asked or type(error).__name__,
+                    remedy=f"Lower {settings}, end other programs that use the device, or learn on several ranks",
+                ) from error
+
+        return explained
+
+    return explaining
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 class FlatParameters:

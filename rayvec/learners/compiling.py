@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CUDAGraph", "Compiled"]
+__all__ = ["CUDAGraph", "Compiled", "can_capture"]
 
 Update = Callable[..., Tensor]
 
@@ -77,10 +78,9 @@ class Compiled:
     def _fall_back(self, error: Exception, *args: Any) -> Tensor:
         """Calls the function uncompiled, now and from now on."""
         self._call, self._is_compiled = self._function, False
-        reason = " ".join(str(error).split())
-        remedy = "Install a C++ compiler such as g++, or pass" if "C++ compiler" in reason else "To do without, pass"
         warnings.warn(
-            f"updates run uncompiled, at half the speed or less: {reason[:200]}. {remedy} compile=False",
+            f"updates run uncompiled, at half the speed or less: {_reason(error)[:200]}. "
+            f"{_remedy(error)} compile=False",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -92,6 +92,18 @@ def _is_of_compiler(error: Exception) -> bool:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _remedy(error: Exception) -> str:
+    if "C++ compiler" in _reason(error):
+        return "Install a C++ compiler such as g++, or pass"
+    if isinstance(error, OSError) or any(each in _reason(error) for each in ("PermissionError", "OSError")):
+        return "Set TORCHINDUCTOR_CACHE_DIR to a directory that can be written, or pass"
+    return "To do without, pass"
 
 
 def _checked(guards: Sequence[Any]) -> list[bool]:
@@ -110,6 +122,21 @@ def _with_own_code(function: Any) -> Update:
     copy = types.FunctionType(function.__code__.replace(), *parts)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def can_capture(device: torch.device) -> bool:
+    """Says whether a `CUDAGraph` can be captured on a device."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def _pool() -> Any:
+    """Returns the memory that all graphs of the process share for what they compute on the way.
+
+    Graphs of different sizes would each hold as much. Sharing is safe: what a graph returns is copied before another is
+    replayed.
+    """
+    return torch.cuda.graph_pool_handle()
 
 
 class CUDAGraph:
@@ -146,7 +173,7 @@ class CUDAGraph:
                 self._function(_cloned(state), *static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=_pool()):
             self._result = self._function(state, *static)
         self._graph = graph
 

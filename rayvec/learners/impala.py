@@ -20,6 +20,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
+from rayvec.learners.base import explains_memory
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import vtrace
 from rayvec.learners.sequences import by_step, cut, next_values
@@ -34,7 +35,7 @@ _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fr
 """What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
 
 
-_BY_ENVIRONMENT = ("sample", "logp", "rew", "terminated", "truncated", "valid", "states")
+_BY_ENVIRONMENT = ("logp", "rew", "terminated", "truncated", "valid", "states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,16 @@ class Trajectories:
         t, n = self.final_index.T
         ended = np.flatnonzero(place[n] >= 0)
         index = as_slice(environments)
+        columns, rows = (
+            each if isinstance(each, slice) else torch.from_numpy(each).to(self.sample.device)
+            for each in (index, ended)
+        )
         return Trajectories(
-            tree_map(lambda leaf: leaf[:, index], self.obs),
-            tree_map(lambda leaf: leaf[index], self.last_obs),
+            tree_map(lambda leaf: leaf[:, columns], self.obs),
+            tree_map(lambda leaf: leaf[columns], self.last_obs),
             np.stack([t[ended], place[n[ended]]], -1),
-            tree_map(lambda leaf: leaf[ended], self.final_obs),
+            tree_map(lambda leaf: leaf[rows], self.final_obs),
+            self.sample[:, columns],
             *(getattr(self, name)[:, index] for name in _BY_ENVIRONMENT),
         )
 
@@ -122,6 +128,7 @@ class IMPALALearner(ActorCriticLearner):
             device=device,
         )
 
+    @explains_memory("num_envs or num_steps, or raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from each chunk once; no trace goes from one chunk into the next.
 
@@ -193,7 +200,7 @@ class IMPALALearner(ActorCriticLearner):
         Returns:
             ``float64 [11]``: `_SUMMED`, the count, and first and second moments of the targets and of their errors.
         """
-        config, valid = self.config, torch.from_numpy(part.valid).to(self._device)
+        config, valid = self.config, tuple(torch.from_numpy(np.stack(part.valid.nonzero())).to(self._device))
         params, values, states = self._outputs(part)
         logp, entropy = self.module.distribution.logp_entropy(params[valid], part.sample[valid])
         log_ratio = logp.detach() - torch.from_numpy(part.logp).to(self._device)[valid]

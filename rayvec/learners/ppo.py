@@ -19,6 +19,7 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
+from rayvec.learners.base import explains_memory
 from rayvec.learners.ppo_graph import CompiledGradient
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
@@ -106,6 +107,7 @@ class PPOLearner(ActorCriticLearner):
         )
         self._compiled = CompiledGradient(self.module, self._loss, config.minibatch_size) if config.compile else None
 
+    @explains_memory("minibatch_size, or num_envs and num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch: values and advantages once, then several epochs of minibatches.
 
@@ -152,13 +154,14 @@ class PPOLearner(ActorCriticLearner):
         rew = self._reward(batch.chunks[0], rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
-        kept = torch.from_numpy(valid.T)
+        n, t = valid.T.nonzero()  # numbers and not a mask, which a GPU would wait for
+        kept = torch.from_numpy(t * valid.shape[1] + n)
 
         def by_environment(*parts: Tensor) -> Tensor:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.swapaxes(0, 1)[kept.to(whole.device)].to(self._device)
+            return whole.flatten(0, 1)[kept.to(whole.device)].to(self._device)
 
-        observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, len(kept))
+        observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, valid.shape[1])
         others = (by_environment(torch.from_numpy(array)) for array in (sample, logp, value, advantage, target))
         return Samples(observed, *others)
 

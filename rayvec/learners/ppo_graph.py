@@ -12,7 +12,7 @@ from torch.func import functional_call, grad
 from torch.nn.functional import pad
 
 from rayvec.data import Tree, tree_leaves, tree_map
-from rayvec.learners.compiling import Compiled, CUDAGraph
+from rayvec.learners.compiling import Compiled, CUDAGraph, can_capture
 
 __all__ = ["CompiledGradient"]
 
@@ -67,7 +67,7 @@ class CompiledGradient:
             if self._graph is None:
                 self._gradient(*arguments)  # fills caches, such as tables of a distribution, outside the graph
                 self._graph = Compiled(self._gradient)
-            result = self._graph_for(len(weight), flat.device.type)(*arguments)
+            result = self._graph_for(len(weight), flat.device)(*arguments)
         return result[: len(flat)], result[len(flat) :]
 
     def _size(self, num_samples: int, count: int, num_ranks: int) -> int:
@@ -85,9 +85,9 @@ class CompiledGradient:
         """Returns `num_samples`, at least 1, rounded up to a quarter of a minibatch or 32 samples."""
         return self._quantum * math.ceil(max(1, num_samples) / self._quantum)
 
-    def _graph_for(self, num_samples: int, device: str) -> Callable[..., Tensor]:
+    def _graph_for(self, num_samples: int, device: torch.device) -> Callable[..., Tensor]:
         assert self._graph is not None
-        if device != "cuda" or not self._capture:
+        if not can_capture(device) or not self._capture:
             return self._graph
         if num_samples not in self._captured:
             self._captured[num_samples] = CUDAGraph(self._graph)

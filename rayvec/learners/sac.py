@@ -21,13 +21,15 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import keep_freed_memory, torch_device
+from rayvec.learners.base import explains_memory, keep_freed_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
-from rayvec.learners.sac_networks import default_networks, own_networks
+from rayvec.learners.sac_networks import InBF16, default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
+from rayvec.policies.networks import upload
+from rayvec.policies.precision import prepare
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -81,6 +83,7 @@ class SACLearner:
         action_space: Of one environment: a bounded floating-point Box, or a Discrete.
         config: Settings.
         dtype: Of parameters and their arithmetic.
+        device: Where to train, in place of ``config.learner_device``.
 
     Attributes:
         module: The actor.
@@ -97,15 +100,20 @@ class SACLearner:
         config: SACConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        device: str | None = None,
     ) -> None:
         keep_freed_memory()
         self.config = config
         self.ranks: Ranks = ALONE
-        self._dtype, self._device = dtype, torch_device(config.learner_device)
+        self._dtype, self._device = dtype, torch_device(device or config.learner_device)
         distribution = make_sac_distribution(action_space)
         make = default_networks if config.network is None else own_networks
-        networks = make(observation_space, action_space, distribution, config)
-        self._math = make_math(networks.critic, networks.actor, distribution, config)
+        networks = make(observation_space, action_space, distribution, config, self._device)
+        prepare(config.precision, self._device)
+        layouts = (networks.critic, networks.actor)
+        if config.precision == "bf16":
+            layouts = (InBF16(networks.critic), InBF16(networks.actor))
+        self._math = make_math(*layouts, distribution, config)
         self._nets = initial_nets(*networks.initial, config, dtype, self._device)
         self.module = networks.attach(self._nets.actor.param)
         self._obs_shape = networks.obs_shape
@@ -118,8 +126,9 @@ class SACLearner:
         self._num_credited = 0
         self._own_environments = range(0)
         self._sizes = np.zeros(0, np.int64)
-        self._update = SACUpdate(self._math, config)
+        self._update = SACUpdate(self._math, config, self._device)
 
+    @explains_memory("replay_size or batch_size")
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
 
@@ -249,19 +258,21 @@ class SACLearner:
         if padding.any():
             for array in arrays:
                 array[padding] = 0
-        return Minibatch(*(torch.from_numpy(array).to(self._device, self._dtype) for array in arrays))
+        return Minibatch(*(upload(array, self._device, self._dtype) for array in arrays))
 
     def _split_updates(self, plan: _RowPlan, rows: Minibatch) -> list[UpdateInputs]:
         """Returns what each update reads of the rows of all."""
         count, num_rows = plan.weight.shape
         minibatches = zip(*(part.view(count, num_rows, *part.shape[1:]).unbind() for part in rows), strict=True)
+        numbers = np.array([corrections(step) for steps in plan.adam_steps for step in steps])
+        lengths = [len(steps) for steps in plan.adam_steps]
+        noise, correction = (
+            torch.split(upload(array, self._device, self._dtype), lengths)
+            for array in (np.concatenate(plan.noises), numbers)
+        )
         return [
-            UpdateInputs(
-                Minibatch(*minibatch),
-                torch.from_numpy(noise).to(self._device, self._dtype),
-                torch.tensor([*map(corrections, steps)], dtype=self._dtype, device=self._device),
-            )
-            for minibatch, noise, steps in zip(minibatches, plan.noises, plan.adam_steps, strict=True)
+            UpdateInputs(Minibatch(*minibatch), *others)
+            for minibatch, *others in zip(minibatches, noise, correction, strict=True)
         ]
 
     def _metrics(self, updates: list[Tensor]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from torch.func import functional_call
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.base import torch_device
 from rayvec.learners.sac_math import NetLayout
 from rayvec.learners.sac_nets import SACActor, initial_mlps, make_mlps
 from rayvec.policies.actors import Actor
@@ -25,11 +24,12 @@ from rayvec.policies.distributions import Categorical, Distribution
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
+from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Networks", "OwnSACActor", "default_networks", "own_networks"]
+__all__ = ["InBF16", "Networks", "OwnSACActor", "default_networks", "own_networks"]
 
 
 class Networks(NamedTuple):
@@ -51,7 +51,11 @@ class Networks(NamedTuple):
 
 
 def default_networks(
-    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], distribution: Distribution, config: SACConfig
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: Distribution,
+    config: SACConfig,
+    device: torch.device,
 ) -> Networks:
     """Returns MLPs with ReLU.
 
@@ -70,7 +74,11 @@ def default_networks(
 
 
 def own_networks(
-    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], distribution: Distribution, config: SACConfig
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: Distribution,
+    config: SACConfig,
+    device: torch.device,
 ) -> Networks:
     """Returns your own networks: a module with ``actor`` and ``critics``.
 
@@ -105,13 +113,34 @@ def own_networks(
         check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
     layouts = _ModuleLayout(critics), _ModuleLayout([actor])
     initial = layouts[0].parameters(), layouts[1].parameters()
-    module.to(torch_device(config.learner_device))  # with the buffers
+    module.to(device)  # with the buffers
     return Networks(
         *layouts,
         initial,
         lambda flat: OwnSACActor(read, distribution, actor, flat),
         tuple(obs.shape[1:]),
     )
+
+
+class InBF16:
+    """Nets that compute in bfloat16; their parameters and results are float32.
+
+    Args:
+        nets: The nets.
+    """
+
+    def __init__(self, nets: NetLayout) -> None:
+        self._nets = nets
+
+    @property
+    def num_params(self) -> int:
+        """See :class:`NetLayout`."""
+        return self._nets.num_params
+
+    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
+        """See :class:`NetLayout`."""
+        with autocast("bf16", flat.device):
+            return self._nets.outputs(flat, *inputs).to(flat.dtype)
 
 
 class Reader:

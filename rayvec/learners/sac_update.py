@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rayvec.learners.compiling import Compiled, CUDAGraph
+from rayvec.learners.compiling import Compiled, CUDAGraph, can_capture
 from rayvec.learners.ranks import Ranks
 from rayvec.learners.sac_math import Minibatch, Nets, SACMath
 
@@ -48,9 +48,10 @@ class SACUpdate:
     Args:
         sac: The formulas.
         config: Says whether updates are compiled, and captured on a GPU.
+        device: Where the nets are.
     """
 
-    def __init__(self, sac: SACMath, config: SACConfig) -> None:
+    def __init__(self, sac: SACMath, config: SACConfig, device: torch.device) -> None:
         eager = _Parts(sac.critic_gradient, sac.critic_step, sac.actor_gradient, sac.actor_step)
         self._eager = eager
         self._parts = _Parts(*map(_compiled, eager)) if config.compile else eager
@@ -60,7 +61,7 @@ class SACUpdate:
 
         def fast() -> Callable[..., Tensor]:
             graph = _compiled(whole) if config.compile else whole
-            return CUDAGraph(graph) if config.compile and config.learner_device == "cuda" else graph
+            return CUDAGraph(graph) if config.compile and can_capture(device) else graph
 
         self._graphs = {has_actor: fast() for has_actor in (False, True)}
 

@@ -36,7 +36,8 @@ class Sequences:
         reset: Where the state is reset before a step, ``bool [B + L, S]``.
         state: The recorded state before the burn-in, or before the first step where there is none, ``[S, D]``.
         has_burn_in: Which sequences have steps of burn-in: not the first of a chunk, ``bool [S]``.
-        valid: Which of the L steps happened, ``bool [S, L]``.
+        valid: Which of the L steps happened, ``bool [S, L]``, on the CPU wherever the others are: from it follows how
+            many rows there are, for which a GPU would have to be waited.
     """
 
     rows: Tree
@@ -46,12 +47,13 @@ class Sequences:
     valid: Tensor
 
     def at(self, numbers: Tensor) -> Sequences:
-        """Returns the sequences with these numbers."""
+        """Returns the sequences with these numbers, ``int64``, on the CPU."""
+        here = numbers.to(self.reset.device)
         return Sequences(
-            tree_map(lambda leaf: leaf[:, numbers], self.rows),
-            self.reset[:, numbers],
-            self.state[numbers],
-            self.has_burn_in[numbers],
+            tree_map(lambda leaf: leaf[:, here], self.rows),
+            self.reset[:, here],
+            self.state[here],
+            self.has_burn_in[here],
             self.valid[numbers],
         )
 
@@ -76,7 +78,8 @@ class Sequences:
 
     def outputs(self, module: RecurrentActorCritic) -> tuple[Tensor, Tensor]:
         """Returns parameters ``[M, P]`` and values ``[M]`` of the M steps that happened, sequence by sequence."""
-        return module.heads(self.states(module).swapaxes(0, 1)[self.valid])
+        steps = self.valid.flatten().nonzero().squeeze(1).to(self.reset.device)
+        return module.heads(self.states(module).swapaxes(0, 1).flatten(0, 1)[steps])
 
 
 def cut(
@@ -116,7 +119,8 @@ def cut(
     def by_sequence(steps: Tensor) -> Tensor:  # from [B + L, K, N, ...] to [B + L, S, ...]
         return steps.swapaxes(1, 2).flatten(1, 2)
 
-    kept = by_sequence(torch.from_numpy(happened)).to(device)
+    own = by_sequence(torch.from_numpy(happened))
+    kept = own.to(device)
     index = torch.from_numpy(place).to(device)
 
     def cut_rows(leaf: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ def cut(
         by_sequence(torch.from_numpy(begins[place])).to(device),
         torch.from_numpy(states[:count]).swapaxes(0, 1).flatten(0, 1).to(next(module.parameters())),
         (torch.arange(count) > 0).repeat(num_envs).to(device),
-        kept[burn_in:].T,
+        own[burn_in:].T,
     )
 
 
@@ -182,7 +186,8 @@ def next_values(
     last_t = num_steps - 1 - valid[::-1].argmax(0)
     for rows, t, n in ((last_rows, last_t, np.arange(num_envs)), (final_rows, *final_index.T)):
         with torch.no_grad():
-            before = states.detach()[torch.from_numpy(t % length), torch.from_numpy(n * count + t // length)]
+            places = np.stack([t % length, n * count + t // length])
+            before = states.detach()[tuple(torch.from_numpy(places).to(states.device))]
             following[t, n] = module.value(rows, before).cpu().numpy()
     return following
 
@@ -206,19 +211,19 @@ def draw_sequences(
         generator: In the same state on every rank.
 
     Returns:
-        For each minibatch that has a step: the numbers of this rank's sequences in it, the numbers of their steps among
-        all steps of this rank that happened, and how many steps it has on all ranks.
+        For each minibatch that has a step: the numbers of this rank's sequences in it, on the CPU; those of their steps
+        among all steps of this rank that happened; and how many steps it has on all ranks.
     """
     own, total = global_range(ranks, len(sequences.valid))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)
-    valid = sequences.valid.cpu().numpy()
+    valid = sequences.valid.numpy()
     drawn = [own_part(numbers, own) for numbers in shuffled]
     counts = ranks.sum_(torch.tensor([int(valid[numbers].sum()) for numbers in drawn])).tolist()
     places = np.zeros(valid.shape, np.int64)
     places[valid] = np.arange(valid.sum())
-    device = sequences.valid.device
+    device = sequences.reset.device
     return [
-        (torch.from_numpy(numbers).to(device), torch.from_numpy(places[numbers][valid[numbers]]).to(device), count)
+        (torch.from_numpy(numbers), torch.from_numpy(places[numbers][valid[numbers]]).to(device), count)
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]

@@ -19,7 +19,7 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor, MaskedActor
 from rayvec.policies.distributions import NOT_ALLOWED
-from rayvec.policies.networks import ActorCriticModule, to_tensor
+from rayvec.policies.networks import ActorCriticModule, upload
 from rayvec.wrappers import MASK_KEY, num_choices
 
 __all__ = ["MaskedActorCritic", "has_mask", "seen", "without_mask"]
@@ -92,7 +92,7 @@ class MaskedActorCritic(ActorCriticModule):
     def encode(self, obs: Tree) -> Tree:
         """See :class:`ActorCriticModule`."""
         device = next(self.parameters()).device
-        return self.module.encode(obs), to_tensor(np.asarray(obs[MASK_KEY]) != 0).to(device)
+        return self.module.encode(obs), upload(np.asarray(obs[MASK_KEY]) != 0, device)
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """See :class:`ActorCriticModule`."""

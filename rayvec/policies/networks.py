@@ -18,6 +18,7 @@ from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
 from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, Gaussian, make_distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, make_encoder
+from rayvec.policies.precision import Precision, autocast, float32
 
 __all__ = [
     "ActorCritic",
@@ -29,7 +30,11 @@ __all__ = [
     "linear_places",
     "load_flat_weights",
     "make_actor_critic",
+    "upload",
 ]
+
+PAGE_LOCKED = frozenset({"cuda"})
+"""Devices that arrays reach through page-locked memory."""
 
 _ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
@@ -50,13 +55,21 @@ class ActorCriticModule(nn.Module):
         cnns: Networks that may read images: where there are some, values are computed for few observations at once.
         obs_mean: Mean of the numbers, ``[D]``, which the learner sets; None leaves the numbers as they are.
         obs_scale: By what the numbers less their mean are multiplied, ``[D]``.
+        precision: In which it computes; weights and results are float32.
     """
 
+    precision: Precision = "float32"
     encoder: Encoder
     distribution: Distribution
     cnns: nn.ModuleList | tuple[nn.Module, ...]
     obs_mean: Tensor | None
     obs_scale: Tensor | None
+
+    def compute_in(self, precision: Precision) -> None:
+        """Computes in another precision from now on, and so do the actor-critics within this one."""
+        for module in self.modules():
+            if isinstance(module, ActorCriticModule):
+                module.precision = precision
 
     def encode(self, obs: Tree) -> Tree:
         """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
@@ -153,9 +166,9 @@ class ActorCritic(ActorCriticModule):
     def encode(self, obs: Tree) -> Tree:
         """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
         like = next(self.parameters())
-        rows = [to_tensor(images).to(like.device) for images in self.encoder.image_arrays(obs)]
+        rows = [upload(images, like.device) for images in self.encoder.image_arrays(obs)]
         if self.encoder.num_features:
-            rows.insert(0, self._normalized(to_tensor(self.encoder(obs)).to(like)))
+            rows.insert(0, self._normalized(upload(self.encoder(obs), like.device, like.dtype)))
         return rows[0] if len(rows) == 1 else tuple(rows)
 
     def _normalized(self, numbers: Tensor) -> Tensor:
@@ -180,20 +193,24 @@ class ActorCritic(ActorCriticModule):
         """Returns what actor and critic share, ``[..., F]``."""
         parts = rows if isinstance(rows, tuple) else (rows,)
         images = parts[len(parts) - len(self.cnns) :]
-        seen = [cnn(image) for cnn, image in zip(self.cnns, images, strict=True)]
-        joined = [*parts[: len(parts) - len(self.cnns)], *seen]
-        features: Tensor = self.trunk(joined[0] if len(joined) == 1 else torch.cat(joined, -1))
-        return features
+        with autocast(self.precision, parts[0].device):
+            seen = [cnn(image) for cnn, image in zip(self.cnns, images, strict=True)]
+            joined = [*parts[: len(parts) - len(self.cnns)], *seen]
+            features: Tensor = self.trunk(joined[0] if len(joined) == 1 else torch.cat(joined, -1))
+        return float32(features)
 
     def _outputs(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.actor(features)
+        outputs: Tensor = self._head(self.actor, features)
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
 
     def _value(self, features: Tensor) -> Tensor:
-        values: Tensor = self.critic(features)
-        return values.squeeze(-1)
+        return self._head(self.critic, features).squeeze(-1)
+
+    def _head(self, net: nn.Module, features: Tensor) -> Tensor:
+        with autocast(self.precision, features.device):
+            return float32(net(features))
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless there are images."""
@@ -258,6 +275,8 @@ class ModuleActor:
         self._device = device
         self._is_placed = device == "cpu"
         self._module = copy_to_cpu(module).requires_grad_(False).eval()
+        if isinstance(self._module, ActorCriticModule):
+            self._module.compute_in("float32")  # as actors without torch do
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
         """Returns parameters ``float32 [k, P]``."""
@@ -353,6 +372,18 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     """Returns a tensor of the array's dtype, but float64 as float32; it shares memory unless that is read-only."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor of the array on a device, in the array's dtype or another.
+
+    To a GPU it goes through page-locked memory: the copy runs beside what the host does next.
+    """
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    tensor = tensor.to(dtype or tensor.dtype)
+    if device.type in PAGE_LOCKED:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _mlp(

@@ -20,6 +20,7 @@ from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder
 from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
+from rayvec.policies.precision import autocast, float32
 
 __all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch"]
 
@@ -109,7 +110,11 @@ class OwnActorCritic(ActorCriticModule):
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """See :class:`ActorCriticModule`."""
         leaf, num_axes = next(zip(tree_leaves(rows), tree_leaves(self._num_axes), strict=True))
-        lead = leaf.shape[: leaf.ndim - num_axes]
+        with autocast(self.precision, leaf.device):
+            params, value = self._computed(rows, leaf.shape[: leaf.ndim - num_axes])
+        return float32(params), float32(value)
+
+    def _computed(self, rows: Tree, lead: torch.Size) -> tuple[Tensor, Tensor]:
         if not math.prod(lead):  # a module need not know what to do with no row
             some = tree_map(lambda part, axes: part.new_zeros(1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
             params, value = (output[:0] for output in self.net(some))

@@ -65,7 +65,9 @@ class RecurrentCell(nn.Module):
         step = self._gru if self.kind == "gru" else self._lstm
         states = []
         inputs = self.inputs(features)  # of all steps at once
-        for gates, begins, any_begins in zip(inputs, reset.unsqueeze(-1), reset.any(1).tolist(), strict=True):
+        is_here = reset.device.type == "cpu"  # from a GPU it would be read after all that was launched before
+        any_begin = reset.any(1).tolist() if is_here else [True] * len(reset)
+        for gates, begins, any_begins in zip(inputs, reset.unsqueeze(-1), any_begin, strict=True):
             if any_begins:
                 state = state.masked_fill(begins, 0.0)
             state = step(gates, state)

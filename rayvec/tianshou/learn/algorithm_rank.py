@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import ALONE, Ranks, gather_counts
-from rayvec.tianshou.learn.algorithm_state import AlgorithmState, stepped
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState, load_algorithm, stepped
 from rayvec.tianshou.learn.draws import Cut, SlicedDraws
 from rayvec.tianshou.learn.impala import IMPALA
 from rayvec.tianshou.learn.shards import (
@@ -121,8 +120,8 @@ class AlgorithmRank:
 
     def __init__(self, pickled: bytes, device: str = "cpu", ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
-        self.algorithm: Any = cloudpickle.loads(pickled)
         self._device = torch.device(device)
+        self.algorithm: Any = load_algorithm(pickled, self._device)
         self.algorithm.to(self._device)
         self._state = AlgorithmState(self.algorithm)
         for optimizer in self._state.optimizers:

@@ -7,6 +7,8 @@ coefficient) and counters (gradient steps, target updates, running moments). Ran
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +19,7 @@ from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.utils import RunningMeanStd
 from torch import Tensor, nn
 
-__all__ = ["AlgorithmState", "Numbers", "stepped"]
+__all__ = ["AlgorithmState", "Numbers", "load_algorithm", "stepped"]
 
 Numbers = dict[tuple[str, str], Any]
 """Plain numbers, and tuples of them, by place: a part of the algorithm, and a name."""
@@ -146,3 +148,22 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> 
 def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def load_algorithm(pickled: bytes, device: torch.device) -> Any:
+    """Returns what cloudpickle pickled, its tensors on a device, wherever they were.
+
+    Without that, a tensor of a GPU could be read only by a process that has one.
+    """
+    return _Unpickler(pickled, device).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, device: torch.device) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._device = device
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # reads the numbers of a tensor
+            return lambda data: torch.load(io.BytesIO(data), map_location=self._device, weights_only=False)
+        return super().find_class(module, name)

@@ -1,0 +1,50 @@
+"""Ranks on GPUs, as far as a CPU shows it: what reaches them, and how a lost one is noticed."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from rayvec.distributed.collective import CollectiveRanks
+from rayvec.errors import RankLostError
+
+
+class LateGroup:
+    """NCCL's process group, whose second sum comes too late; it says what it saw of the environment."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.waits = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        self.num_sums = 0
+        self.is_aborted = False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.num_sums += 1
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self) -> None:
+        if self.num_sums > 1:
+            raise torch.distributed.DistBackendError("Watchdog caught collective operation timeout")
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_timeout_of_nccl_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL is told to wait, so that it raises here; the environment is as before afterwards."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    LateGroup.Options = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", LateGroup, raising=False)
+    monkeypatch.setattr("rayvec.distributed.collective.check_device", lambda device: None)
+    with FakeTensorMode():  # tensors of a GPU without one
+        ranks = CollectiveRanks(0, 2, store=None, device="cuda", timeout_s=3)
+        group = ranks._group
+        assert group.waits == "1" and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+        with pytest.raises(RankLostError, match=r"2 ranks within 3 s.*rank 0: Watchdog"):
+            ranks.sum_(torch.zeros(2, device="cuda"))
+    ranks.close()
+    assert group.is_aborted

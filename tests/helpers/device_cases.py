@@ -1,0 +1,154 @@
+"""A learner of every kind for every kind of space, and batches for it: what tests of devices have in common.
+
+It needs torch, NumPy and Gymnasium alone, like ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
+from rayvec.data import Batch, Chunk, CollectStats, tree_map
+from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
+from rayvec.policies.noise import keyed_noise
+from rayvec.policies.policy import Policy
+
+__all__ = ["CASES", "Case", "T"]
+
+T, N = 8, 4
+_STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
+
+_NUMBERS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+_IMAGES = spaces.Box(0, 255, (12, 12, 3), np.uint8)
+_DICT = spaces.Dict(sight=_IMAGES, touch=_NUMBERS, key=spaces.Discrete(3))
+_TUPLE = spaces.Tuple((spaces.Discrete(4), spaces.MultiBinary(3), spaces.MultiDiscrete([2, 3]), _NUMBERS))
+_MASKED = spaces.Dict(observation=_NUMBERS, action_mask=spaces.MultiBinary(8))
+_OBS = {"numbers": _NUMBERS, "images": _IMAGES, "dict": _DICT, "tuple": _TUPLE, "masked": _MASKED}
+_ACT = {
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+    "discrete": spaces.Discrete(3, start=1),
+    "multidiscrete": spaces.MultiDiscrete([3, 5]),
+    "multibinary": spaces.MultiBinary(3),
+}
+_LEARNERS: dict[str, Any] = {"ppo": PPOLearner, "impala": IMPALALearner, "sac": SACLearner}
+_CONFIGS: dict[str, Any] = {"ppo": PPOConfig, "impala": IMPALAConfig, "sac": SACConfig}
+_USUAL: dict[str, dict[str, Any]] = {
+    "ppo": {"num_steps": T, "minibatch_size": 16, "num_epochs": 2, "learning_rate": 1e-3},
+    "impala": {"num_steps": T, "num_minibatches": 2, "learning_rate": 1e-3},
+    "sac": {"num_steps": T, "learning_starts": 16, "batch_size": 12, "replay_size": 400, "update_to_data": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner's spaces and settings.
+
+    Attributes:
+        algorithm: Its name.
+        obs: Name of the observation space.
+        act: Name of the action space.
+        settings: Those that differ from the usual ones.
+    """
+
+    algorithm: str
+    obs: str
+    act: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.algorithm, self.obs, self.act, *map(str, self.settings.values())])
+
+    def learner(self, device: str, **settings: Any) -> Any:
+        """Returns the learner on a device, with more settings."""
+        usual = {"total_steps": 40 * T * N, "num_envs": N, "hidden_sizes": (8, 8), "seed": 3}
+        config = _CONFIGS[self.algorithm](**{**usual, **_USUAL[self.algorithm], **self.settings, **settings})
+        return _LEARNERS[self.algorithm](_OBS[self.obs], _ACT[self.act], config, device=device)
+
+    def batches(self, count: int, num_steps: int = T) -> list[Batch]:
+        """Returns batches of random observations and rewards, with actions of the policy and steps that failed."""
+        policy = Policy(self.learner("cpu").module)
+        return [Batch((_chunk(policy, _OBS[self.obs], seed, num_steps),), _STATS) for seed in range(count)]
+
+
+def _chunk(policy: Policy, space: spaces.Space[Any], seed: int, num_steps: int) -> Chunk:
+    rng = np.random.default_rng(seed)
+    obs = _draw(space, rng, num_steps + 1, N)
+    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(N), first_step=0, num_steps=num_steps)
+    terminated, truncated = rng.random((2, num_steps, N)) < 0.15
+    valid = rng.random((num_steps, N)) > 0.1
+    truncated[:-1] |= ~valid[1:]  # the step before one that failed is the last of its episode
+    terminated, truncated = terminated & valid, truncated & valid
+    steps: list[Any] = []
+    states = []
+    remembers = hasattr(policy, "state_to_record")
+    for t in range(num_steps):
+        if remembers and (state := policy.state_to_record(t, N)) is not None:
+            states.append(state.copy())
+        steps.append(policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]))  # noqa: B023
+        if remembers:
+            policy.begin_episodes(np.flatnonzero(terminated[t] | truncated[t] | ~valid[t]))
+    final_index = np.argwhere(terminated | truncated)
+    return Chunk(
+        env_ids=np.arange(N),
+        obs=tree_map(lambda leaf: leaf[:-1], obs),
+        act=np.stack([act for act, _ in steps]),
+        rew=rng.normal(size=(num_steps, N)),
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        last_obs=tree_map(lambda leaf: leaf[-1], obs),
+        final_index=final_index,
+        final_obs=_draw(space, rng, len(final_index)),
+        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
+        **({"states": np.stack(states)} if states else {}),
+    )
+
+
+def _draw(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> Any:
+    """Returns random observations, tree of ``[*lead, *obs_shape]``."""
+    match space:
+        case spaces.Dict():
+            return {key: _draw(part, rng, *lead) for key, part in space.items()}
+        case spaces.Tuple():
+            return tuple(_draw(part, rng, *lead) for part in space)
+        case spaces.Discrete():
+            return rng.integers(0, space.n, lead)
+        case spaces.MultiDiscrete():
+            return rng.integers(0, space.nvec, (*lead, *space.shape))
+        case spaces.MultiBinary():
+            return (rng.random((*lead, *space.shape)) < 0.7).astype(np.int8) | (np.arange(space.n) % 5 == 0)
+        case spaces.Box() if space.dtype == np.uint8:
+            return rng.integers(0, 256, (*lead, *space.shape), np.uint8)
+    return rng.normal(size=(*lead, *space.shape)).astype(np.float32)
+
+
+def _cases() -> list[Case]:
+    actor_critic = [
+        *(("numbers", act, {}) for act in _ACT),
+        ("images", "discrete", {}),
+        ("dict", "box", {"cnn": "impala"}),
+        ("tuple", "multibinary", {"layer_norm": True}),
+        ("masked", "multidiscrete", {}),
+        ("numbers", "discrete", {"recurrent": "gru", "sequence_length": 4}),
+        ("dict", "box", {"recurrent": "lstm", "sequence_length": 4, "burn_in": 2}),
+    ]
+    make: Callable[[str], list[Case]] = lambda name: [Case(name, *each) for each in actor_critic]  # noqa: E731
+    statistics = {"normalize_obs": True, "normalize_reward": True, "target_kl": 1.0}
+    return [
+        *make("ppo"),
+        Case("ppo", "tuple", "multidiscrete", statistics),
+        *make("impala"),
+        Case("impala", "numbers", "box", {"optimizer": "rmsprop"}),
+        *(Case("sac", obs, act) for obs in ("numbers", "tuple") for act in ("box", "discrete")),
+    ]
+
+
+CASES = _cases()
+"""Every learner with every kind of space."""

@@ -1,0 +1,96 @@
+"""Devices that are absent or too small, and compilers that can't work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers.device_cases import CASES, Case
+from torch import Tensor
+
+from rayvec.errors import ConfigError, LearnerError
+from rayvec.learners.base import torch_device
+from rayvec.learners.compiling import Compiled
+
+FIRST = [next(each for each in CASES if each.algorithm == name) for name in ("ppo", "impala", "sac")]
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "xpu", "gpu"])
+def test_a_device_that_is_not_there(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"learner_device.*Expected: .*'{name}'.*Got: none \(torch .*Remedy: .*'cpu'"
+    ):
+        torch_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_learner_without_its_gpu(case: Case) -> None:
+    with pytest.raises(ConfigError, match=r"learner_device.*Expected: a GPU.*'cuda'.*Got: none"):
+        case.learner("cuda")
+
+
+def on_gpu(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.2 GiB free.")
+
+
+def on_cpu(*_: Any) -> Any:
+    return torch.empty(2**45)
+
+
+def in_numpy(*_: Any) -> Any:
+    raise MemoryError("Unable to allocate 2.00 TiB for an array")
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize(
+    ("allocate", "asked"), [(on_gpu, "2.00 GiB"), (on_cpu, "140737488355328 bytes"), (in_numpy, "2.00 TiB")]
+)
+def test_memory_that_runs_out(allocate: Any, asked: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what was asked for and which settings to lower; the learner learns on with less."""
+    learner = case.learner("cpu")
+    (batch,) = case.batches(1)
+    monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", allocate)
+    with pytest.raises(LearnerError, match=rf"memory of its device.*Got: .*{asked}.*Remedy: Lower .*(num_|batch_)"):
+        learner.update(batch)
+    monkeypatch.undo()
+    assert learner.update(batch)
+
+
+def test_another_error_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("something else")
+
+    learner = FIRST[0].learner("cpu")
+    (batch,) = FIRST[0].batches(1)
+    monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", fail)
+    with pytest.raises(RuntimeError, match="^something else$"):
+        learner.update(batch)
+
+
+def double(tensor: Tensor) -> Tensor:
+    return 2 * tensor
+
+
+def test_a_compile_cache_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "/cache")
+
+    monkeypatch.setattr("torch.compile", refuse)
+    function = Compiled(double)
+    with pytest.warns(RuntimeWarning, match=r"uncompiled.*'/cache'.*TORCHINDUCTOR_CACHE_DIR.*compile=False"):
+        assert function(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_compile_cache_that_can_not_be_written_by_torch() -> None:
+    program = (
+        "import torch; from rayvec.learners.compiling import Compiled; print(Compiled(lambda x: 2 * x)(torch.ones(2)))"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "tensor([2., 2.])" in done.stdout and "Set TORCHINDUCTOR_CACHE_DIR" in done.stderr

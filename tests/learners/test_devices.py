@@ -1,0 +1,91 @@
+"""Learners on a device that is not a CPU: what works there, what the host reads, and results equal to a CPU's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.device_cases import CASES, Case
+from helpers.pretend_device import pretended
+
+_SLOW = ("images", "dict", "discrete-True", "rmsprop", "numbers-discrete", "numbers-multibinary", "tuple-box")
+
+
+def param(case: Case) -> Any:
+    """Marks what another case nearly covers as slow."""
+    is_slow = any(each in str(case) for each in _SLOW) and "gru" not in str(case)
+    return pytest.param(case, marks=pytest.mark.slow if is_slow else (), id=str(case))
+
+
+EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
+COMPILED = pytest.mark.parametrize(
+    "case", [param(each) for each in CASES if each.algorithm != "impala" and not each.settings]
+)
+_READ_EACH = {"ppo": 1, "impala": 5, "sac": 0}
+"""What the host reads at most for each further minibatch; it is to become 0."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed here is small: a second thread would wait for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_same(learner: Any, metrics: Any, other: Any, expected: Any) -> None:
+    for got, want in zip(metrics, expected, strict=True):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(learner.weights(), other.weights(), rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+def test_updates_on_a_device_are_those_of_a_cpu(case: Case) -> None:
+    """An operation on tensors of two devices would raise, and so would one that waits for values."""
+    batches = case.batches(2)
+    here = case.learner("cpu")
+    expected = [here.update(batch) for batch in batches]
+    with pretended():
+        learner = case.learner("meta")
+        metrics = [learner.update(batch) for batch in batches]
+        assert_same(learner, metrics, here, expected)
+
+
+@COMPILED
+def test_captured_updates_are_those_of_a_cpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the state of an earlier update was loaded: a graph knows the memory that it was captured with."""
+    batches = case.batches(3)
+    here = case.learner("cpu")
+    expected = [here.update(batch) for batch in batches]
+    with pretended(monkeypatch) as device:
+        learner = case.learner("meta", compile=True)
+        first = learner.update(batches[0])
+        state = learner.state_dict()
+        for batch in batches[1:]:
+            learner.update(batch)
+        assert device.num_captured > 0
+        learner.load_state_dict(state)
+        assert_same(learner, [first, *map(learner.update, batches[1:])], here, expected)
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if str(each).endswith("numbers-box")], ids=str)
+def test_reads_do_not_grow_with_the_number_of_minibatches(case: Case) -> None:
+    """A GPU computes what was launched before the host gets an answer, and waits for the host afterwards."""
+    more = {"ppo": {"num_epochs": 4}, "impala": {"num_minibatches": 4}, "sac": {"update_to_data": 0.2}}[case.algorithm]
+    counts = []
+    batches = case.batches(2)
+    for settings in ({}, more):
+        with pretended() as device:
+            learner = case.learner("meta", **settings)
+            learner.update(batches[0])
+            device.reads.clear()
+            learner.update(batches[1])
+            counts.append(Counter(device.reads))
+    minibatches = {"ppo": 4, "impala": 2, "sac": 4}[case.algorithm]
+    grown = counts[1] - counts[0]
+    assert grown.total() <= _READ_EACH[case.algorithm] * minibatches, grown

@@ -1,0 +1,122 @@
+"""Updates in bfloat16: near those in float32, with the same weights, optimizers and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.device_cases import CASES, Case
+from helpers.thread_ranks import learn_on_ranks
+
+from rayvec.errors import ConfigError
+from rayvec.policies import precision
+from rayvec.policies.policy import Policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:precision='bf16' is slower")
+
+_NAMES = ("ppo-numbers-box", "impala-numbers-box", "sac-numbers-box")
+_SLOW = (
+    "ppo-masked-multidiscrete",
+    "ppo-numbers-discrete-gru-4",
+    "ppo-dict-box-impala",
+    "impala-dict-box-lstm-4-2",
+    "sac-tuple-discrete",
+)
+
+
+def cases(*names: str, marks: Any = ()) -> list[Any]:
+    return [pytest.param(case, id=str(case), marks=marks) for case in CASES if str(case) in names]
+
+
+def learn(case: Case, name: str, count: int, **settings: Any) -> tuple[Any, list[dict[str, float]]]:
+    learner = case.learner("cpu", precision=name, **settings)
+    batches = case.batches(min(count, 4))
+    return learner, [learner.update(batches[number % 4]) for number in range(count)]
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+@pytest.mark.parametrize("case", [*cases(*_NAMES), *cases(*_SLOW, marks=pytest.mark.slow)])
+def test_updates_in_bfloat16_stay_near_those_in_float32(case: Case) -> None:
+    first, _ = learn(case, "float32", 0)
+    (exact, expected), (rough, got) = learn(case, "float32", 20), learn(case, "bf16", 20)
+    way = np.linalg.norm(exact.weights() - first.weights())
+    off = np.linalg.norm(exact.weights() - rough.weights())
+    assert 0 < off < 0.3 * way  # bfloat16 has 8 bits: other than exact, and not far away
+    value = "critic_loss" if case.algorithm == "sac" else "value_loss"
+    assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.2)
+    floating = [each for each in tensors(rough.state_dict()) if each.is_floating_point()]
+    assert {each.dtype for each in floating} <= {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("case", cases("ppo-numbers-box", "sac-numbers-box"))
+def test_a_checkpoint_does_not_depend_on_the_precision(case: Case) -> None:
+    rough, _ = learn(case, "bf16", 2)
+    exact = case.learner("cpu")
+    exact.load_state_dict(rough.state_dict())
+    np.testing.assert_array_equal(exact.weights(), rough.weights())
+    exact.update(case.batches(1)[0])
+
+
+@pytest.mark.parametrize("case", cases("ppo-numbers-box", "impala-numbers-box", "sac-numbers-box"))
+def test_two_ranks_in_bfloat16_equal_one(case: Case) -> None:
+    """Sums of gradients are float32 on any number of ranks; a product of matrices may round otherwise by its rows."""
+    alone, expected = learn(case, "bf16", 2)
+    learners, metrics = learn_on_ranks(lambda: case.learner("cpu", precision="bf16"), case.batches(2), (0, 2, 4))
+    np.testing.assert_array_equal(learners[0].weights(), learners[1].weights())
+    np.testing.assert_allclose(learners[0].weights(), alone.weights(), atol=3e-4)
+    assert metrics[0][0] == pytest.approx(expected[0], rel=0.05, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases("ppo-masked-multidiscrete", "ppo-dict-box-impala", "sac-numbers-box"))
+def test_compiled_updates_in_bfloat16_are_like_uncompiled_ones(case: Case) -> None:
+    (eager, expected), (compiled, got) = learn(case, "bf16", 2), learn(case, "bf16", 2, compile=True)
+    np.testing.assert_allclose(compiled.weights(), eager.weights(), atol=1e-3)
+    assert got[0] == pytest.approx(expected[0], rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("case", cases("ppo-numbers-box", "ppo-images-discrete"))
+def test_policies_act_in_float32(case: Case) -> None:
+    """Steps are the same wherever a policy acts."""
+    chunk = case.batches(1)[0].chunks[0]
+    obs = chunk.obs[0]
+    actors = [Policy(case.learner("cpu", precision=each).module) for each in ("float32", "bf16")]
+    noise = np.full((len(obs), actors[0].noise.lanes), 0.4)
+    (one, extras), (other, others) = (actor.act(obs, noise) for actor in actors)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(extras["logp"], others["logp"])
+
+
+def test_a_device_that_is_slower_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on, and the user learns both figures."""
+    monkeypatch.setattr(precision, "products_per_s", lambda device: (2_000.0, 1_500.0))
+    case = CASES[0]
+    with pytest.warns(RuntimeWarning, match=r"slower.*cpu.*1,500 against 2,000.*precision='float32'") as warned:
+        learner = case.learner("cpu", precision="bf16")
+    assert len(warned) == 1
+    learner.update(case.batches(1)[0])
+
+
+def test_a_device_is_measured_once() -> None:
+    single, half = precision.products_per_s(torch.device("cpu"))
+    assert single > 0 and half > 0
+    assert precision.products_per_s(torch.device("cpu")) == (single, half)
+
+
+def test_tf32_is_float32_on_a_cpu() -> None:
+    case = CASES[0]
+    (exact, _), (same, _) = (learn(case, each, 1) for each in ("float32", "tf32"))
+    np.testing.assert_array_equal(exact.weights(), same.weights())
+
+
+def test_a_name_of_no_precision() -> None:
+    with pytest.raises(ConfigError, match=r"precision.*float32.*tf32.*bf16.*Got: 'fp16'.*Remedy"):
+        CASES[0].learner("cpu", precision="fp16")
