@@ -11,7 +11,8 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces
@@ -29,6 +30,7 @@ __all__ = [
     "close_quietly",
     "describe_nodes",
     "done",
+    "join_parts",
     "node_lost",
 ]
 
@@ -227,6 +229,25 @@ def describe_nodes(nodes: Sequence[Node], *, merge: bool) -> tuple[Topology, tup
             slices.append(part)
             transports.append(node.transport)
     return Topology(tuple(slices)), tuple(transports)
+
+
+def join_parts(parts: Sequence[NodePart], waited_s: float) -> Rollout:
+    """Joins the parts of a chunk. Those that stay in the object store are joined by reference.
+
+    Args:
+        parts: In the order of their environments.
+        waited_s: How long the chunk was waited for, in seconds.
+    """
+    chunk: Chunk | None = None
+    refs: tuple[ChunkRef, ...] = ()
+    if parts[0].summary is None:
+        chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
+        summary = summarize(chunk)
+    else:
+        every = [part.summary for part in parts if part.summary is not None]
+        summary = join_summaries(every)
+        refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
+    return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
 
 
 def check_sizes(spaces: PoolSpaces, node_slice: NodeSlice, found: PoolSpaces) -> None:

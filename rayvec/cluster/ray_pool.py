@@ -23,20 +23,11 @@ from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.elastic import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import (
-    Member,
-    Node,
-    NodePart,
-    Request,
-    check_sizes,
-    close_quietly,
-    describe_nodes,
-)
+from rayvec.cluster.nodes import Member, Node, NodePart, Request, check_sizes, close_quietly, describe_nodes, join_parts
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
-from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
-from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
+from rayvec.data import ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.node.parted_pool import PartedPool
@@ -303,17 +294,9 @@ class RayPool(PartedPool):
             self._replaced.update(part.replaced)
             for note in part.notes:
                 logger.warning(note)
-        chunk: Chunk | None = None
-        refs: tuple[ChunkRef, ...] = ()
-        if parts[0].summary is None:
-            chunk = join_chunks([of_worker for part in parts for of_worker in part.chunk])
-            summary = summarize(chunk)
-        else:
-            every = [part.summary for part in parts if part.summary is not None]
-            summary = join_summaries(every)
-            refs = tuple(ChunkRef(e.env_ids, e.num_steps, part.chunk) for e, part in zip(every, parts, strict=True))
-        self._note_rollout(rows, summary)
-        return Rollout(summary, chunk, refs, tuple(times for part in parts for times in part.times), waited_s)
+        rollout = join_parts(parts, waited_s)
+        self._note_rollout(rows, rollout.summary)
+        return rollout
 
     def _note_rollout(self, rows: slice, summary: ChunkSummary) -> None:
         """Takes note of a chunk: a node that is lost from now on resumes from its end."""
@@ -428,8 +411,7 @@ class RayPool(PartedPool):
             return False
         if part is not None:
             envs = self.parts[move.number]
-            summary = summarize(join_chunks(list(part.chunk))) if part.summary is None else part.summary
-            self._note_rollout(slice(envs.start, envs.stop), summary)
+            self._note_rollout(slice(envs.start, envs.stop), join_parts([part], 0.0).summary)
         return True
 
     def _move(self, move: Move, node: Node) -> None:
