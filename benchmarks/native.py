@@ -3,14 +3,17 @@
     python benchmarks/native.py --envs cartpole envpool-cartpole envpool-breakout --repeats 7
 
 Two workers hold one sub-batch each. The upper bound is two independent processes that each step one of the same size
-in a loop. All sides exist at once and are measured in alternation; a side that is not measured is idle. In chunks, a
-policy of two layers of 64 units (NumPy) acts in the workers, and in the independent processes.
+in a loop. All sides exist at once and are measured in alternation; a side that is not measured is idle. With two
+groups, each worker has two such sub-batches and steps one while the driver handles the other. In chunks, a policy of
+two layers of 64 units (NumPy) acts in the workers, and in the independent processes. Steps per CPU-second, driver
+included, depend less on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,9 +24,10 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import psutil
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numpy.typing import NDArray
 
@@ -80,7 +84,7 @@ def alone(make: Callable[[int], Any], num_envs: int, pipe: Any) -> None:
         while time.perf_counter() < until:
             obs = env.step(network(obs) if with_policy else actions[steps % 64])[0]
             steps += 1
-        pipe.send(steps * num_envs / (time.perf_counter() - began))
+        pipe.send((steps * num_envs, steps * num_envs / (time.perf_counter() - began)))
 
 
 class Independent:
@@ -94,12 +98,14 @@ class Independent:
             self._processes.append(context.Process(target=alone, args=(make, num_envs, theirs), daemon=True))
             self._processes[-1].start()
             self._pipes.append(ours)
+        self.pids = [process.pid or 0 for process in self._processes]
 
-    def measure(self, seconds: float, with_policy: bool) -> float:
-        """Returns the steps/s of both together."""
+    def measure(self, seconds: float, with_policy: bool) -> tuple[int, float]:
+        """Returns the steps and the steps/s of both together."""
         for pipe in self._pipes:
             pipe.send((seconds, with_policy))
-        return float(sum(pipe.recv() for pipe in self._pipes))
+        taken, rates = zip(*[pipe.recv() for pipe in self._pipes], strict=True)
+        return sum(taken), sum(rates)
 
     def close(self) -> None:
         """Ends them."""
@@ -108,39 +114,107 @@ class Independent:
             process.join()
 
 
+class Ours:
+    """Native sub-batches in two workers of rayvec.
+
+    Args:
+        make: Makes a sub-batch of so many environments.
+        num_envs: Environments of a sub-batch.
+        groups: With 2, each worker has two sub-batches, and a group has one of each worker.
+    """
+
+    def __init__(self, make: Callable[[int], Any], num_envs: int, groups: Literal[1, 2] = 1) -> None:
+        fns = [partial(make, num_envs)] * 2 * groups
+        self.env = env = RayVecEnv(fns, native=True, num_nodes=0, workers_per_node=2, groups=groups)
+        self.pids = [os.getpid(), *next(iter(env.worker_pids().values()))[1:]]
+        obs, _ = env.reset()
+        num_actions = int(env.single_action_space.n)  # type: ignore[attr-defined]
+        self._actions = np.random.default_rng(0).integers(num_actions, size=(64, 2 * num_envs))
+        self._network = Network(int(np.prod(obs.shape[1:])), num_actions)
+        self._weights = env.publish(self._network)
+
+    def by_step(self) -> Iterator[int]:
+        """Steps; yields how many steps each call has taken, of all environments together."""
+        for k in itertools.count():
+            self.env.step(self._actions[k % 64])
+            yield self.env.num_envs
+
+    def by_group(self) -> Iterator[int]:
+        """Steps one group while the workers step the other."""
+        for group in (0, 1):
+            self.env.send(self._actions[group], group)
+        try:
+            for k in itertools.count():
+                self.env.recv(k % 2)
+                self.env.send(self._actions[k % 64], k % 2)
+                yield self.env.num_envs // 2
+        finally:
+            for group in (0, 1):
+                self.env.recv(group)
+
+    def in_chunks(self) -> Iterator[int]:
+        """Takes chunks one after another."""
+        while True:
+            self.env.rollout_workers(self._weights, CHUNK_STEPS, 0, 0)
+            yield CHUNK_STEPS * self.env.num_envs
+
+    def ahead(self) -> Iterator[int]:
+        """Takes chunks, of which the next one has always been started: what a collector with `prefetch` does."""
+        self.env.rollout_async(self._weights, CHUNK_STEPS, 0, 0)
+        try:
+            while True:
+                self.env.rollout_async(self._weights, CHUNK_STEPS, 0, 0)
+                self.env.rollout_wait()
+                yield CHUNK_STEPS * self.env.num_envs
+        finally:
+            self.env.rollout_wait()
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.env.close()
+
+
+def rate(steps: Callable[[], Iterator[int]], seconds: float) -> tuple[int, float]:
+    """Returns the steps and the steps/s."""
+    began, taken = time.perf_counter(), 0
+    with closing(steps()) as calls:  # type: ignore[type-var]
+        for count in calls:
+            taken += count
+            if time.perf_counter() > began + seconds:
+                break
+        seconds = time.perf_counter() - began
+    return taken, taken / seconds
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Returns the CPU seconds that some processes have used so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+Side = tuple[list[int], Callable[[float], tuple[int, float]]]
+BOUNDS = {
+    "by step": "independent",
+    "by step, two groups": "independent",
+    "in chunks": "independent, policy",
+    "in chunks, prefetched": "independent, policy",
+}
+"""What each side of rayvec is compared with."""
+
+
 @contextmanager
-def sides(name: str) -> Iterator[dict[str, Callable[[float], float]]]:
-    """Yields what measures each side for some seconds, by name."""
+def sides(name: str) -> Iterator[dict[str, Side]]:
+    """Yields the processes of each side, and what measures it for some seconds, by name."""
     make, num_envs = ENVS[name]
     with ExitStack() as stack:
         independent = stack.enter_context(closing(Independent(make, num_envs)))
-        env = stack.enter_context(
-            closing(RayVecEnv([partial(make, num_envs)] * 2, native=True, num_nodes=0, workers_per_node=2))
-        )
-        obs, _ = env.reset()
-        num_actions = int(env.single_action_space.n)  # type: ignore[attr-defined]
-        network = Network(int(np.prod(obs.shape[1:])), num_actions)
-        actions = np.random.default_rng(0).integers(num_actions, size=(64, env.num_envs))
-
-        def by_step(seconds: float) -> float:
-            began, steps = time.perf_counter(), 0
-            while time.perf_counter() < began + seconds:
-                env.step(actions[steps % 64])
-                steps += 1
-            return steps * env.num_envs / (time.perf_counter() - began)
-
-        def in_chunks(seconds: float) -> float:
-            began, steps = time.perf_counter(), 0
-            while time.perf_counter() < began + seconds:
-                env.rollout(network, CHUNK_STEPS)
-                steps += CHUNK_STEPS
-            return steps * env.num_envs / (time.perf_counter() - began)
-
+        one, two = (stack.enter_context(closing(Ours(make, num_envs, groups))) for groups in (1, 2))
         yield {
-            "independent": lambda seconds: independent.measure(seconds, False),
-            "by step": by_step,
-            "independent, policy": lambda seconds: independent.measure(seconds, True),
-            "in chunks": in_chunks,
+            "independent": (independent.pids, lambda seconds: independent.measure(seconds, False)),
+            "by step": (one.pids, partial(rate, one.by_step)),
+            "by step, two groups": (two.pids, partial(rate, two.by_group)),
+            "independent, policy": (independent.pids, lambda seconds: independent.measure(seconds, True)),
+            "in chunks": (one.pids, partial(rate, one.in_chunks)),
+            "in chunks, prefetched": (one.pids, partial(rate, one.ahead)),
         }
 
 
@@ -157,22 +231,27 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=1.0, help="seconds of each measurement")
     parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_args()
-    kept: dict[str, dict[str, list[float]]] = {}
+    kept: dict[str, dict[str, list[list[float]]]] = {}
     for name in options.envs:
         with sides(name) as measures:
-            found: dict[str, list[float]] = {side: [] for side in measures}
-            for measure in measures.values():
-                measure(options.window)  # warm-up
-            for _ in range(options.repeats):
-                for side, measure in measures.items():
-                    found[side].append(measure(options.window))
+            found: dict[str, list[list[float]]] = {side: [] for side in measures}
+            for repeat in range(options.repeats + 1):
+                for side, (pids, measure) in measures.items():
+                    before = cpu_s(pids)
+                    steps, steps_per_s = measure(options.window)
+                    if repeat:  # the first is the warm-up
+                        found[side].append([steps_per_s, steps / (cpu_s(pids) - before)])
         kept[name] = found
         print(f"\n{name}, 2 x {ENVS[name][1]} environments; load average {os.getloadavg()[0]:.1f}\n")
-        print("| | steps/s | of the upper bound |\n|---|---|---|")
-        for side, bound in (("by step", "independent"), ("in chunks", "independent, policy")):
-            ratios = [mine / best for mine, best in zip(found[side], found[bound], strict=True)]
-            print(f"| upper bound: {bound} | {median(found[bound])} | 1.00 |")
-            print(f"| rayvec {side} | {median(found[side])} | {median(ratios, '.2f')} |", flush=True)
+        print("| | steps/s | of the upper bound | steps per CPU-second, of the upper bound's |\n|---|---|---|---|")
+        for side, values in found.items():
+            shown = median([value[0] for value in values])
+            if side not in BOUNDS:
+                print(f"| upper bound: {side} | {shown} | 1.00 | 1.00 |")
+                continue
+            pairs = list(zip(values, found[BOUNDS[side]], strict=True))
+            wall, cpu = (median([mine[i] / best[i] for mine, best in pairs], ".2f") for i in (0, 1))
+            print(f"| rayvec {side} | {shown} | {wall} | {cpu} |", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(kept))
 

@@ -160,9 +160,11 @@ class SubBatch:
         Raises:
             EnvError: It does not, or the observations are views of those that the reset wrote.
         """
-        final = info.get("final_obs")
+        final, mask = info.get("final_obs"), np.asarray(info.get("_final_obs", True))
         if final is None or (isinstance(final, np.ndarray) and any(item is None for item in _of(final, done))):
             raise _wrong("the last observations of episodes that ended in info['final_obs']", "none")
+        if (done & ~mask).any():
+            raise _wrong("info['_final_obs'] to name every episode that ended", f"{int((done & ~mask).sum())} missing")
         items = [final] if not isinstance(final, np.ndarray) or not final.dtype.hasobject else _of(final, done)
         if any(np.may_share_memory(a, b) for item in items for a in _arrays(item) for b in _arrays(obs)):
             raise _wrong(

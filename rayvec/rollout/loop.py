@@ -195,7 +195,8 @@ def rollout(
                 began_s = now()
                 if state_to_record is not None and (state := state_to_record(t, pool.num_envs)) is not None:
                     recorder.add_state(state)
-                actions, extras = policy.act(obs, noise[t, recorder.columns[group]])
+                given = recorder.to_act_on(t, group, obs)
+                actions, extras = policy.act(given, noise[t, recorder.columns[group]])
                 stopwatch.inference_s += now() - began_s
                 recorder.add_actions(t, group, actions, extras)
                 pool.send(ids, actions, autoreset)

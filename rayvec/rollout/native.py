@@ -14,6 +14,7 @@ from rayvec.data.infos import InfoBlock
 from rayvec.pools.memory import tree_writer
 from rayvec.pools.restarts import RESTARTED
 from rayvec.rollout.recorder import Recorder
+from rayvec.wrappers import MASK_KEY
 
 __all__ = ["NativeRecorder"]
 
@@ -45,6 +46,17 @@ class NativeRecorder(Recorder):
         super().add_results(t, group, batch)
         if self._next_step:
             self._ended[t + 1, self.columns[group]] = batch.terminated | batch.truncated
+
+    def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
+        """Returns observations in which the action mask of environments that step t resets allows everything.
+
+        Their actions have no effect, and the mask of an episode's last observation may allow nothing.
+        """
+        if not self._next_step or not isinstance(obs, dict) or MASK_KEY not in obs:
+            return obs
+        mask = np.array(obs[MASK_KEY])
+        mask[self._ended[t, self.columns[group]]] = 1
+        return {**obs, MASK_KEY: mask}
 
     def reset_in(self, t: int) -> NDArray[np.int64]:
         """Returns the columns of the environments that step t has reset, if `next_step`."""

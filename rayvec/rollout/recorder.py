@@ -87,6 +87,10 @@ class Recorder:
         else:
             _assign(self._chunk.last_obs, self.columns[group], obs)
 
+    def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
+        """Returns what the policy is given of the observations before step t."""
+        return obs
+
     def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
         """Records what the policy returned at step t.
 

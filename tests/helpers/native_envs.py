@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from helpers.own_parts import Masked
 from rayvec.testing import CountingEnv
 
 
@@ -18,14 +21,29 @@ def counting(num_envs: int, mode: str = "NextStep") -> SyncVectorEnv:
     return SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=mode)
 
 
+def cartpoles(num_envs: int) -> SyncVectorEnv:
+    """Makes CartPoles, each with a seed of its own."""
+    return SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * num_envs)
+
+
+def masked(num_envs: int) -> SyncVectorEnv:
+    """Makes environments with action masks; the mask of an episode's last observation allows nothing."""
+    return SyncVectorEnv([partial(Masked, "obs")] * num_envs)
+
+
+def pendulums(num_envs: int) -> SyncVectorEnv:
+    """Makes Pendulums with episodes of 50 steps, each with a seed of its own."""
+    return SyncVectorEnv([partial(gymnasium.make, "Pendulum-v1", max_episode_steps=50)] * num_envs)
+
+
 class Odd(SyncVectorEnv):
     """Returns something wrong from every step, or has a wrong reset.
 
     Args:
         what: ``"rows"``: one row too many; ``"dtype"``: complex observations; ``"rewards"``: one reward for all;
-            ``"flags"``: flags that are no bools; ``"no final"``: no last observations; ``"view"``: last observations
-            that the reset overwrites; ``"mask"``: a reset of all environments, whatever the mask says; ``"mode"``: no
-            autoreset mode.
+            ``"flags"``: flags that are no bools; ``"no final"``: no last observations; ``"no mask"``: a mask that names
+            none of them; ``"view"``: last observations that the reset overwrites; ``"mask"``: a reset of all
+            environments, whatever the mask says; ``"mode"``: no autoreset mode.
     """
 
     def __init__(self, what: str) -> None:
@@ -49,9 +67,32 @@ class Odd(SyncVectorEnv):
             terminated = terminated.astype(float)  # type: ignore[assignment]
         elif self.what == "no final":
             info.pop("final_obs", None)
+        elif self.what == "no mask" and "final_obs" in info:
+            info["_final_obs"] = np.zeros(3, bool)
         elif self.what == "view" and "final_obs" in info:
             info["final_obs"] = obs
         return obs, rew, terminated, truncated, info
+
+
+class Final(SyncVectorEnv):
+    """Returns ``final_obs`` and ``final_info`` at every step, with an empty mask where no episode ended.
+
+    Args:
+        mode: Its autoreset mode.
+        kind: What ``final_obs`` is then: ``"none"``, ``"objects"`` or ``"array"``.
+    """
+
+    def __init__(self, mode: str, kind: str) -> None:
+        super().__init__([partial(CountingEnv, 9)] * 3, autoreset_mode=mode)
+        self._kind = kind
+
+    def step(self, actions: Any) -> Any:
+        obs, rew, terminated, truncated, info = super().step(actions)
+        nothing = np.zeros(3, bool)
+        finals = {"none": None, "objects": np.array([None] * 3, object), "array": np.zeros_like(obs)}
+        empty = {"final_obs": finals[self._kind], "_final_obs": nothing}
+        empty |= {"final_info": {"x": np.zeros(3), "_x": nothing}, "_final_info": nothing}
+        return obs, rew, terminated, truncated, {**empty, **info}
 
 
 class Fails(SyncVectorEnv):

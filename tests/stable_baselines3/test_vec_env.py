@@ -292,3 +292,19 @@ class TestTraining:
             callback = EvalCallback(test_env, eval_freq=16, n_eval_episodes=4, log_path=str(tmp_path), verbose=0)
             PPO("MlpPolicy", env, n_steps=32, batch_size=64, device="cpu").learn(256, callback=callback)
             assert callback.n_calls == 64 and np.isfinite(callback.best_mean_reward)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1800)
+    def test_ppo_solves_cartpole_on_two_nodes(self, ray_cluster: object) -> None:
+        settings = {"num_nodes": 2, "workers_per_node": 1, "preload": ("stable_baselines3",)}
+        env = make_vec_env("CartPole-v1", 8, vec_env_cls=RayVecEnv, vec_env_kwargs=settings, seed=0)  # type: ignore[type-var]
+        with closing(env):
+            assert env.transports == ("shm", "tcp")
+            model = PPO("MlpPolicy", env, n_steps=128, batch_size=256, learning_rate=1e-3, seed=0, device="cpu")
+            mean = 0.0
+            for _ in range(10):
+                model.learn(12_288, reset_num_timesteps=False)
+                mean = float(evaluate_policy(model, env, n_eval_episodes=16)[0])  # type: ignore[arg-type]
+                if mean >= 475:
+                    break
+            assert mean >= 475

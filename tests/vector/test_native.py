@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Fails, Odd, counting
+from helpers.native_envs import Fails, Final, Odd, counting
 
 import rayvec
 from rayvec import Collector, RayVecEnv
@@ -58,12 +60,14 @@ class TestEquality:
             assert ours.num_envs == 5 and ours.autoreset_mode.value == mode
             in_lockstep(ours, theirs, num_steps)
 
-    @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])
-    def test_a_thousand_steps_on_two_nodes(self, ray_cluster: object, mode: str) -> None:
-        fns = [partial(counting, size, mode) for size in (3, 2, 4)]
+    @pytest.mark.slow
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_thousand_steps_on_two_nodes(self, ray_cluster: object, mode: str, workers: int) -> None:
+        fns = [partial(counting, size, mode) for size in (3, 2, 4, 1)]
         with (
-            closing(RayVecEnv(fns, native=True, num_nodes=2, workers_per_node=1)) as ours,
-            closing(counting(9, mode)) as theirs,
+            closing(RayVecEnv(fns, native=True, num_nodes=2, workers_per_node=workers)) as ours,
+            closing(counting(10, mode)) as theirs,
         ):
             assert ours.transports == ("shm", "tcp")
             in_lockstep(ours, theirs, 1_000)
@@ -81,6 +85,28 @@ class TestEquality:
                 expected = [each.step(part) for each, part in zip(alone, np.split(actions, [4]), strict=True)]
                 for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
                     np.testing.assert_array_equal(got, np.concatenate(parts))
+
+    def test_two_groups_of_several_sub_batches_step_independently(self) -> None:
+        fns = [partial(counting, size, "NextStep") for size in (2, 3, 1, 4)]
+        with closing(local(fns, workers_per_node=2, groups=2)) as env, closing(counting(10, "NextStep")) as theirs:
+            obs, _ = env.reset(seed=1)
+            env.action_space.seed(0)
+            expected = [(theirs.reset(seed=1)[0], None)]
+            actions = [env.action_space.sample() for _ in range(30)]
+            for action in actions:
+                expected.append(theirs.step(action)[::4])
+            for group, ids in enumerate(env.groups):
+                assert not ids.flags.writeable
+                env.send(actions[0][ids], group)
+            for step in range(1, 31):
+                for group, ids in enumerate(env.groups):
+                    batch = env.recv(group)
+                    obs, info = expected[step]
+                    np.testing.assert_array_equal(batch.obs, obs[ids])
+                    for key, values in batch.info.items():
+                        np.testing.assert_array_equal(values, info[key][ids])
+                    if step < 30:
+                        env.send(actions[step][ids], group)
 
     def test_groups_hold_whole_sub_batches(self) -> None:
         fns = [partial(counting, size, "SameStep") for size in (2, 3, 1)]
@@ -125,6 +151,26 @@ class TestChunks:
             for t, n, info in chunk.reset_infos:
                 ended = chunk.next_obs()[t, n, 1]
                 assert t < 0 or info["began"] == ended + (mode == "SameStep")
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("prefetch", [False, True])
+    def test_no_transition_of_a_collector_is_false(self, mode: str, prefetch: bool) -> None:
+        with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=2)) as env:
+            collector = Collector(env, still, prefetch=prefetch, seed=1)
+            chunks = [chunk for k in range(4) for chunk in collector.collect(n_step=42, ahead=k < 3).chunks]
+            assert counting_errors(chunks) == [] and sum(chunk.num_steps for chunk in chunks) >= 28
+            collector.close()
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("kind", ["none", "objects", "array"])
+    def test_last_observations_at_a_step_without_an_end(self, mode: str, kind: str) -> None:
+        with closing(local([partial(Final, mode, kind)] * 2, workers_per_node=0)) as env:
+            chunks = [env.rollout(still, 9, seed=5 if k == 0 else None) for k in range(3)]
+            assert counting_errors(chunks) == []
+            assert all(chunk.valid[t, n] for chunk in chunks for t, n, _ in chunk.infos)
+            env.reset(seed=1)
+            _, _, terminated, truncated, info = env.step(still(np.zeros(6)))
+            np.testing.assert_array_equal(info["_final_obs"], (terminated | truncated) & (mode == "SameStep"))
 
     def test_a_collector_counts_no_reset_as_a_step(self) -> None:
         with closing(local([partial(counting, 4)] * 2, workers_per_node=2)) as env:
@@ -174,6 +220,47 @@ class TestFaults:
             assert marks["_env_restarted"].tolist() == [True, True, True, False, False]
             shown = np.stack(list(info["final_obs"][:3])) if mode == "SameStep" else obs[:3]
             np.testing.assert_array_equal(shown, last[0][:3])
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(("fault", "workers"), [("raise", 1), ("kill", 2)])
+    def test_chunks_hold_no_transition_of_the_fault(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
+        fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]
+        with closing(local(fns, workers_per_node=workers, on_env_error="restart")) as env:
+            chunks = [env.rollout(still, 8, seed=3 if k == 0 else None) for k in range(3)]
+        failed = [(k, *place) for k, chunk in enumerate(chunks) for place in chunk.restarts.tolist()]
+        assert sorted({n for _, _, n in failed}) == [0, 1, 2]
+        for chunk in chunks:
+            before, after, valid = chunk.obs, chunk.next_obs(), chunk.valid
+            np.testing.assert_array_equal(after[valid][:, :2], before[valid][:, :2])  # seed and episode
+            np.testing.assert_array_equal(after[valid][:, 2:], before[valid][:, 2:] + 1)
+            np.testing.assert_array_equal(chunk.rew[valid], after[valid][:, 3])
+            assert chunk.truncated[tuple(chunk.cuts.T)].all()
+        others = [chunk.columns(3, 5) for chunk in chunks]
+        assert counting_errors(others) == []
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_lost_node(self, ray_cluster: object, mode: str) -> None:
+        """The sub-batches of the node restart elsewhere, each as a whole; the other node's continue."""
+        fns = [partial(counting, size, mode) for size in (3, 2, 4, 1)]
+        with closing(RayVecEnv(fns, native=True, num_nodes=2, workers_per_node=1)) as env:
+            env.reset(seed=1)
+            node = env.topology.nodes[1]
+            lost = list(node.env_range)
+            assert lost in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
+            os.kill(env.worker_pids()[node.name][0], signal.SIGKILL)
+            marks: Any = {}
+            for _ in range(2_000):
+                _, rew, terminated, truncated, info = env.step(np.zeros(10, np.int64))
+                marks = info.get("final_info", {}) if mode == "SameStep" else info
+                if "env_restarted" in marks:
+                    break
+                if mode == "Disabled" and (done := terminated | truncated).any():
+                    env.reset(options={"reset_mask": done})
+            assert np.flatnonzero(marks["_env_restarted"]).tolist() == lost
+            assert truncated[lost].all() and not rew[lost].any()
+            chunks = [env.rollout(still, 9) for _ in range(3)]
+            assert counting_errors(chunks) == []
 
     def test_an_error_keeps_its_type(self, tmp_path: Path) -> None:
         env = local([partial(Fails, "NextStep", "raise", str(tmp_path / "failed"))], workers_per_node=1)
@@ -243,7 +330,7 @@ class TestBadInput:
         with pytest.raises(RuntimeError, match="not equivalent"):
             local([partial(CartPoleVectorEnv, 2), acrobots], workers_per_node=workers)
 
-    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "view"])
+    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "no mask", "view"])
     def test_results(self, what: str) -> None:
         env = local([partial(Odd, what)], workers_per_node=0)
         env.reset(seed=1)

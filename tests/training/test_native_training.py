@@ -1,0 +1,90 @@
+"""Training on native sub-batches: SAC and IMPALA, several ranks, and a run that is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.training_kit import HERE, lengthen
+
+import rayvec
+from rayvec.training.run_dir import load_run
+
+pytestmark = pytest.mark.timeout(600)
+
+SAC: dict[str, Any] = {
+    "native": "helpers.native_envs:pendulums",
+    "num_envs": 4,
+    "num_steps": 10,
+    "total_steps": 400,
+    "learning_starts": 200,
+    "batch_size": 32,
+    "eval_episodes": 2,
+    "seed": 3,
+    **HERE,
+}
+PPO: dict[str, Any] = {
+    "native": "helpers.native_envs:cartpoles",
+    "num_envs": 8,
+    "num_steps": 16,
+    "total_steps": 512,
+    "minibatch_size": 32,
+    "eval_episodes": 2,
+    "seed": 3,
+    **HERE,
+}
+
+
+def test_sac_learns_from_transitions_alone(tmp_path: Path) -> None:
+    """A reset takes a step of its own, which is not in the replay."""
+    result = rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "run", inference="driver", **SAC))
+    assert np.isfinite(result.eval_return_mean)
+    _, state = load_run(result.run_dir)
+    assert result.total_steps >= 400 and state["progress"]["episodes"] == 4 * (result.total_steps // 4 // 50)
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_the_mask_of_a_last_observation_allows_nothing(tmp_path: Path, inference: Any) -> None:
+    """With NEXT_STEP the policy sees that observation: its action has no effect, the next step resets."""
+    settings = {**PPO, "native": "helpers.native_envs:masked", "inference": inference}
+    assert rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "run", **settings)).total_steps >= 512
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    whole = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "whole", **PPO))
+    half = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "half", **{**PPO, "total_steps": 256}))
+    assert half.total_steps < whole.total_steps
+    lengthen(tmp_path / "half", 256, 512)
+    again = rayvec.resume(tmp_path / "half")
+    assert again.total_steps >= 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings", "learners"),
+    [
+        (rayvec.PPOConfig, PPO, "decentralized"),
+        (rayvec.PPOConfig, PPO, "shared"),
+        (rayvec.IMPALAConfig, {**PPO, "num_minibatches": 2, "prefetch": False}, "decentralized"),
+        (rayvec.SACConfig, {**SAC, "inference": "driver"}, "decentralized"),
+        (rayvec.SACConfig, {**SAC, "inference": "driver"}, "shared"),
+    ],
+    ids=["ppo-decentralized", "ppo-shared", "impala-decentralized", "sac-decentralized", "sac-shared"],
+)
+def test_ranks_learn_what_one_process_learns(
+    tmp_path: Path, kind: Any, settings: dict[str, Any], learners: str
+) -> None:
+    settings = {name: value for name, value in settings.items() if kind is rayvec.IMPALAConfig or name != "prefetch"}
+    if kind is rayvec.IMPALAConfig:
+        settings.pop("minibatch_size")
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
+    settings.pop("prefetch", None)
+    of_ranks = {"sync_fraction": 1.0} if learners == "decentralized" else {}
+    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, learners=learners, num_learners=2, **of_ranks))
+    (_, one), (_, two) = (load_run(result.run_dir) for result in (alone, ranks))
+    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-6, rtol=0)
+    assert ranks.total_steps == alone.total_steps and two["progress"]["episodes"] == one["progress"]["episodes"]
