@@ -342,7 +342,7 @@ class RayPool(PartedPool):
             excluded.add(member.node.slice.node_id)
             try:
                 self._start_elsewhere(number, self._find_place(number, excluded, error), error)
-                self._repeat_pending(member)
+                member.repeat_pending()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
@@ -353,12 +353,6 @@ class RayPool(PartedPool):
         if self._elastic is not None:
             return self._elastic.replacement(number, self._slices, excluded, error)
         return place_again(self._slices[number], excluded, error)
-
-    @staticmethod
-    def _repeat_pending(member: Member) -> None:
-        for part, request in member.pending:
-            request(member.node, part)
-        member.node.flush()
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
@@ -446,7 +440,7 @@ class RayPool(PartedPool):
         )
         close_quietly(old, _CLOSE_S)
         try:
-            self._repeat_pending(member)
+            member.repeat_pending()
         except NodeLostError as error:
             self._replace(move.number, error)
 

@@ -31,7 +31,9 @@ from rayvec.training.trainer import RunTrainer
 __all__ = ["TrainResult", "resume", "train"]
 
 _MOST_LOSSES = 3
-_PAUSE_S = 1.0
+_MOST_LOSSES_OF_ELASTIC_RANKS = 10
+"""More, since nodes may be lost while ranks start."""
+_MOST_PAUSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -289,18 +291,19 @@ class _Run:
             LearnerError: Ranks are lost again and again, or before the first checkpoint.
         """
         self.num_losses += 1
-        can_begin_again = self.state is not None or isinstance(self._config.num_nodes, tuple)
-        if self.num_losses > _MOST_LOSSES or not can_begin_again:
+        is_elastic = isinstance(self._config.num_nodes, tuple)
+        most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
+        if self.num_losses > most or (self.state is None and not is_elastic):
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
-                expected=f"ranks that start, and at most {_MOST_LOSSES} losses between two checkpoints",
+                expected=f"ranks that start, and at most {most} losses between two checkpoints",
                 got=f"a lost rank: {error}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps
         self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
         logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
-        time.sleep(_PAUSE_S * (self.num_losses - 1))  # Ray lists a node for a while after it is gone
+        time.sleep(min(_MOST_PAUSE_S, self.num_losses - 1))  # Ray lists a node for a while after it is gone
 
     def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""
