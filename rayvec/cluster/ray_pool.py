@@ -389,7 +389,7 @@ class RayPool(PartedPool):
         """With elastic nodes, moves environments to nodes that joined, and away from nodes that leave.
 
         A move ends episodes, as the loss of a node does, but no step is lost: a part moves when all its answers have
-        been received. Where environments are stepped in turns, a part of a leaving node moves with pending requests.
+        been received. With groups or asynchronous stepping, a part of a leaving node may move with pending requests.
 
         Args:
             from_leaving_only: Whether only environments of nodes that leave may move.

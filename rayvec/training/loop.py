@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import sys
@@ -135,6 +136,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
+            if run.has_begun:
+                gc.collect()  # what the ranks before have left, above all figures, is megabytes of cycles
             try:
                 opened = open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0, cores=cores)
                 with opened as trainer:
