@@ -59,6 +59,10 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
         ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),
         ("--wrappers gymnasium", ["module:function"]),
+        ("--num-nodes 4:1", ["1 <= min <= max"]),
+        ("--num-nodes 1:2:3", ["two whole numbers"]),
+        ("--num-nodes one", ["int | tuple[int, int] | None", "'one'"]),
+        ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:

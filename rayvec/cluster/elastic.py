@@ -22,7 +22,7 @@ from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_ra
 __all__ = ["ElasticPlacement", "Move", "assign_parts", "leaving_nodes", "num_parts", "shares"]
 
 _LOOK_S = 1.0
-"""The interval at which the cluster's nodes are read, in seconds. It takes 2 ms."""
+"""The interval at which the cluster's nodes are read, in seconds. It takes 1 ms."""
 _LOOK_AGAIN_S = 0.25
 _REPLACE_S = 8.0
 _DISTRUST_S = 30.0

@@ -201,6 +201,12 @@ class Member:
     node: Node
     pending: list[tuple[Part, Request]] = field(default_factory=list)
 
+    def repeat_pending(self) -> None:
+        """Sends the pending requests to a replacement node."""
+        for part, request in self.pending:
+            request(self.node, part)
+        self.node.flush()
+
     def forget(self, part: Part) -> None:
         """Removes some environments, which have answered, from the pending requests."""
         for position, (requested, _) in enumerate(self.pending):

@@ -329,7 +329,7 @@ class RayPool(PartedPool):
             excluded.add(member.node.slice.node_id)
             try:
                 self._start_elsewhere(number, self._find_place(number, excluded, error), error)
-                self._repeat_pending(member)
+                member.repeat_pending()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
@@ -340,12 +340,6 @@ class RayPool(PartedPool):
         if self._elastic is not None:
             return self._elastic.replacement(number, self._slices, excluded, error)
         return place_again(self._slices[number], excluded, error)
-
-    @staticmethod
-    def _repeat_pending(member: Member) -> None:
-        for part, request in member.pending:
-            request(member.node, part)
-        member.node.flush()
 
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
@@ -383,7 +377,7 @@ class RayPool(PartedPool):
         """With elastic nodes, moves environments to nodes that joined, and away from nodes that leave.
 
         A move ends episodes, as the loss of a node does, but no step is lost: a part moves when all its answers have
-        been received. Where environments are stepped in turns, a part of a leaving node moves with pending requests.
+        been received. With groups or asynchronous stepping, a part of a leaving node may move with pending requests.
 
         Args:
             from_leaving_only: Whether only environments of nodes that leave may move.
@@ -433,7 +427,7 @@ class RayPool(PartedPool):
         )
         close_quietly(old, _CLOSE_S)
         try:
-            self._repeat_pending(member)
+            member.repeat_pending()
         except NodeLostError as error:
             self._replace(move.number, error)
 

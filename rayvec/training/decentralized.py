@@ -172,6 +172,7 @@ class DecentralizedTrainer:
         check_same_spaces(found)
         warn_of_wide_ranges(found[0][0], config)
         self._pending: deque[list[Any]] = deque()
+        self._has_iterated = False
         learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))
         shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
         collector_state = state["collector"] if state else None
@@ -185,8 +186,8 @@ class DecentralizedTrainer:
 
     @property
     def is_outdated(self) -> bool:
-        """See :class:`~rayvec.training.trainer.RunTrainer`."""
-        return self._has_changed()
+        """See :class:`~rayvec.training.trainer.RunTrainer`. Not before an iteration, so that each start brings one."""
+        return self._has_iterated and self._has_changed()
 
     def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
@@ -198,6 +199,7 @@ class DecentralizedTrainer:
             self._pending.append(self._group.post("iterate"))
         iterations: list[Iteration] = self._group.gather(self._pending.popleft())
         iteration = _joined(iterations, self._group.placements)
+        self._has_iterated = True
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
         if weights is not None:

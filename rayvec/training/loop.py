@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import sys
@@ -32,7 +33,9 @@ from rayvec.training.trainer import RunTrainer
 __all__ = ["TrainResult", "resume", "train"]
 
 _MOST_LOSSES = 3
-_PAUSE_S = 1.0
+_MOST_LOSSES_OF_ELASTIC_RANKS = 10
+"""More, since nodes may be lost while ranks start."""
+_MOST_PAUSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
+            if run.has_begun:
+                gc.collect()  # what the ranks before have left, above all figures, is megabytes of cycles
             try:
                 opened = open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0, cores=cores)
                 with opened as trainer:
@@ -301,18 +306,19 @@ class _Run:
         """
         self.num_losses += 1
         self._monitor.count_lost_ranks()
-        can_begin_again = self.state is not None or isinstance(self._config.num_nodes, tuple)
-        if self.num_losses > _MOST_LOSSES or not can_begin_again:
+        is_elastic = isinstance(self._config.num_nodes, tuple)
+        most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
+        if self.num_losses > most or (self.state is None and not is_elastic):
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
-                expected=f"ranks that start, and at most {_MOST_LOSSES} losses between two checkpoints",
+                expected=f"ranks that start, and at most {most} losses between two checkpoints",
                 got=f"a lost rank: {error}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps
         self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
         logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
-        time.sleep(_PAUSE_S * (self.num_losses - 1))  # Ray lists a node for a while after it is gone
+        time.sleep(min(_MOST_PAUSE_S, self.num_losses - 1))  # Ray lists a node for a while after it is gone
 
     def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""

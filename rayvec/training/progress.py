@@ -111,13 +111,14 @@ def begin_collecting(
     if has_learned:
         policy.load_weights(learner.weights())
     in_workers = config.inference == "worker"
+    outlives_update = config.num_nodes != 0 and not isinstance(config.num_nodes, tuple)  # an elastic node may not
     collector = Collector(
         env,
         policy,
         inference=config.inference,
         seed=config.seed,
         prefetch=in_workers and config.collects_ahead,
-        by_reference=in_workers and config.num_nodes != 0 and config.learner_mode in ("shared", "dedicated"),
+        by_reference=in_workers and outlives_update and config.learner_mode in ("shared", "dedicated"),
         max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
     )
     if state is not None:

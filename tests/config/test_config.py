@@ -68,6 +68,9 @@ def test_every_setting_is_described() -> None:
         ("num_steps", -1, "at least 1"),
         ("seed", -1, "from 0 to 4294967295"),
         ("num_nodes", -1, "at least 0"),
+        ("num_nodes", (2, 1), "1 <= min <= max"),
+        ("num_nodes", (0, 2), "1 <= min <= max"),
+        ("num_nodes", (1, 17), "max at most num_envs = 16"),
         ("gamma", 1.01, "from 0 to 1"),
         ("gamma", -0.1, "from 0 to 1"),
         ("gae_lambda", float("nan"), "from 0 to 1"),
@@ -163,3 +166,9 @@ def test_more_ranks_than_rows_of_a_minibatch_are_refused(cls: type[TrainConfig],
     config = cls(**{name: 3, "num_learners": 3})
     with pytest.raises(ConfigError, match=rf"at most {name} = 3\. Got: 4\. Remedy: Lower num_learners"):
         config.adjusted(num_learners=4)
+
+
+def test_a_range_of_nodes_is_kept() -> None:
+    config = PPOConfig(num_nodes=[1, 4])  # type: ignore[arg-type]
+    assert config.num_nodes == (1, 4) and TrainConfig.from_yaml(config.to_yaml()) == config
+    assert config.adjusted(num_nodes=2).num_nodes == 2

@@ -131,7 +131,7 @@ def train_audited(cluster: Any, minutes: float, pause_s: float, rng: random.Rand
         num_learners=NUM_NODES[1],
         learners="decentralized",
         sync_fraction=1.0,
-        workers_per_node=2,
+        workers_per_node=0,
         num_envs=24,
         num_steps=64,
         num_epochs=1,

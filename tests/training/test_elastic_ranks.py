@@ -118,3 +118,22 @@ def test_a_node_that_is_killed_costs_its_ranks(tmp_path: Path, nodes: Nodes, cap
     assert result.total_steps == 6400 and "restarting all ranks" in caplog.text
     steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
     assert steps == list(range(64, 6401, 64))
+
+
+@pytest.mark.slow
+def test_shared_learners_with_elastic_environments(tmp_path: Path, nodes: Nodes) -> None:
+    """A node joins and is killed, with a rank or without one; each step counts once."""
+    joined: list[str] = []
+
+    class Watch:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            if context.progress.steps >= 1280 and not joined:
+                joined.append(nodes.join())
+            if context.progress.steps == 19_200:
+                nodes.kill(joined[0])
+
+    settings = {**ELASTIC, "learners": "shared", "total_steps": 32_000, "eval_episodes": 0}
+    config = rayvec.PPOConfig(**settings, run_dir=tmp_path / "a")
+    assert rayvec.train(config, callbacks=[Watch()]).total_steps == 32_000
+    steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    assert steps == list(range(64, 32_001, 64))
