@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import ray
 
+from rayvec.cluster.reachability import check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count
@@ -161,8 +162,12 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError
         error: The error that reported the loss.
 
     Raises:
-        NodeLostError: No other node has a free core; `error` is its cause.
+        NodeLostError: No other node has a free core; `error` is its cause. Or the head of the cluster is gone.
     """
+    try:
+        check_head()
+    except NodeLostError as headless:
+        raise headless from error
     gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
     deadline = time.monotonic() + _PLACE_AGAIN_S
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -38,6 +39,7 @@ _LOST = (
     ray.exceptions.NodeDiedError,
 )
 _CLOSE_S = 10.0
+_LOOK_S = 1.0
 _TRANSFER_S = 10.0
 """How long the transfer of a finished chunk may take beyond the end of a wait, in seconds."""
 
@@ -63,6 +65,7 @@ class RemoteNode:
         self.slice = node_slice
         self._loose = loose
         self._connection: FrameSocket | None = None
+        self._watched: FrameSocket | None = None  # the connection until it is closed
         self._actor: Any = (
             ray.remote(NodeActor)
             .options(
@@ -88,8 +91,11 @@ class RemoteNode:
             NodeLostError: The actor or its node is lost.
             Exception: An environment raised this exception.
         """
+        deadline = deadline_in(timeout_s)
+        if self._watched is not None:
+            self._look_while_waiting(ref, deadline, self._watched)
         try:
-            value = ray.get(ref, timeout=None if timeout_s == math.inf else timeout_s)
+            value = ray.get(ref, timeout=None if deadline == math.inf else seconds_until(deadline))
         except ray.exceptions.GetTimeoutError as error:
             raise NotReady(f"node {self.slice.name} has not answered in time") from error
         except _LOST as error:
@@ -97,6 +103,20 @@ class RemoteNode:
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
         return value
+
+    def _look_while_waiting(self, ref: Any, deadline: float, connection: FrameSocket) -> None:
+        """Waits for a result, and looks whether the node's machine answers: Ray notices after a minute that not.
+
+        Raises:
+            NodeLostError: It does not.
+        """
+        while not ray.wait([ref], timeout=min(_LOOK_S, seconds_until(deadline)))[0]:
+            try:
+                connection.check()
+            except OSError as error:
+                raise self._lost(error) from error
+            if time.monotonic() >= deadline:
+                return
 
     def _lost(self, error: BaseException) -> NodeLostError:
         return node_lost(self.slice, error)
@@ -129,7 +149,7 @@ class RemoteNode:
             allocating(timeout_s)
             port = listening(timeout_s)
             try:
-                self._connection = connect(self.slice.address, port, key)
+                self._connection = self._watched = connect(self.slice.address, port, key)
             except OSError as error:
                 raise NodeLostError(
                     "The driver steps another node through a TCP stream.",
@@ -183,6 +203,7 @@ class RemoteNode:
     def close(self, timeout_s: float | None = None) -> Wait:
         """See :class:`Node`."""
         if self._connection is not None:
+            self._watched = None
             self._connection.close()
         if not ray.is_initialized():
             return done

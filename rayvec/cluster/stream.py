@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -249,6 +250,16 @@ class FrameSocket:
             self._look_at_s = time.monotonic() + _LOOK_S
             self._check_peer()
         return False
+
+    def check(self) -> None:
+        """Looks whether the connection lasts; call it every few seconds of a wait for something else.
+
+        Raises:
+            OSError: The peer's machine no longer answers.
+        """
+        if number := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # keepalive has found out
+            raise OSError(number, os.strerror(number))
+        self._check_peer()
 
     def _check_peer(self) -> None:
         """Raises ``TimeoutError`` if the peer's machine no longer answers. The machine of a slow peer still does."""

@@ -163,6 +163,10 @@ class ProcessHost:
         except psutil.Error:
             return None  # the result of the rank says what is wrong
 
+    def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
+        """Returns None: all ranks are on this machine."""
+        return None
+
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:
         """Yields what makes a store in a file that only this user can read."""

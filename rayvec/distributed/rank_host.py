@@ -135,6 +135,10 @@ class RankHost(Protocol):
         """
         ...
 
+    def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
+        """Returns a rank whose node the network no longer reaches, or None; call it every few seconds of a wait."""
+        ...
+
     def rendezvous(self) -> AbstractContextManager[MakeStore]:
         """Yields what makes the store through which ranks exchange addresses while they connect."""
         ...

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import ray
 
+from rayvec.cluster.reachability import raylets, unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError
@@ -155,16 +156,20 @@ def rank_share(
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:
-    """Returns the nodes that may be used, the driver's own first."""
+    """Returns the nodes that may be used and that the network reaches, the driver's own first."""
     from ray._private.state import available_resources_per_node
 
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
+    gone = unreachable({node_id: address for node_id, address in raylets().items() if node_id != here})
     found = []
     for node in ray.nodes():
         node_id, total = node["NodeID"], node["Resources"]
         allowed = (
-            node["Alive"] and (request.nodes is None or node_id in request.nodes) and node_id not in request.avoid_nodes
+            node["Alive"]
+            and node_id not in gone
+            and (request.nodes is None or node_id in request.nodes)
+            and node_id not in request.avoid_nodes
         )
         if not allowed or not total.get("CPU"):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = ["RankSet"]
 _GRACE_S = 5.0
 _START_S = 60.0
 _ANSWER_S = 60.0
+_LOOK_S = 2.0
 
 
 class RankSet:
@@ -137,7 +139,12 @@ class RankSet:
     def _await(self, refs: Sequence[Any], num_results: int) -> list[Any]:
         """Waits for so many results as long as no rank hangs."""
         pause_s, before = self._timeout_s / 2, None
-        while len(done := self._host.wait(refs, num_results, pause_s)) < num_results:
+        look_at_s = time.monotonic() + pause_s
+        while len(done := self._host.wait(refs, num_results, min(pause_s, _LOOK_S))) < num_results:
+            if (rank := self._host.unreachable(self.ranks)) is not None:
+                raise lost(rank, "the network no longer reaches its node")
+            if time.monotonic() < look_at_s:
+                continue
             pending = [each for each in refs if each not in done]
             signs = self._host.signs(self.ranks, max(self._timeout_s, _ANSWER_S), pending)
             if signs and before:
@@ -147,7 +154,7 @@ class RankSet:
                     raise lost(stopped[0], f"its process has been stopped for {pause_s:g} s")
                 if not self._may_idle and all(then.cpu_s == now.cpu_s for _, then, now in pairs):
                     raise lost(self.ranks[0], f"no rank has used any CPU time for {pause_s:g} s")
-            before = signs
+            before, look_at_s = signs, time.monotonic() + pause_s
         return done
 
     def _outcome(self, ref: Any) -> tuple[int, Any]:

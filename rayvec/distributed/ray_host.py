@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayvec.cluster.reachability import NodeWatch
 from rayvec.cluster.session import RaySession
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -19,6 +21,8 @@ from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
 from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RayHost"]
+
+_LOOK_S = 2.0
 
 
 class RayHost:
@@ -31,6 +35,7 @@ class RayHost:
 
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
         self._request = request
+        self._watch = NodeWatch()
         self._session = RaySession(address)
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
@@ -84,14 +89,20 @@ class RayHost:
         ]
         missing, results, deadline = list(measured), [_ref(each) for each in pending], deadline_in(timeout_s)
         while missing:
-            done, _ = ray.wait([*missing, *results], num_returns=1, timeout=seconds_until(deadline))
-            if not done or done[0] in results:
+            done, _ = ray.wait([*missing, *results], num_returns=1, timeout=min(_LOOK_S, seconds_until(deadline)))
+            if done and done[0] not in results:
+                missing.remove(done[0])
+            elif done or time.monotonic() >= deadline or self.unreachable(ranks) is not None:
                 return None
-            missing.remove(done[0])
         try:
             return ray.get(measured)
         except ray.exceptions.RayError:
             return None  # the result of the rank says what is wrong
+
+    def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        gone = self._watch.lost({rank.placement.node_id for rank in ranks})
+        return next((rank for rank in ranks if rank.placement.node_id in gone), None)
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:

@@ -43,6 +43,8 @@ _IDLE_S = 3.0
 """How long a root without a branch waits before it exits."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SECRETS = {"RAY_AUTH_TOKEN"}
+"""Environment variables that workers do not get: environments have no need of them."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Each worker uses one thread for linear algebra, because there is already a worker for every core."""
 _START = """
@@ -119,7 +121,7 @@ class ForkServer:
                 python_command(code),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ONE_THREAD},
+                env={name: text for name, text in {**os.environ, **_ONE_THREAD}.items() if name not in _SECRETS},
                 start_new_session=True,
                 check=True,
             )

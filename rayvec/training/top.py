@@ -133,7 +133,7 @@ def _run(run: RunStatus, age_s: float) -> Iterator[RenderableType]:
     yield Text(f"{run.title} · {run.state} · {run.run_dir}", style="bold", overflow="fold")
     yield Text(f"{run.steps:,}/{run.total_steps:,} steps · {run.steps_per_s:,.0f} steps/s · return {shown}")
     yield Text(f"time: {shares} · staleness {run.staleness} · restarts: {restarts}")
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("node", min_width=12, overflow="fold")
     for name in ("envs", "workers", "steps/s", "step", "efficiency", "restarts", "queue", "last seen"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from helpers.examples import examples
 from helpers.waiting import wait_until
@@ -224,6 +225,76 @@ def test_an_answer_can_not_be_had_from_the_listener_itself(listener: Listener) -
         first.sendall(bytes(32) + answer)
         first.recv(32, socket.MSG_WAITALL)
         assert read_to_end(first) == b""
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.usefixtures("short_handshake")
+def test_a_thousand_silent_connections_cost_a_bounded_number_of_threads_and_no_memory(listener: Listener) -> None:
+    before, threads = resident_bytes(), threading.active_count()
+    most = threads
+    silent = []
+    for _ in range(1000):
+        silent.append(stranger(listener))
+        most = max(most, threading.active_count())
+    assert_served(listener)
+    for sock in silent:
+        sock.close()
+    wait_until(lambda: threading.active_count() <= threads + 1)
+    assert most <= threads + 2 * stream._MOST_STRANGERS + 20  # threads that are about to end count too
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_who_sends_without_end_is_cut_off(listener: Listener) -> None:
+    """Nothing beyond the handshake is read: what the kernel buffers for a connection is all that gets through."""
+    before, block, sent = resident_bytes(), memoryview(bytes(1 << 20)), 0
+    with stranger(listener) as sock, suppress(OSError):
+        while sent < 10 << 30:
+            sent += sock.send(block)
+    assert sent < 256 << 20
+    assert resident_bytes() - before < 64 << 20
+    assert_served(listener)
+
+
+def test_a_recorded_handshake_can_not_be_replayed(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    """The listener draws another nonce for each connection, so that the recorded proof fits none of them."""
+    recorded: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def record() -> None:
+            theirs, _ = between.accept()
+            with theirs, stranger(listener) as ours:
+                forward = threading.Thread(target=pump, args=(ours, theirs, []), daemon=True)
+                forward.start()
+                pump(theirs, ours, recorded)
+                forward.join()
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        with connect("127.0.0.1", between.getsockname()[1], KEY) as connection:
+            connection.send(frame(b"a step"))
+            assert connection.poll(DEADLINE_S) and connection.recv() == frame(b"a step")
+        thread.join()
+    said = b"".join(recorded)
+    assert len(said) == 64 + len(frame(b"a step"))
+    for _ in range(3):
+        with stranger(listener) as sock:
+            with suppress(OSError):
+                sock.sendall(said)
+            assert len(read_to_end(sock)) <= 64  # a nonce, and the answer to the recorded one: never a frame
+    wait_until(lambda: caplog.text.count("refused a connection") == 3)
+    assert_served(listener)
+
+
+def pump(source: socket.socket, target: socket.socket, kept: list[bytes]) -> None:
+    """Passes on what arrives until the end, and keeps it."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            kept.append(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def test_an_impostor_does_not_get_the_clients_frames() -> None:

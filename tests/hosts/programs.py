@@ -75,7 +75,11 @@ def train(run_dir: str, total_steps: str, num_nodes: str) -> None:
             workers_per_node=1,
             checkpoint_interval_s=1.0,
         )
-        result = rayvec.train(config)
+        try:
+            result = rayvec.train(config)
+        except RayvecError as error:
+            say(error=" ".join([str(error), *error.__notes__]))
+            raise
     say(steps=result.total_steps, eval_return=result.eval_return_mean)
 
 
@@ -85,7 +89,10 @@ def go_on(mode: str) -> None:
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, **chosen) as env:
         env.reset(seed=3)
         remote = [each.node for each in env._pool._nodes if hasattr(each.node, "_stream")]
-        say(streams=[node._stream._sock.getpeername() for node in remote])
+        say(
+            streams=[node._stream._sock.getpeername() for node in remote],
+            pids=[node.worker_pids()[0] for node in remote],
+        )
         number = 0
         while True:
             try:
@@ -97,6 +104,21 @@ def go_on(mode: str) -> None:
             restarted = np.flatnonzero(infos.get("env_restarted", ())).tolist()
             if restarted or number % 50 == 0:
                 say(step=number, restarted=restarted, hosts=[node.address for node in env.topology.nodes])
+
+
+def collect(num_nodes: str) -> None:
+    """Collects chunks that the workers of some hosts take until it is killed, and says what it sees."""
+    place = {"num_nodes": int(num_nodes), "workers_per_node": 1, "on_node_loss": "rehost", "on_env_error": "restart"}
+    with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **place) as env:
+        collector = rayvec.Collector(env, _idle, prefetch=True, seed=3)
+        number = 0
+        while True:
+            batch = collector.collect(n_step=20 * NUM_ENVS)
+            number += 1
+            errors = counting_errors(batch.chunks)
+            if number % 10 == 0 or batch.stats.n_restarts or errors:
+                hosts = [node.address for node in env.topology.nodes]
+                say(chunk=number, restarts=batch.stats.n_restarts, hosts=hosts, errors=errors)
 
 
 def start() -> None:

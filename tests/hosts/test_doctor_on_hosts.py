@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.hosts import Cluster, Program, cluster_of, why_not
 
@@ -36,6 +37,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         init.write_text(init.read_text().replace(f'"{rayvec.__version__}"', '"0.0.9"'))
         (tmp_path / "numpy-1.26.4.dist-info").mkdir()
         (tmp_path / "numpy-1.26.4.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 1.26.4\n")
+        (tmp_path / "sitecustomize.py").write_text("import numpy; numpy.__version__ = '1.26.4'\n")
         other.environment["PYTHONPATH"] = str(tmp_path)
         cluster.join(other)
         other.block()
@@ -69,5 +71,6 @@ def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
     assert cluster.head.address in timed and narrow in timed
     with Program(cluster.head, Path(__file__).with_name("programs.py"), "start") as program:
         error = program.line()["error"]
-    for word in (f"rayvec {rayvec.__version__}", "rayvec 0.0.9", other, "Remedy:"):  # a run refuses that node
+    versions = (f"rayvec {rayvec.__version__}", "rayvec 0.0.9", f"numpy {np.__version__}", "numpy 1.26.4")
+    for word in (*versions, other, "Remedy:"):  # a run refuses that node
         assert word in error

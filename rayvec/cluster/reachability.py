@@ -1,0 +1,91 @@
+"""Which nodes of the cluster the network reaches. Ray itself notices after a minute that one is gone.
+
+The operating system of a node accepts a connection to the port of its raylet, however busy the node is.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+
+from rayvec.errors import NodeLostError
+
+__all__ = ["NodeWatch", "check_head", "raylets", "unreachable"]
+
+_ANSWER_S = 3.0
+_SILENCE_S = 10.0
+_MOST_THREADS = 64
+Address = tuple[str, int]
+
+
+def raylets() -> dict[str, Address]:
+    """Returns the address and port of the raylet of each node that Ray takes for alive, by the node's id."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes}
+
+
+def unreachable(addresses: Mapping[str, Address]) -> set[str]:
+    """Returns the ids of the nodes that do not answer a connection within three seconds; a refusal is an answer."""
+    if not addresses:
+        return set()
+    with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS)) as threads:
+        answers = dict(zip(addresses, threads.map(_answers, addresses.values()), strict=True))
+    return {node_id for node_id, does_answer in answers.items() if not does_answer}
+
+
+def _answers(address: Address) -> bool:
+    try:
+        socket.create_connection(address, _ANSWER_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def check_head() -> None:
+    """Looks whether the network reaches the head of the cluster; else calls of Ray wait for a minute or more.
+
+    Raises:
+        NodeLostError: It does not.
+    """
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    if not _answers((host.strip("[]"), int(port))):
+        raise NodeLostError(
+            "The head of a Ray cluster runs as long as the cluster.",
+            expected=f"{host}:{port} to accept a connection within {_ANSWER_S:g} s",
+            got="no answer",
+            remedy="Start the cluster again; a training resumes from its last checkpoint.",
+        )
+
+
+class NodeWatch:
+    """Finds nodes that the network no longer reaches.
+
+    Only a node that has answered before counts: a firewall may block the ports of raylets.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, Address] = {}
+        self._answered_s: dict[str, float] = {}
+
+    def lost(self, node_ids: Iterable[str]) -> set[str]:
+        """Returns the nodes that have not answered for ten seconds; call it every few seconds.
+
+        Raises:
+            NodeLostError: There is one, and the head does not answer either.
+        """
+        wanted = set(node_ids) - {ray.get_runtime_context().get_node_id()}
+        if not wanted <= self._addresses.keys():
+            self._addresses = raylets()
+        began_s = time.monotonic()
+        silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
+        self._answered_s.update(dict.fromkeys(wanted - silent, began_s))
+        gone = {each for each in silent if began_s - self._answered_s.get(each, began_s) > _SILENCE_S}
+        if gone:
+            check_head()
+        return gone
