@@ -68,7 +68,7 @@ def test_another_error_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = FIRST[0].learner("cpu")
     (batch,) = FIRST[0].batches(1)
     monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", fail)
-    with pytest.raises(RuntimeError, match="^something else$"):
+    with pytest.raises(RuntimeError, match=r"^something else$"):
         learner.update(batch)
 
 
