@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/gpu_learner.py
 
 A row is whole updates of a learner, as ``train`` calls them, in samples/s: PPO with an MLP and with a Nature-CNN, SAC,
-and IMPALA. Beside PPO stand the update of a script in the way of CleanRL (eager modules, autograd, torch's Adam) and one
-in the way of LeanRL (the same, compiled, with CUDA graphs), with the same minibatches of the same data. "Bound" is what
-the device could do: the larger of operations over its measured rate of products, and bytes of weights and samples over
-its measured bandwidth. "Pageable" is the fastest of ours without page-locked memory.
+and IMPALA. Beside PPO stand the update of a script in the way of CleanRL (eager modules, autograd, torch's Adam) and
+that of a script in the way of LeanRL (the same, compiled, with CUDA graphs), with the same minibatches and data.
+"Bound" is what the device could do: the larger of operations over its measured rate of products, and bytes of weights
+and samples over its measured bandwidth. "Pageable" is the fastest of ours without page-locked memory.
 
 ``--device cpu`` runs the same on a CPU, where nothing is captured and time is that of the process, which other programs
 hardly change.
@@ -111,9 +111,18 @@ class Task:
         extras = {"logp": logp} if is_byte else {"logp": logp, "raw_act": act}
         none = np.zeros(lead, bool)
         chunk = Chunk(
-            env_ids=np.arange(lead[1]), obs=obs[:-1], act=act, rew=rng.normal(size=lead), valid=~none,
-            terminated=none, truncated=none, last_obs=obs[-1], final_index=np.zeros((0, 2), np.int64), final_obs=obs[0, :0], extras=extras,
-        )  # fmt: skip
+            env_ids=np.arange(lead[1]),
+            obs=obs[:-1],
+            act=act,
+            rew=rng.normal(size=lead),
+            terminated=none,
+            truncated=none,
+            valid=~none,
+            last_obs=obs[-1],
+            final_index=np.zeros((0, 2), np.int64),
+            final_obs=obs[0, :0],
+            extras=extras,
+        )
         return Batch((chunk,), STATS)
 
 
