@@ -1,165 +1,344 @@
-"""What a GPU makes of updates: eager, compiled and captured, fp32 and bf16. Needs no Ray.
+"""What a GPU makes of updates: eager, compiled and captured, beside plain PyTorch. Needs torch, NumPy and Gymnasium.
 
-    python benchmarks/gpu_learner.py
+    PYTHONPATH=. python benchmarks/gpu_learner.py
 
-SAC's whole update, in updates/s, and PPO's minibatch with a Nature-CNN, in frames/s: loss and gradient, the norm that
-is clipped and read, and the optimizer's step. Of PPO's minibatch loss and gradient are captured, the rest is not.
-``--device cpu`` runs the same on a CPU, to see that it works.
+A row is whole updates of a learner, as ``train`` calls them, in samples/s: PPO with an MLP and with a Nature-CNN, SAC,
+and IMPALA. Beside PPO stand the update of a script in the way of CleanRL (eager modules, autograd, torch's Adam) and
+that of a script in the way of LeanRL (the same, compiled, with CUDA graphs), with the same minibatches and data.
+"Bound" is what the device could do: the larger of operations over its measured rate of products, and bytes of weights
+and samples over its measured bandwidth. "Pageable" is the fastest of ours without page-locked memory.
+
+``--device cpu`` runs the same on a CPU, where nothing is captured and time is that of the process, which other programs
+hardly change.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from measure import heading
-from sac_update import A, B, D
-from torch import Tensor
+from torch import Tensor, nn
 
-from rayvec.bench.terminal import show_table, spread
-from rayvec.config import PPOConfig
-from rayvec.learners import sac_math
-from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.learners.ppo import PPOLearner, Samples
-from rayvec.learners.ppo_graph import CompiledGradient
-from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
+from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
+from rayvec.data import Batch, Chunk, CollectStats
+from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.sac import SACLearner
+from rayvec.policies import networks
+from rayvec.policies.precision import autocast
 
-FRAMES = (4, 84, 84)
-KINDS = ["eager", "compiled", "captured"]
+D, A = 17, 6
+FRAMES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+NUMBERS = spaces.Box(-np.inf, np.inf, (D,), np.float32)
+EPOCHS = 4
+STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), 0, 0, 0, 1.0, 1.0, {}, (0, 0))
 
-
-def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]:
-    """Returns a whole update, and what makes its arguments on the device."""
-    math = SACMath(
-        critic=MLPLayout(2, (D + A, width, width, 1)),
-        actor=MLPLayout(1, (D, width, width, 2 * A)),
-        is_discrete=False,
-        gamma=0.99,
-        tau=0.005,
-        target_entropy=-float(A),
-        autotune=True,
-        policy_lr=3e-4,
-        q_lr=1e-3,
-        alpha_lr=1e-3,
-    )
-
-    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, correction: Tensor) -> Tensor:
-        grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
-        critic_norm = math.critic_step(nets, grad, correction)
-        grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
-        return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, correction)])
-
-    def arguments() -> tuple[Any, ...]:
-        generator = torch.Generator(device).manual_seed(0)
-        draw = lambda *shape: torch.randn(shape, device=device, generator=generator)  # noqa: E731
-        critic, actor = 0.05 * draw(math.critic.num_params), 0.05 * draw(math.actor.num_params + 1)
-        adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
-        nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
-        rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
-        return nets, rows, draw(2, B, A), torch.ones(2, device=device)
-
-    return update, arguments
+Updates = Callable[[], Any]
 
 
-def ppo(minibatch: int, device: str, *, compile: bool, capture: bool) -> Callable[[], Tensor]:
-    """Returns a whole update of a Nature-CNN from a minibatch that lies on the device already."""
-    config = PPOConfig(num_envs=1, num_steps=minibatch, minibatch_size=minibatch, learning_rate=1e-6, compile=compile)
-    learner = PPOLearner(spaces.Box(0, 255, FRAMES, np.uint8), spaces.Discrete(4), config, device=device)
-    if compile:
-        learner._compiled = CompiledGradient(learner.module, learner._loss, minibatch, capture=capture)
-    rng = np.random.default_rng(0)
-    obs = torch.from_numpy(rng.integers(0, 256, (minibatch, *FRAMES), np.uint8))
-    sample = torch.from_numpy(learner.module.distribution.recorded(rng.integers(0, 4, minibatch), {}))
-    numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
-    logp = torch.full((minibatch,), -float(np.log(4)))
-    rows = Samples(*(column.to(device) for column in (obs, sample, logp, *numbers)))
-    return lambda: learner._step(learner._gradients(rows, minibatch))
+@dataclass(frozen=True)
+class Task:
+    """What is updated.
+
+    Attributes:
+        algorithm: ``"ppo"``, ``"impala"`` or ``"sac"``.
+        images: Whether observations are four frames of 84x84 pixels and there are 4 actions, instead of 17 numbers and
+            6 components.
+        minibatch: Samples in a minibatch.
+        width: Of both hidden layers.
+        num_envs: Environments.
+        num_steps: Steps of each in a batch.
+    """
+
+    algorithm: str
+    images: bool
+    minibatch: int
+    width: int = 64
+    num_envs: int = 64
+    num_steps: int = 64
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        net = "Nature-CNN" if self.images else f"{self.width}x{self.width}"
+        return f"{self.algorithm.upper()}, {net}, {self.minibatch}"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that an update learns from, each as often as it does."""
+        rows = self.num_envs * self.num_steps
+        return {"ppo": rows * EPOCHS, "impala": rows, "sac": rows * self.minibatch}[self.algorithm]
+
+    @property
+    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Of observations and actions."""
+        return (FRAMES, spaces.Discrete(4)) if self.images else (NUMBERS, spaces.Box(-1, 1, (A,), np.float32))
+
+    def learner(self, device: str, precision: str, *, compile: bool) -> Any:
+        """Returns our learner."""
+        sizes: dict[str, Any] = {"num_envs": self.num_envs, "num_steps": self.num_steps, "total_steps": 10**9}
+        common = {**sizes, "hidden_sizes": (self.width, self.width), "precision": precision}
+        if self.algorithm == "ppo":
+            ppo = PPOConfig(**common, minibatch_size=self.minibatch, num_epochs=EPOCHS, compile=compile)
+            return PPOLearner(*self.spaces, ppo, device=device)
+        if self.algorithm == "impala":
+            share = max(1, self.num_envs * self.num_steps // self.minibatch)
+            return IMPALALearner(*self.spaces, IMPALAConfig(**common, num_minibatches=share), device=device)
+        sac = SACConfig(**common, batch_size=self.minibatch, learning_starts=1, replay_size=10**5, compile=compile)
+        return SACLearner(*self.spaces, sac, device=device)
+
+    def batch(self) -> Batch:
+        """Returns random steps."""
+        rng = np.random.default_rng(0)
+        lead = (self.num_steps, self.num_envs)
+        is_byte = self.images
+        obs = rng.integers(0, 256, (lead[0] + 1, lead[1], *FRAMES.shape), np.uint8) if is_byte else None
+        obs = rng.normal(size=(lead[0] + 1, lead[1], D)).astype(np.float32) if obs is None else obs
+        act = rng.integers(0, 4, lead) if is_byte else rng.uniform(-1, 1, (*lead, A)).astype(np.float32)
+        logp = np.full(lead, -np.log(4) if is_byte else -8.0, np.float32)
+        extras = {"logp": logp} if is_byte else {"logp": logp, "raw_act": act}
+        none = np.zeros(lead, bool)
+        chunk = Chunk(
+            env_ids=np.arange(lead[1]),
+            obs=obs[:-1],
+            act=act,
+            rew=rng.normal(size=lead),
+            terminated=none,
+            truncated=none,
+            valid=~none,
+            last_obs=obs[-1],
+            final_index=np.zeros((0, 2), np.int64),
+            final_obs=obs[0, :0],
+            extras=extras,
+        )
+        return Batch((chunk,), STATS)
 
 
-def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> list[float]:
-    """Returns updates per second of each repeat, by the clock of the host around a synchronised run."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for _ in range(min(20, count)):
-        function(*arguments)
-    rates = []
+def ours(task: Task, device: str, precision: str, kind: str) -> Updates:
+    """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
+    learner, batch = task.learner(device, precision, compile=kind != "eager"), task.batch()
+
+    def update() -> Any:
+        with without_capture() if kind == "compiled" else contextlib.nullcontext():
+            return learner.update(batch)
+
+    return update
+
+
+@contextlib.contextmanager
+def without_capture() -> Iterator[None]:
+    """Compiles on CUDA, and captures nothing."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("rayvec.learners") and hasattr(module, "can_capture"):
+                stack.enter_context(mock.patch.object(module, "can_capture", lambda device: False))
+        yield
+
+
+class Agent(nn.Module):
+    """A policy and a value as CleanRL's scripts write them."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        relu, flat = nn.ReLU, nn.Flatten
+        cnn = (nn.Conv2d(4, 32, 8, 4), relu(), nn.Conv2d(32, 64, 4, 2), relu(), nn.Conv2d(64, 64, 3, 1), relu(), flat())
+        self.images = task.images
+        self.trunk = nn.Sequential(*cnn, nn.Linear(3136, 512), relu()) if task.images else nn.Identity()
+        if task.images:
+            self.actor, self.critic = nn.Linear(512, 4), nn.Linear(512, 1)
+        else:
+            self.actor, self.critic = self.mlp(task.width, A), self.mlp(task.width, 1)
+            self.log_std = nn.Parameter(torch.zeros(A))
+
+    @staticmethod
+    def mlp(width: int, outs: int) -> Any:
+        """Returns an MLP with tanh."""
+        return nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outs))
+
+    def evaluate(self, obs: Tensor, act: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probabilities, entropies and values, ``[B]`` each."""
+        features = self.trunk(obs.float() / 255 if self.images else obs)
+        params, value = self.actor(features), self.critic(features).squeeze(-1)
+        if self.images:
+            logp = params.log_softmax(-1)
+            return logp.gather(-1, act[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1), value
+        normal = torch.distributions.Normal(params, self.log_std.exp(), validate_args=False)
+        return normal.log_prob(act).sum(-1), normal.entropy().sum(-1) + 0 * value, value
+
+
+def plain(task: Task, device: str, precision: str, *, lean: bool) -> Updates:
+    """Returns the update of a script: the samples on the device, minibatches, loss, autograd, clip, Adam."""
+    agent = Agent(task).to(device)
+    on_gpu = device == "cuda"
+    rate: Any = torch.tensor(2.5e-4, device=device) if lean and on_gpu else 2.5e-4
+    adam = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, capturable=lean and on_gpu, fused=lean or None)
+    (chunk,) = task.batch().chunks
+    rows = task.num_envs * task.num_steps
+    logp = chunk.extras["logp"].reshape(-1)
+    numbers = np.random.default_rng(1).normal(size=(3, rows)).astype(np.float32)
+
+    def step(obs: Tensor, act: Tensor, logp: Tensor, adv: Tensor, target: Tensor, old: Tensor) -> Tensor:
+        adam.zero_grad()
+        with autocast(precision, obs.device):  # type: ignore[arg-type]
+            new, entropy, value = agent.evaluate(obs, act)
+        ratio = (new.float() - logp).exp()
+        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+        policy = torch.max(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).mean()
+        clipped = old + (value - old).clamp(-0.2, 0.2)
+        fit = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
+        loss = policy + 0.5 * fit - 0.01 * entropy.mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), 0.5, foreach=True)
+        adam.step()
+        return loss.detach()
+
+    call = torch.compile(step, mode="reduce-overhead" if on_gpu else None) if lean else step
+
+    def update() -> Any:
+        obs = torch.from_numpy(chunk.obs).to(device).flatten(0, 1)
+        act = torch.from_numpy(chunk.act).to(device).flatten(0, 1)
+        others = [torch.from_numpy(each).to(device) for each in (logp, *numbers)]
+        for _ in range(EPOCHS):
+            for index in torch.randperm(rows, device=device).split(task.minibatch):
+                call(obs[index], act[index], *(each[index] for each in others))
+        return next(agent.parameters()).sum().item()
+
+    return update
+
+
+def bound(task: Task, device: str, precision: str) -> float:
+    """Returns the most samples per second that the device's measured rates allow."""
+    if task.images:  # multiplications of the three convolutions and of the layers after them
+        products = 20 * 20 * 32 * 4 * 64 + 9 * 9 * 64 * 32 * 16 + 7 * 7 * 64 * 64 * 9 + 3136 * 512 + 512 * 5
+        num_weights, sample_bytes = 1_690_000, 4 * 84 * 84
+    else:
+        nets = {"ppo": 2, "impala": 2, "sac": 7}[task.algorithm]  # SAC: two critics, two targets, twice the actor, ...
+        products = nets * (D * task.width + task.width**2 + task.width * A)
+        num_weights, sample_bytes = products, 4 * (2 * D + A + 4)
+    flops, bandwidth = rates(device, precision)
+    compute_s = 3 * 2 * products / flops  # once forward, twice backward
+    memory_s = (sample_bytes + 4 * 8 * num_weights / task.minibatch) / bandwidth  # weights, gradients, moments
+    return 1 / max(compute_s, memory_s)
+
+
+def rates(device: str, precision: str) -> tuple[float, float]:
+    """Returns operations per second of large products of matrices, and bytes per second of a large copy."""
+    size = 8192 if device == "cuda" else 1024
+    one = torch.ones(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    words = torch.ones(1 << (28 if device == "cuda" else 24), device=device)
+    copy = torch.empty_like(words)
+    return 2 * size**3 / seconds(lambda: one @ one), 2 * words.nbytes / seconds(lambda: copy.copy_(words))
+
+
+def seconds(function: Updates, repeats: int = 5) -> float:
+    """Returns the shortest time of a call, until the device has finished."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    times = []
     for _ in range(repeats):
         synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            function(*arguments)
+        begin = clock()
+        function()
         synchronize()
-        rates.append(count / (time.perf_counter() - begin))
-    return rates
+        times.append(clock() - begin)
+    return min(times)
 
 
-def in_bf16(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
-    """Computes matrix products in bfloat16; parameters and the optimizer stay in float32."""
-
-    def cast(*args: Any) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return function(*args)
-
-    return cast
+def synchronize() -> None:
+    """Waits for the GPU if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
-def sac_rows(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields a line of the table for each width and precision."""
-    on_gpu = options.device == "cuda"
-    for width in options.widths:
-        update, arguments = sac(width, options.device)
-        for dtype, cast in precisions(options.device):
-            kinds: list[Callable[..., Any]] = [cast(update), Compiled(cast(update))]
-            kinds += [CUDAGraph(Compiled(cast(update)))] if on_gpu else []
-            rates = [updates_per_s(kind, arguments(), options.repeats, options.updates) for kind in kinds]
-            yield line(f"SAC, {width}x{width}, {dtype}, updates/s", rates)
+def measure(ways: dict[str, Updates], num_samples: int, repeats: int) -> dict[str, list[float]]:
+    """Returns samples per second of each way, by turns, after two updates that compile and capture."""
+    for update in ways.values():
+        update(), update()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, update in ways.items():
+            found[name].append(num_samples / seconds(update, 1))
+    return found
 
 
-def ppo_rows(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields a line of the table for each size of a minibatch and precision."""
+def lines(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yields the rows of the table."""
+    kinds = ["eager", "compiled", *(["captured"] if options.device == "cuda" else [])]
+    for task in tasks(options):
+        for precision in options.precisions:
+            here = kinds if task.algorithm != "impala" else kinds[:1]
+            ways = {kind: ours(task, options.device, precision, kind) for kind in here if kind in options.kinds}
+            if task.algorithm == "ppo":
+                for name in ("cleanrl", "leanrl"):
+                    if name in options.kinds:
+                        ways[name] = plain(task, options.device, precision, lean=name == "leanrl")
+            found = measure(ways, task.num_samples, options.repeats)
+            if options.device == "cuda" and "pageable" in options.kinds:
+                way = {"pageable": ours(task, "cuda", precision, here[-1])}
+                with mock.patch.object(networks, "PAGE_LOCKED", frozenset()):
+                    found |= measure(way, task.num_samples, options.repeats)
+            limit = bound(task, options.device, precision)
+            best = max(statistics.median(each) for name, each in found.items() if name not in ("cleanrl", "leanrl"))
+            cells = [spread(found[name]) if name in found else "" for name in COLUMNS]
+            yield [f"{task.name}, {precision}", *cells, f"{limit:,.0f}", f"{best / limit:.0%}"]
+
+
+COLUMNS = ["eager", "compiled", "captured", "pageable", "cleanrl", "leanrl"]
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Yields what is updated."""
     for minibatch in options.minibatches:
-        for dtype, cast in precisions(options.device):
-            rates = []
-            for kind in KINDS[: 3 if options.device == "cuda" else 2]:
-                update = ppo(minibatch, options.device, compile=kind != "eager", capture=kind == "captured")
-                found = updates_per_s(cast(update), (), options.repeats, options.updates)
-                rates.append([minibatch * each for each in found])
-            yield line(f"PPO, Nature-CNN, {minibatch} frames, {dtype}, frames/s", rates)
+        if "ppo" in options.algorithms:
+            yield Task("ppo", False, minibatch, num_steps=options.num_steps)
+            yield Task("ppo", True, minibatch, num_steps=options.num_steps)
+        if "impala" in options.algorithms:
+            yield Task("impala", False, minibatch, num_steps=options.num_steps)
+            yield Task("impala", True, minibatch, num_steps=options.num_steps)
+    if "sac" in options.algorithms:
+        for width in options.widths:
+            yield Task("sac", False, 256, width=width, num_envs=4, num_steps=8)
 
 
-def precisions(device: str) -> list[tuple[str, Callable[..., Callable[..., Tensor]]]]:
-    """Returns what turns a function into one of each precision."""
-    return [("fp32", lambda function: function), ("bf16", lambda function: in_bf16(function, device))]
-
-
-def line(name: str, rates: list[list[float]]) -> list[str]:
-    """Returns the cells of a line: eager, compiled and captured rates with their spread."""
-    return [name, *(spread(each) for each in rates), *["none"] * (3 - len(rates))]
+def spread(values: list[float]) -> str:
+    """Returns the median, the smallest and the largest value."""
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def main() -> int:
-    """Prints the tables."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", choices=["sac", "ppo"], default=["sac", "ppo"])
+    algorithms, kinds = ["ppo", "impala", "sac"], COLUMNS
+    parser.add_argument("--algorithms", nargs="+", choices=algorithms, default=algorithms)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--precisions", nargs="+", choices=["float32", "tf32", "bf16"], default=["float32", "bf16"])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024], help="of SAC's hidden layers")
-    parser.add_argument("--minibatches", type=int, nargs="+", default=[256, 2048], help="of PPO, in frames")
+    parser.add_argument("--minibatches", type=int, nargs="+", default=[256, 1024], help="of PPO and IMPALA, in samples")
+    parser.add_argument("--num-steps", type=int, default=64, help="of each of 64 environments, in an update")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--updates", type=int, default=200, help="in each repeat")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
-    print(heading())
-    print(torch.cuda.get_device_name() if options.device == "cuda" else "CPU: these are not the figures looked for")
-    for algorithm, rows in {"sac": sac_rows, "ppo": ppo_rows}.items():
-        if algorithm in options.algorithms:
-            show_table(algorithm.upper(), ["", *KINDS], list(rows(options)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    print(f"    python {' '.join(sys.argv)}\n\n{name}, torch {torch.__version__}, samples/s\n")
+    header = ["", *COLUMNS, "bound", "best of ours"]
+    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for cells in lines(options):
+        print("| " + " | ".join(cells) + " |", flush=True)
     return 0
 
 

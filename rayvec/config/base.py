@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import yaml
 
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, PresetMeta
@@ -371,6 +370,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""
+        import yaml  # what computes on a GPU needs no YAML
+
         parts = [f"algorithm: {self.algorithm}\n"]
         values = plain(self)
         for row in describe(type(self)):
@@ -385,6 +386,8 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
+        import yaml
+
         try:
             settings = yaml.safe_load(text)
         except yaml.YAMLError as error:

@@ -140,11 +140,10 @@ def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int
     >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    sums = torch.stack([sample.sum(dtype=torch.float64) for sample in samples])
-    divisors = sums.new_tensor(counts).clamp(min=1)
-    mean = ranks.sum_(sums) / divisors
-    squares = [(sample.double() - centre).square().sum() for sample, centre in zip(samples, mean, strict=True)]
-    return mean, ranks.sum_(torch.stack(squares)) / divisors
+    wide = [sample.double() for sample in samples]  # in which the squares of float32 numbers lose nothing
+    powers = torch.stack([power.sum() for sample in wide for power in (sample, sample.square())])
+    mean, square = (ranks.sum_(powers).view(-1, 2) / powers.new_tensor(counts).clamp(min=1)[:, None]).unbind(1)
+    return mean, (square - mean.square()).clamp(min=0)
 
 
 def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:

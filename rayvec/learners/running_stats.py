@@ -37,9 +37,15 @@ class RunningMoments:
 
     def add(self, rows: Tensor, ranks: Ranks) -> None:
         """Adds the rows ``[B, D]`` of this rank and those of all others."""
+        self.merge(ranks.sum_(self.sums(rows)))
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Returns what `merge` needs of the rows ``[B, D]``, to be added up over ranks, ``float64 [1 + 2 D]``."""
         deviations = rows.cpu().double() - self.mean  # from a common point near the mean, so that sums stay small
-        own = torch.cat([deviations.new_tensor([len(rows)]), deviations.sum(0), deviations.square().sum(0)])
-        sums = ranks.sum_(own)
+        return torch.cat([deviations.new_tensor([len(rows)]), deviations.sum(0), deviations.square().sum(0)])
+
+    def merge(self, sums: Tensor) -> None:
+        """Adds all rows of which `sums` returned this together."""
         added, first, second = int(sums[0]), sums[1 : 1 + len(self.mean)], sums[1 + len(self.mean) :]
         if added == 0:
             return
@@ -131,8 +137,10 @@ class ReturnScale:
                 returns[t, columns] = current
                 running = np.where(t < num_steps[columns], np.where(done[t, columns], 0.0, current), running)
             before[rows[columns]] = everyone[rows[columns]] = running
-        self._moments.add(torch.from_numpy(returns[valid])[:, None], ranks)
-        self._returns = ranks.sum_(torch.from_numpy(everyone))
+        own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
+        sums = ranks.sum_(torch.cat([own, torch.from_numpy(everyone)]))  # one sum and not two
+        self._moments.merge(sums[: len(own)])
+        self._returns = sums[len(own) :].clone()
         return rew * float(self._moments.scale)
 
     def state_dict(self) -> dict[str, Any]:

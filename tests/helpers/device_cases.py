@@ -65,6 +65,16 @@ class Case:
     def __str__(self) -> str:
         return "-".join([self.algorithm, self.obs, self.act, *map(str, self.settings.values())])
 
+    @property
+    def can_compile(self) -> bool:
+        """Whether its updates can be compiled."""
+        return self.algorithm != "impala" and "recurrent" not in self.settings
+
+    def observations(self) -> tuple[Any, Callable[[Policy], Any]]:
+        """Returns observations of some environments, and the noise with which a policy acts on them."""
+        obs = _draw(_OBS[self.obs], np.random.default_rng(0), N)
+        return obs, lambda policy: keyed_noise(policy.noise, seed=0, env_ids=np.arange(N), first_step=0, num_steps=1)[0]
+
     def learner(self, device: str, **settings: Any) -> Any:
         """Returns the learner on a device, with more settings."""
         usual = {"total_steps": 40 * T * N, "num_envs": N, "hidden_sizes": (8, 8), "seed": 3}

@@ -22,9 +22,7 @@ def param(case: Case) -> Any:
 
 
 EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
-COMPILED = pytest.mark.parametrize(
-    "case", [param(each) for each in CASES if each.algorithm != "impala" and not each.settings]
-)
+COMPILED = pytest.mark.parametrize("case", [param(each) for each in CASES if each.can_compile])
 _READ_EACH = {"ppo": 1, "impala": 5, "sac": 0}
 """What the host reads at most for each further minibatch; it is to become 0."""
 

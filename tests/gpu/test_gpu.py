@@ -1,0 +1,171 @@
+"""Everything that only a GPU can show, in one command: ``python -m pytest tests/gpu``.
+
+It needs torch, NumPy and Gymnasium, and less than 8 minutes on one GPU. What a CPU can show of it, without computing
+there, is in ``tests/learners/test_devices.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import gpu_ranks
+import numpy as np
+import pytest
+import torch
+from helpers.device_cases import CASES, Case
+
+from rayvec.policies import networks
+from rayvec.policies.policy import Policy
+
+EVERY = pytest.mark.parametrize("case", CASES, ids=str)
+COMPILED = pytest.mark.parametrize("case", [each for each in CASES if each.can_compile], ids=str)
+_FEW = ("ppo-numbers-box", "ppo-dict-box-impala", "impala-numbers-box", "sac-numbers-box")
+FEW = pytest.mark.parametrize("case", [each for each in CASES if str(each) in _FEW], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Computes in full float32, which convolutions on CUDA do not by default."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
+    yield
+    for backend, value in zip(backends, before, strict=True):
+        backend.allow_tf32 = value
+
+
+def learn(case: Case, device: str, count: int = 3, **settings: Any) -> tuple[Any, list[dict[str, float]]]:
+    learner = case.learner(device, **settings)
+    return learner, [learner.update(batch) for batch in case.batches(count)]
+
+
+def assert_near(learner: Any, other: Any, metrics: Any = None, expected: Any = None) -> None:
+    np.testing.assert_allclose(learner.weights(), other.weights(), rtol=1e-3, atol=2e-4)  # Adam amplifies rounding
+    for got, want in zip(metrics or [], expected or [], strict=True):
+        assert got == pytest.approx(want, rel=1e-2, abs=1e-3)
+
+
+@EVERY
+def test_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
+    (learner, metrics), (here, expected) = learn(case, device), learn(case, "cpu")
+    assert_near(learner, here, metrics, expected)
+
+
+@COMPILED
+def test_captured_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
+    """Captured at the first update, replayed from then on."""
+    (learner, metrics), (here, expected) = learn(case, device, compile=True), learn(case, "cpu")
+    assert_near(learner, here, metrics, expected)
+
+
+@COMPILED
+def test_a_state_that_is_loaded_after_a_capture(case: Case, device: str) -> None:
+    """Graphs know the memory that they were captured with: loading must change what is in it."""
+    batches = case.batches(3)
+    learner = case.learner(device, compile=True)
+    learner.update(batches[0])
+    state = learner.state_dict()
+    for batch in batches[1:]:
+        learner.update(batch)
+    weights = learner.weights()
+    learner.load_state_dict(state)
+    for batch in batches[1:]:
+        learner.update(batch)
+    np.testing.assert_allclose(learner.weights(), weights, rtol=1e-3, atol=1e-5)
+
+
+@EVERY
+def test_a_checkpoint_goes_from_device_to_device(case: Case, device: str) -> None:
+    there, _ = learn(case, device, 1)
+    here = case.learner("cpu")
+    here.load_state_dict(there.state_dict())
+    (batch,) = case.batches(1)
+    there.update(batch)
+    here.update(batch)
+    assert_near(there, here)
+
+
+@FEW
+def test_arrays_from_page_locked_memory_or_not(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked, _ = learn(case, device)
+    monkeypatch.setattr(networks, "PAGE_LOCKED", frozenset())
+    pageable, _ = learn(case, device)
+    assert_near(locked, pageable)
+
+
+@FEW
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_other_precisions_stay_near_float32(case: Case, device: str, precision: str) -> None:
+    (exact, expected), (rough, got) = learn(case, device, 10), learn(case, device, 10, precision=precision)
+    first = case.learner("cpu").weights()
+    way, off = (np.linalg.norm(each - exact.weights()) for each in (first, rough.weights()))
+    assert off < 0.3 * way
+    value = "critic_loss" if case.algorithm == "sac" else "value_loss"
+    assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.3)
+
+
+@FEW
+def test_captured_updates_in_bfloat16(case: Case, device: str) -> None:
+    settings = {"compile": True} if case.can_compile else {}
+    rough, _ = learn(case, device, precision="bf16", **settings)
+    eager, _ = learn(case, device, precision="bf16")
+    np.testing.assert_allclose(rough.weights(), eager.weights(), atol=5e-3)
+
+
+@EVERY
+def test_a_policy_acts_there(case: Case, device: str) -> None:
+    """With the actions of a CPU, up to rounding: ``inference="node"`` acts on the learner's device."""
+    if "recurrent" in case.settings:
+        pytest.skip("a policy with a hidden state acts on a CPU")
+    module = case.learner(device).module
+    obs, noise = case.observations()
+    policies = [Policy(module), Policy(module, device=device)]
+    (_, expected), (_, extras) = (policy.act(obs, noise(policy)) for policy in policies)
+    np.testing.assert_allclose(extras["logp"], expected["logp"], rtol=1e-3, atol=1e-3)
+
+
+@FEW
+def test_memory_comes_back(case: Case, device: str) -> None:
+    """A learner that is no longer used leaves nothing on the GPU, graphs included."""
+    settings = {"compile": True} if case.can_compile else {}
+    learn(case, device, 1, **settings)  # what libraries allocate once for all
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    learner, _ = learn(case, device, **settings)
+    assert device != "cuda" or torch.cuda.memory_allocated() > before
+    del learner
+    gc.collect()
+    assert device != "cuda" or torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@FEW
+def test_two_ranks_on_one_gpu(case: Case, device: str) -> None:
+    """They sum by gloo, through the memory of the host."""
+    weights = gpu_ranks.on_two_ranks(gpu_ranks.learn, "gloo", (device, device), str(case))
+    check_ranks(case, weights)
+
+
+@FEW
+def test_two_ranks_on_two_gpus(case: Case, second_gpu: str) -> None:
+    """They sum by NCCL."""
+    backend, devices = ("nccl", ("cuda:0", "cuda:1")) if second_gpu == "cuda" else ("gloo", ("cpu", "cpu"))
+    check_ranks(case, gpu_ranks.on_two_ranks(gpu_ranks.learn, backend, devices, str(case)))
+
+
+def check_ranks(case: Case, weights: list[Any]) -> None:
+    assert all(isinstance(each, np.ndarray) for each in weights), weights
+    np.testing.assert_array_equal(*weights)
+    alone = case.learner("cpu")
+    for batch in case.batches(2):
+        alone.update(batch)
+    np.testing.assert_allclose(weights[0], alone.weights(), rtol=1e-3, atol=2e-4)
+
+
+def test_a_lost_rank_is_noticed(second_gpu: str) -> None:
+    """By the timeout of the ranks, as an error that can be caught; NCCL's watchdog would end the process."""
+    backend, devices = ("nccl", ("cuda:0", "cuda:1")) if second_gpu == "cuda" else ("gloo", ("cpu", "cpu"))
+    raised, lost = gpu_ranks.on_two_ranks(gpu_ranks.lose_a_rank, backend, devices)
+    assert lost is None and str(raised).startswith("RankLostError")
