@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
@@ -168,6 +168,7 @@ class RemoteFailure:
         pickled: The exception by cloudpickle, or None if it can't be pickled and rebuilt.
         remote_traceback: The formatted traceback of the process that raised it.
         where: Its origin, for a person: node, worker, environment index, seed.
+        original: The exception itself, in the process that raised it. It is not sent to another process.
     """
 
     type_name: str
@@ -175,6 +176,10 @@ class RemoteFailure:
     pickled: bytes | None
     remote_traceback: str
     where: str
+    original: BaseException | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFailure, (self.type_name, self.text, self.pickled, self.remote_traceback, self.where)
 
     @classmethod
     def capture(cls, error: BaseException, where: str) -> RemoteFailure:
@@ -184,18 +189,23 @@ class RemoteFailure:
         """
         first = getattr(error if error.__cause__ is None else error.__cause__, "raised_in", None)
         try:
+            text = str(error)
+        except Exception as unprintable:  # the exception's own __str__ raised
+            text = f"its text can't be read: {unprintable!r}"
+        try:
             pickled: bytes | None = cloudpickle.dumps(error)
             rebuilt = pickle.loads(pickled)  # type: ignore[arg-type]
-            if type(rebuilt).__qualname__ != type(error).__qualname__ or str(rebuilt) != str(error):
+            if type(rebuilt).__qualname__ != type(error).__qualname__ or str(rebuilt) != text:
                 pickled = None
         except Exception:
             pickled = None
         return cls(
             type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-            text=str(error),
+            text=text,
             pickled=pickled,
             remote_traceback="".join(traceback.format_exception(error)),
             where=first or where,
+            original=error,
         )
 
     def rebuild(self, cause_type: type[RayvecError] = EnvError) -> BaseException:
@@ -203,12 +213,14 @@ class RemoteFailure:
 
         If the original can't be rebuilt, it returns that cause.
         """
-        if self.pickled is None:
-            return self.cause(cause_type)
-        try:
-            error: BaseException = pickle.loads(self.pickled)
-        except Exception:  # only the other process knows its class
-            return self.cause(cause_type)
+        error = self.original
+        if error is None:
+            if self.pickled is None:
+                return self.cause(cause_type)
+            try:
+                error = cast("BaseException", pickle.loads(self.pickled))
+            except Exception:  # only the other process knows its class
+                return self.cause(cause_type)
         error.__cause__ = self.cause(cause_type)
         return error
 

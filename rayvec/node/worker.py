@@ -112,14 +112,15 @@ class Worker:
             if factory.native:
                 keep_freed_memory()
             self.pool = make_pool(factory, spec.first_id, self._where, spec.restart_policy)
+            spaces = None if spec.replacement else dumps(self.pool.spaces)
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])
             raise EOFError from failed
         except Exception as error:
             self._say(RemoteFailure.capture(error, self._where))
             raise EOFError from error
-        if not spec.replacement:
-            self._say(self.pool.spaces)
+        if spaces is not None:
+            self._pipe.send(spaces)
             self._take_setup()
 
     def _say(self, value: Any) -> None:

@@ -144,7 +144,7 @@ class SerialPool(InProcessPool):
                 elif state != RUNNING:
                     episode[row] = RUNNING
                 write_obs(row, obs)
-                if info:
+                if info or info is None:  # None is an error, as in Gymnasium
                     infos.append(RawInfo(self.first_id + row, _copied(info)))
             except Exception as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
@@ -201,7 +201,7 @@ class SerialPool(InProcessPool):
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
         self._episode[row] = RUNNING
-        if info:
+        if info or info is None:
             infos.append(RawInfo(self.first_id + row, _copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:

@@ -72,7 +72,7 @@ class CallablePolicy:
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Calls the function."""
         actions = self._function(obs)
-        return (actions if isinstance(actions, (dict, tuple)) else np.asarray(actions)), {}
+        return (actions if isinstance(actions, (dict, tuple, list)) else np.asarray(actions)), {}
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Raises ``ConfigError``: a callable has no weights."""
@@ -198,11 +198,20 @@ def rollout(
                 given = recorder.to_act_on(t, group, obs)
                 actions, extras = policy.act(given, noise[t, recorder.columns[group]])
                 stopwatch.inference_s += now() - began_s
+                if type(actions) is not np.ndarray:
+                    actions = _stacked(actions, objects=pool.action_layout is None and pool.native_mode is None)
                 recorder.add_actions(t, group, actions, extras)
                 pool.send(ids, actions, autoreset)
         if t == recorder.num_steps:
             break
     return recorder.chunk(first_step, weights_version)
+
+
+def _stacked(actions: Any, *, objects: bool) -> Tree:
+    """Returns a policy's actions as arrays. If they are objects, it returns an array of them, ``object [k]``."""
+    if objects and isinstance(actions, (list, tuple)):
+        return np.fromiter(actions, object, len(actions))
+    return np.asarray(actions) if isinstance(actions, list) else actions
 
 
 def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:

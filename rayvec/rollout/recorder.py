@@ -205,7 +205,8 @@ def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
 def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
     """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
     if action_layout is None:
-        fits, got = len(actions) == count, f"{len(actions)} actions"
+        fits = not isinstance(actions, dict) and len(actions) == count
+        got = f"{type(actions).__name__} of {len(actions)}"
     else:
         try:
             shapes = [np.shape(leaf) for leaf in action_layout.flatten(actions)]
@@ -220,7 +221,7 @@ def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, acti
             "A policy must return one action, and one row of each extra, for each observation.",
             expected=f"{count} rows; actions of the action space, stacked",
             got=got,
-            remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape].",
+            remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects.",
         )
 
 

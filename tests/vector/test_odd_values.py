@@ -1,0 +1,150 @@
+"""Environments that return unusual values, against Gymnasium's SyncVectorEnv."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeVec
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.exact import SpaceEnv
+from helpers.kinds import MODES, in_lockstep
+from helpers.odd_envs import OwnError
+from helpers.odd_values import (
+    ODD_VALUES,
+    LockedMetadata,
+    NoInfo,
+    NoMetadata,
+    NoText,
+    RaisesNoText,
+    ReservedKeys,
+)
+from helpers.vector_kit import TOPOLOGIES, assert_explained
+
+from rayvec.errors import ConfigError, EnvError
+from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+WORKERS = [0, 2]
+
+
+def here(fns: Any, workers: int, **kwargs: Any) -> RayVecEnv:
+    """Makes environments without Ray."""
+    return RayVecEnv(fns, num_nodes=0, workers_per_node=workers, **kwargs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_steps(workers: int, mode: AutoresetMode) -> None:
+    sync = SyncVectorEnv(ODD_VALUES, autoreset_mode=mode)
+    with here(ODD_VALUES, workers, autoreset_mode=mode) as env, closing(sync):
+        assert in_lockstep(env, sync, 12) > 20
+
+
+def test_steps_on_a_cluster(make_vec: MakeVec) -> None:
+    with closing(SyncVectorEnv(ODD_VALUES)) as sync:
+        assert in_lockstep(make_vec(ODD_VALUES, *TOPOLOGIES["2x1"]), sync, 12) > 20
+
+
+@pytest.mark.parametrize("inference", ["worker", "node", "driver"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_chunks(workers: int, inference: Any) -> None:
+    fns = [fn for fn in ODD_VALUES if fn is not ReservedKeys]  # its infos replace SyncVectorEnv's final_obs
+    sync = SyncVectorEnv(fns, autoreset_mode="SameStep")
+    with here(fns, workers) as env, closing(sync):
+        chunk = env.rollout(lambda obs: np.ones(len(obs), int), 12, inference, seed=3)
+        obs, _ = sync.reset(seed=3)
+        ends = []
+        for t in range(12):
+            assert_identical(chunk.obs[t], obs, f"obs {t}")
+            obs, *results, info = sync.step(np.ones(len(fns), int))
+            assert_identical([chunk.rew[t], chunk.terminated[t], chunk.truncated[t]], results, f"results {t}")
+            ends += [info["final_obs"][n] for n in np.flatnonzero(results[1] | results[2])]
+        assert_identical(chunk.last_obs, obs)
+        assert_identical(chunk.final_obs, np.stack(ends, dtype=np.float32))
+    assert chunk.valid.all()
+
+
+WORDS = spaces.Sequence(spaces.Text(3))
+OBJECTS: dict[str, Any] = {
+    "sequence": (WORDS, [("a",), ("b", "c"), ()]),
+    "text": (spaces.Text(5), ["ab", "cd", "ef"]),
+    "tuple": (spaces.Tuple((spaces.Text(2), spaces.Discrete(3))), [("a", 1), ("b", 2), ("c", 0)]),
+    "dict": (spaces.Dict(word=spaces.Text(2)), [{"word": "a"}, {"word": "b"}, {"word": "c"}]),
+}
+
+
+@pytest.mark.parametrize("as_a", [list, tuple])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
+    """Each environment gets its own, as it is."""
+    space, actions = OBJECTS[kind]
+    fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 3
+    with here(fns, 0) as env:
+        chunk = env.rollout(lambda obs: as_a(actions), 4, seed=1)
+    for t in range(4):
+        assert_identical(list(chunk.act[t]), actions)
+    for n, fn in enumerate(fns):
+        single = fn()
+        single.reset(seed=1 + n)
+        assert single.step(actions[n])[1] == chunk.rew[0, n]
+
+
+def test_objects_reach_workers() -> None:
+    space, actions = OBJECTS["sequence"]
+    fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 3
+    chunks = []
+    for workers in WORKERS:
+        with here(fns, workers) as env:
+            chunks.append(env.rollout(lambda obs: [actions[1]] * len(obs), 6, seed=1))
+    assert_identical(chunks[1].rew, chunks[0].rew)
+    assert_identical(chunks[1].act, chunks[0].act)
+
+
+def test_a_dict_of_objects_is_refused() -> None:
+    fns = [partial(SpaceEnv, spaces.Discrete(3), OBJECTS["dict"][0])] * 1
+    with here(fns, 0) as env, pytest.raises(ConfigError, match="list of k objects") as caught:
+        env.rollout(lambda obs: {"word": np.array(["a"], object)}, 2, seed=1)
+    assert_explained(caught.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_info_is_a_dict(mode: AutoresetMode) -> None:
+    for make in (SyncVectorEnv, partial(here, workers=0)):
+        with closing(make([NoInfo] * 2, autoreset_mode=mode)) as env:
+            env.reset(seed=0)
+            with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'items'"):
+                env.step(np.zeros(2, int))
+
+
+class TestErrors:
+    def test_this_process_raises_the_exception_itself(self) -> None:
+        """A debugger then finds the frame of the environment."""
+        error = OwnError(3, "odd")
+        with here([CountingEnv, partial(FaultyEnv, "raise", error=lambda: error)], 0) as env:
+            env.reset(seed=0)
+            with pytest.raises(OwnError) as caught:
+                env.step(np.zeros(2, int))
+        assert caught.value is error and caught.traceback[-1].name == "_maybe"
+        assert isinstance(error.__cause__, EnvError) and "environment 1, seed 1" in str(error.__cause__)
+
+    @pytest.mark.parametrize(("workers", "expected"), [(0, NoText), (2, EnvError)])
+    def test_a_text_that_can_not_be_read(self, workers: int, expected: type[Exception]) -> None:
+        with here([RaisesNoText] * 2, workers) as env:
+            env.reset(seed=0)
+            with pytest.raises(expected) as caught:
+                env.step(np.zeros(2, int))
+        cause = caught.value if workers else caught.value.__cause__
+        assert "NoText: its text can't be read: LookupError('no text')" in str(cause)
+
+    @pytest.mark.parametrize(
+        ("env", "words"), [(NoMetadata, "'NoneType' object is not iterable"), (LockedMetadata, "cannot pickle")]
+    )
+    def test_spaces_that_can_not_be_reported(self, env: Any, words: str) -> None:
+        with pytest.raises(TypeError, match=words) as caught:
+            here([env] * 2, 2)
+        assert "worker 0" in str(caught.value.__cause__)
