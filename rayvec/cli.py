@@ -60,7 +60,8 @@ _NODE_COUNTS = PrimitiveConstructorSpec(
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
     """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat their messages."""
     doc = next(row.doc for row in describe(cls) if row.name == "num_nodes")
-    num_nodes = ("num_nodes", Annotated[Any, _NODE_COUNTS, tyro.conf.arg(help=doc)], field(default=None))
+    own = next(item for item in dataclasses.fields(cls) if item.name == "num_nodes").default
+    num_nodes = ("num_nodes", Annotated[Any, _NODE_COUNTS, tyro.conf.arg(help=doc)], field(default=own))
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(

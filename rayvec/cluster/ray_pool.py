@@ -344,13 +344,13 @@ class RayPool(PartedPool):
     def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
         member, envs = self._nodes[number], self.parts[number]
-        self._replaced["node"] += 1
         logger.warning(
             "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
             *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), node_slice.name, error),
         )
         member.node = self._open(node_slice)
         self._resume_on(member.node, number, node_slice)
+        self._replaced["node"] += 1
 
     def _seeds_of(self, env_ids: range) -> list[int | None]:
         return [self._seeds.get(env_id) for env_id in env_ids]
@@ -384,18 +384,18 @@ class RayPool(PartedPool):
         """
         if self._elastic is None or not self._elastic.is_due(from_leaving_only):
             return
-        moves = []
-        for move in self._elastic.moves(self._slices, from_leaving_only):
-            if (move.is_leaving or not self._nodes[move.number].pending) and self._settle(move):
-                moves.append((move, self._open(move.place)))  # their actors start at the same time
-        while moves:
-            try:
+        moves: list[tuple[Move, Node]] = []
+        try:
+            for move in self._elastic.moves(self._slices, from_leaving_only):
+                if (move.is_leaving or not self._nodes[move.number].pending) and self._settle(move):
+                    moves.append((move, self._open(move.place)))  # their actors start at the same time
+            while moves:
                 self._move(*moves[0])
-            except BaseException:
-                for _, node in moves:
-                    close_quietly(node, 0.0)
-                raise
-            moves.pop(0)
+                moves.pop(0)
+        except BaseException:
+            for _, node in moves:
+                close_quietly(node, 0.0)
+            raise
 
     def _settle(self, move: Move) -> bool:
         """Waits for the part's share of pending chunks. Returns whether the part can move: not if its node is lost."""

@@ -44,13 +44,16 @@ class StatusBoard:
 
     def put(self, text: str) -> None:
         """Replaces what the board shows, without waiting; left out while the text before is still on its way."""
+        if not ray.is_initialized():  # else the next line would start a Ray
+            return
         if self._last is None or ray.wait([self._last], timeout=0)[0]:
             self._last = self._actor.put.remote(text)
 
     def close(self) -> None:
         """Removes the board."""
-        with contextlib.suppress(Exception):  # Ray may have ended
-            ray.kill(self._actor)
+        if ray.is_initialized():  # else `kill` would start a Ray
+            with contextlib.suppress(Exception):
+                ray.kill(self._actor)
 
 
 def read_boards() -> list[str]:

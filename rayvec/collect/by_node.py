@@ -32,7 +32,8 @@ def node_stats(
     found = [NodeStats(node.name, len(node.env_range), node.num_workers) for node in topology.nodes]
     found += [part for envs, rollout in rollouts for part in _parts(topology, envs, rollout, is_measured)]
     for envs, count in pending.items():
-        found += [NodeStats(node.name, 0, 0, n_pending=count) for node in _nodes_of(topology, envs)]
+        names = {node.name: None for node in _nodes_of(topology, envs)}  # one may hold several slices
+        found += [NodeStats(name, 0, 0, n_pending=count) for name in names]
     return merge_nodes(found)
 
 

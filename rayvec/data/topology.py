@@ -73,7 +73,7 @@ def split_groups(
 ) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
 
-    Where every worker has one environment, each group contains every other one. A single environment is one group.
+    The odd environment of a worker goes to the smaller group. A single environment is one group.
 
     Native sub-batches stay whole: with two groups, each contains every other one.
 
@@ -93,11 +93,10 @@ def split_groups(
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
-            middle = start + (stop - start + 1) // 2 if groups == 2 else stop
+            odd_too = len(parts[0]) <= len(parts[-1])
+            middle = start + (stop - start + odd_too) // 2 if groups == 2 else stop
             parts[0] += range(start, middle)
             parts[-1] += range(middle, stop)
-    if groups == 2 and not parts[1]:
-        parts = [parts[0][::2], parts[0][1::2]]
     return _read_only([np.array(ids, np.int64) for ids in parts if ids])
 
 

@@ -158,6 +158,7 @@ class Monitor:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self._last is not None:
+            self._has_failed = False  # the last status counts, even if an earlier one could not be published
             self._guarded(lambda: self._publish(state))
         if self._ray is not None:
             self._ray.board.close()

@@ -10,7 +10,7 @@ from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.learners.base import Learner, MeasuresObservations
+from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -87,9 +87,6 @@ def begin_collecting(
 ) -> Collector:
     """Returns the collector of a run, which continues from `state`, the state of a collector, if there is one.
 
-    A policy that normalises observations first takes the steps of an iteration with which the learner measures them.
-    These steps do not count, and the environments begin again.
-
     Args:
         config: Settings of the run.
         env: The environments.
@@ -102,9 +99,8 @@ def begin_collecting(
         CheckpointError: `state` is that of another collector.
     """
     has_learned = config.init_from is not None or (state is not None and state.get("version", 0) > 0)
-    module = learner.module
     policy = Policy(
-        module,
+        learner.module,
         random_start=config.random_steps > 0 and not has_learned,
         device=_acting_device(config, env),
     )
@@ -123,13 +119,7 @@ def begin_collecting(
     )
     if state is not None:
         restore(collector, state)
-    seed = config.train_seed(progress.steps) + first_id
-    collector.reset(seed=seed)
-    is_new, normalizes = state is None and not has_learned, getattr(module, "obs_mean", None) is not None
-    if is_new and normalizes and isinstance(learner, MeasuresObservations):
-        learner.measure(collector.collect(n_step=config.steps_per_iteration // config.num_envs * env.num_envs))
-        collector.set_weights(learner.weights())
-        collector.reset(seed=seed)  # the run begins with the weights that normalise
+    collector.reset(seed=config.train_seed(progress.steps) + first_id)
     return collector
 
 

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import secrets
 import time
 import urllib.error
@@ -98,8 +99,7 @@ class MLflowTracker:
         except (mlflow.exceptions.MlflowException, OSError) as error:
             remedy = "Start the server, or correct MLFLOW_TRACKING_URI; unset, runs are kept in files"
             shown = _without_secrets(uri)
-            reason = str(error).replace(uri, shown)
-            raise _unreachable(f"mlflow at {shown}", reason, remedy) from (error if shown == uri else None)
+            raise _unreachable(f"mlflow at {shown}", str(error), remedy) from (error if shown == uri else None)
 
     def _begin(self, config: TrainConfig, run_dir: Path, run_id: str | None) -> str:
         if run_id is not None:
@@ -152,7 +152,7 @@ class _Forgiving:
             try:
                 action(self._tracker)
             except Exception as error:
-                logger.warning("tracking ends, training continues: %s: %s", type(error).__name__, error)
+                logger.warning("tracking ends, training continues: %s: %s", type(error).__name__, _clean(str(error)))
                 self._tracker = None
 
 
@@ -210,10 +210,20 @@ def _without_secrets(uri: str) -> str:
     return urllib.parse.urlunsplit((scheme, location.rpartition("@")[2], path, "", ""))
 
 
+def _clean(text: str) -> str:
+    """Returns a text without users, passwords and queries of the addresses in it.
+
+    >>> _clean("POST http://ann:secret@host:5000/x?token=1 failed (url: /x?token=1)")
+    'POST http://host:5000/x failed (url: /x)'
+    """
+    text = re.sub(r"://[^\s/@]+@", "://", text)
+    return re.sub(r"(/[^\s?]*)\?[^\s)\"']*", r"\1", text)
+
+
 def _unreachable(name: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
         "A tracker is reached before a run begins.",
         expected=f"an answer of {name}",
-        got=" ".join(reason.split())[:300],
+        got=" ".join(_clean(reason).split())[:300],
         remedy=f"{remedy}, or leave track out.",
     )

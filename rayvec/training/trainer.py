@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.distributed.arrivals import Stragglers
-from rayvec.learners.base import Learner
+from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
 from rayvec.training.progress import Progress, begin_collecting
 from rayvec.training.saved_spaces import space_to_plain
@@ -115,6 +115,20 @@ class Trainer:
         self._stragglers, self._first_id = stragglers, first_id
         self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
         self.collector = begin_collecting(config, env, learner, progress, collector_state, first_id)
+        if collector_state is None and config.init_from is None and isinstance(learner, MeasuresObservations):
+            if getattr(learner.module, "obs_mean", None) is not None:
+                self._measure(learner)
+                self.collector.reset(seed=config.train_seed(progress.steps) + first_id)
+
+    def _measure(self, learner: MeasuresObservations) -> None:
+        """Takes the steps of an iteration, which do not count, to measure observations, and lets the policy know."""
+        if self._stragglers is not None:
+            self._stragglers.begin(self._num_steps)
+        batch = self.collector.collect(n_step=self._num_steps, ahead=False)
+        if self._stragglers is not None:
+            self._stragglers.wait()
+        learner.measure(batch)
+        self.collector.set_weights(self._learner.weights())
 
     def iterate(self, *, ahead: bool = False, keep: bool = False, evaluate: bool = False) -> Iteration:
         """See :class:`RunTrainer`."""

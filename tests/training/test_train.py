@@ -20,9 +20,10 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Batch
 from rayvec.training.evaluation import evaluate, evaluate_run, greedy_policy
 from rayvec.training.loggers import read_metrics
-from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.progress import Progress
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
+from rayvec.training.trainer import Trainer
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
 ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
@@ -124,7 +125,7 @@ def test_a_run_measures_observations_before_it_acts(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a", normalize_obs=True)
     with make_env(config) as env:
         learner, seed = make_learner(config, env), config.train_seed(0)
-        batch = begin_collecting(config, env, learner, Progress(), None).collect(n_step=config.steps_per_iteration)
+        batch = Trainer(config, env, learner, Progress()).collector.collect(n_step=config.steps_per_iteration)
         first_obs, _ = env.reset(seed=seed)
         (chunk,) = batch.chunks
         np.testing.assert_array_equal(chunk.obs[0], first_obs)
