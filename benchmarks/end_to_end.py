@@ -11,7 +11,8 @@ the greedy policy plays 20 episodes, which are the same for all libraries of a s
 return of at least 475, or -200, ends the run, and what the clock says then is the result. A run that needs longer than
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
-Ours runs with its default settings, which start no Ray, and with a private Ray. Libraries other than ours run twice
+Ours runs with its default settings, which start no Ray, with Gymnasium's NumPy CartPole as a native sub-batch in the
+learner's process, and with a private Ray. Libraries other than ours run twice
 for each seed: with as many threads as torch chooses, and with one, which is faster for small nets.
 
 Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
@@ -41,6 +42,7 @@ from rayvec.bench.terminal import show_table, spread
 
 LIBRARIES = {
     "rayvec": "",
+    "rayvec, native": "",
     "rayvec, with Ray": "",
     "CleanRL-style": "",
     "Stable-Baselines3": "stable-baselines3",
@@ -48,7 +50,7 @@ LIBRARIES = {
     "RLlib": "rllib",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
-OURS = ("rayvec", "rayvec, with Ray")
+OURS = ("rayvec", "rayvec, native", "rayvec, with Ray")
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 

@@ -27,6 +27,18 @@ def rayvec_with_ray(task: str, seed: int, judge: Judge) -> None:
     rayvec(task, seed, judge, num_nodes=1)
 
 
+def rayvec_native(task: str, seed: int, judge: Judge) -> None:
+    """The NumPy CartPole as one native sub-batch in this process: no worker is started.
+
+    Steps cost next to nothing, so there are more of them for each update, and fewer updates.
+    """
+    if task != "cartpole":
+        raise SystemExit(f"Gymnasium has no vectorized version of {TASKS[task].env_id}")
+    make = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+    settings = {"num_envs": 64, "num_steps": 32, "minibatch_size": 512, "num_epochs": 4, "learning_rate": 5e-3}
+    rayvec(task, seed, judge, native=make, num_nodes=0, workers_per_node=0, **settings)
+
+
 def rayvec(task: str, seed: int, judge: Judge, **settings: Any) -> None:
     """``rayvec.train`` as it is, logs and checkpoints included; the learner shows its weights after each update.
 
@@ -239,6 +251,7 @@ def rllib_sac() -> Any:
 
 LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
     "rayvec": rayvec,
+    "rayvec, native": rayvec_native,
     "rayvec, with Ray": rayvec_with_ray,
     "CleanRL-style": cleanrl_style,
     "Stable-Baselines3": stable_baselines3,
