@@ -14,7 +14,7 @@ import ray
 
 from rayvec.errors import NodeLostError
 
-__all__ = ["NodeWatch", "check_head", "raylets", "unreachable"]
+__all__ = ["NodeWatch", "check_head", "head_answers", "raylets", "unreachable"]
 
 _ANSWER_S = 3.0
 _SILENCE_S = 10.0
@@ -47,17 +47,18 @@ def _answers(address: Address) -> bool:
     return True
 
 
-def check_head() -> None:
-    """Looks whether the network reaches the head of the cluster; else calls of Ray wait for a minute or more.
-
-    Raises:
-        NodeLostError: It does not.
-    """
+def head_answers() -> bool:
+    """Whether the network reaches the head of the cluster; else calls of Ray wait for a minute or more."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    if not _answers((host.strip("[]"), int(port))):
+    return _answers((host.strip("[]"), int(port)))
+
+
+def check_head() -> None:
+    """Raises ``NodeLostError`` if the network does not reach the head of the cluster."""
+    if not head_answers():
         raise NodeLostError(
             "The head of a Ray cluster runs as long as the cluster.",
-            expected=f"{host}:{port} to accept a connection within {_ANSWER_S:g} s",
+            expected=f"{ray.get_runtime_context().gcs_address} to accept a connection within {_ANSWER_S:g} s",
             got="no answer",
             remedy="Start the cluster again; a training resumes from its last checkpoint.",
         )

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
+from rayvec.cluster.reachability import head_answers
 from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.cluster.versions import check_versions
 from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
@@ -39,6 +40,7 @@ _LOST = (
     ray.exceptions.NodeDiedError,
 )
 _CLOSE_S = 10.0
+_LOST_CLOSE_S = 1.0
 _LOOK_S = 1.0
 _TRANSFER_S = 10.0
 """How long the transfer of a finished chunk may take beyond the end of a wait, in seconds."""
@@ -66,6 +68,7 @@ class RemoteNode:
         self._loose = loose
         self._connection: FrameSocket | None = None
         self._watched: FrameSocket | None = None  # the connection until it is closed
+        self._is_lost = False
         self._actor: Any = (
             ray.remote(NodeActor)
             .options(
@@ -119,6 +122,7 @@ class RemoteNode:
                 return
 
     def _lost(self, error: BaseException) -> NodeLostError:
+        self._is_lost = True
         return node_lost(self.slice, error)
 
     def wait_until_placed(self, timeout_s: float) -> None:
@@ -210,13 +214,15 @@ class RemoteNode:
         closing = self._start("close", timeout_s)
 
         def end(timeout_s: float | None) -> None:
+            limit_s = _CLOSE_S if timeout_s is None else timeout_s
             try:
-                closing(_CLOSE_S if timeout_s is None else timeout_s)
+                closing(min(limit_s, _LOST_CLOSE_S) if self._is_lost else limit_s)
             except (NodeLostError, NotReady):
                 pass  # the actor has died, or is killed below
             except Exception:
                 logger.exception("node %s did not close in order", self.slice.name)
-            ray.kill(self._actor)
+            if not self._is_lost or head_answers():  # without its head, Ray would wait for a minute
+                ray.kill(self._actor)
 
         return end
 

@@ -44,7 +44,7 @@ class Finding:
 
     def __str__(self) -> str:
         text = f"{self.level:7}  {self.node:15}  {self.check:11} {self.found}"
-        return text if self.level == "ok" else f"{text}. {self.meaning} {self.remedy}"
+        return text if self.level == "ok" else f"{text.rstrip('.')}. {self.meaning} {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,3 +176,8 @@ def test_an_address_where_nothing_answers(tmp_path: Path) -> None:
 def test_the_fit_that_stands_in_recommends_chunks_for_short_steps() -> None:
     best = recommend(DEFAULT_FIT, Setting(2, 8, step_s=1e-4), 16, 8, Cluster())
     assert best.inference == "worker" and best.num_envs == 16
+
+
+def test_a_finding_that_ends_with_a_full_stop_gets_no_second_one() -> None:
+    text = str(Finding("error", "driver", "ray", "no Ray answers.", "A run cannot start.", "Start Ray."))
+    assert text.endswith("no Ray answers. A run cannot start. Start Ray.")
