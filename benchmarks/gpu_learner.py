@@ -273,56 +273,55 @@ def measure(ways: dict[str, Updates], num_samples: int, repeats: int) -> dict[st
 
 
 def lines(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields the rows of the table."""
+    """Yields the rows of the table; all ways and precisions of a task are measured by turns."""
     kinds = ["eager", "compiled", *(["captured"] if options.device == "cuda" else [])]
     for task in tasks(options):
+        here = [kind for kind in (kinds if task.algorithm != "impala" else kinds[:1]) if kind in options.kinds]
+        scripts = [name for name in ("cleanrl", "leanrl") if name in options.kinds and task.algorithm == "ppo"]
+        ways: dict[str, Updates] = {}
         for precision in options.precisions:
-            here = kinds if task.algorithm != "impala" else kinds[:1]
-            ways = {kind: ours(task, options.device, precision, kind) for kind in here if kind in options.kinds}
-            if task.algorithm == "ppo":
-                for name in ("cleanrl", "leanrl"):
-                    if name in options.kinds:
-                        ways[name] = plain(task, options.device, precision, lean=name == "leanrl")
-            found = measure(ways, task.num_samples, options.repeats)
-            if options.device == "cuda" and "pageable" in options.kinds:
-                way = {"pageable": ours(task, "cuda", precision, here[-1])}
-                with mock.patch.object(networks, "PAGE_LOCKED", frozenset()):
-                    found |= measure(way, task.num_samples, options.repeats)
+            for name in here:
+                ways[f"{name} {precision}"] = ours(task, options.device, precision, name)
+            for name in scripts:
+                ways[f"{name} {precision}"] = plain(task, options.device, precision, lean=name == "leanrl")
+        found = measure(ways, task.num_samples, options.repeats)
+        if options.device == "cuda" and "pageable" in options.kinds:
+            pageable = {f"pageable {each}": ours(task, "cuda", each, here[-1]) for each in options.precisions}
+            with mock.patch.object(networks, "PAGE_LOCKED", frozenset()):
+                found |= measure(pageable, task.num_samples, options.repeats)
+        for precision in options.precisions:
             limit = bound(task, options.device, precision)
-            best = max(statistics.median(each) for name, each in found.items() if name not in ("cleanrl", "leanrl"))
-            cells = [spread(found[name]) if name in found else "" for name in COLUMNS]
+            best = max(statistics.median(found[f"{name} {precision}"]) for name in here)
+            cells = [spread(found.get(f"{name} {precision}")) for name in COLUMNS]
             yield [f"{task.name}, {precision}", *cells, f"{limit:,.0f}", f"{best / limit:.0%}"]
 
 
 COLUMNS = ["eager", "compiled", "captured", "pageable", "cleanrl", "leanrl"]
+TASKS = ["ppo", "ppo-cnn", "impala", "impala-cnn", "sac"]
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """Yields what is updated."""
-    for minibatch in options.minibatches:
-        if "ppo" in options.algorithms:
-            yield Task("ppo", False, minibatch, num_steps=options.num_steps)
-            yield Task("ppo", True, minibatch, num_steps=options.num_steps)
-        if "impala" in options.algorithms:
-            yield Task("impala", False, minibatch, num_steps=options.num_steps)
-            yield Task("impala", True, minibatch, num_steps=options.num_steps)
-    if "sac" in options.algorithms:
-        for width in options.widths:
-            yield Task("sac", False, 256, width=width, num_envs=4, num_steps=8)
+    for name in options.tasks:
+        algorithm, _, images = name.partition("-")
+        if algorithm == "sac":
+            yield from (Task("sac", False, 256, width=width, num_envs=4, num_steps=8) for width in options.widths)
+        else:
+            sizes = options.minibatches
+            yield from (Task(algorithm, bool(images), each, num_steps=options.num_steps) for each in sizes)
 
 
-def spread(values: list[float]) -> str:
-    """Returns the median, the smallest and the largest value."""
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+def spread(values: list[float] | None) -> str:
+    """Returns the median, the smallest and the largest value; nothing for what was not measured."""
+    return "" if values is None else f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    algorithms, kinds = ["ppo", "impala", "sac"], COLUMNS
-    parser.add_argument("--algorithms", nargs="+", choices=algorithms, default=algorithms)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--kinds", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--precisions", nargs="+", choices=["float32", "tf32", "bf16"], default=["float32", "bf16"])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024], help="of SAC's hidden layers")
     parser.add_argument("--minibatches", type=int, nargs="+", default=[256, 1024], help="of PPO and IMPALA, in samples")

@@ -36,7 +36,16 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["train"], ["train", "magic"], ["train", "ppo", "--nmu-envs", "3"], ["eval"]]
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["train", "magic"],
+        ["train", "ppo", "--nmu-envs", "3"],
+        ["eval"],
+        ["train", "sac", "--precision", "fp16"],
+    ],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:

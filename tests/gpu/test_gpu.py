@@ -61,9 +61,11 @@ def test_captured_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
     assert_near(learner, here, metrics, expected)
 
 
-@COMPILED
+@FEW
 def test_a_state_that_is_loaded_after_a_capture(case: Case, device: str) -> None:
     """Graphs know the memory that they were captured with: loading must change what is in it."""
+    if not case.can_compile:
+        pytest.skip("updates that are not compiled are not captured")
     batches = case.batches(3)
     learner = case.learner(device, compile=True)
     learner.update(batches[0])

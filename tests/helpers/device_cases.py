@@ -6,7 +6,7 @@ It needs torch, NumPy and Gymnasium alone, like ``tests/gpu``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ class Case:
     @property
     def can_compile(self) -> bool:
         """Whether its updates can be compiled."""
-        return self.algorithm != "impala" and "recurrent" not in self.settings
+        names = {each.name for each in fields(_CONFIGS[self.algorithm])}
+        return "compile" in names and "recurrent" not in self.settings
 
     def observations(self) -> tuple[Any, Callable[[Policy], Any]]:
         """Returns observations of some environments, and the noise with which a policy acts on them."""
