@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_learner.py
 
-SAC's whole update, in updates/s, and PPO's minibatch with a Nature-CNN, in frames/s: loss and gradient, the norm that
-is clipped and read, and the optimizer's step. Of PPO's minibatch loss and gradient are captured, the rest is not.
+SAC's whole update, in updates/s, and PPO's minibatch with a Nature-CNN, in frames/s: rows by their index, loss and
+gradient, clipping, and the optimizer's step.
 ``--device cpu`` runs the same on a CPU, to see that it works.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 from rayvec.bench.terminal import show_table, spread
 from rayvec.config import PPOConfig
 from rayvec.learners import sac_math
+from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.compiling import Compiled, CUDAGraph
-from rayvec.learners.ppo import PPOLearner, Samples
-from rayvec.learners.ppo_graph import CompiledGradient
+from rayvec.learners.ppo import Minibatch, PPOLearner, Samples
 from rayvec.learners.sac_math import AdamState, MLPLayout, Nets, SACMath
 
 FRAMES = (4, 84, 84)
@@ -49,11 +49,11 @@ def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tu
         alpha_lr=1e-3,
     )
 
-    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, correction: Tensor) -> Tensor:
+    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, number: Tensor) -> Tensor:
         grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
-        critic_norm = math.critic_step(nets, grad, correction)
+        critic_norm = math.critic_step(nets, grad, number)
         grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
-        return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, correction)])
+        return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, number)])
 
     def arguments() -> tuple[Any, ...]:
         generator = torch.Generator(device).manual_seed(0)
@@ -62,7 +62,7 @@ def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tu
         adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
         nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
         rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
-        return nets, rows, draw(2, B, A), torch.ones(2, device=device)
+        return nets, rows, draw(2, B, A), torch.ones((), device=device)
 
     return update, arguments
 
@@ -72,14 +72,18 @@ def ppo(minibatch: int, device: str, *, compile: bool, capture: bool) -> Callabl
     config = PPOConfig(num_envs=1, num_steps=minibatch, minibatch_size=minibatch, learning_rate=1e-6, compile=compile)
     learner = PPOLearner(spaces.Box(0, 255, FRAMES, np.uint8), spaces.Discrete(4), config, device=device)
     if compile:
-        learner._compiled = CompiledGradient(learner.module, learner._loss, minibatch, capture=capture)
+        parts = learner.module, learner._compiled_loss, learner._optimizer, config.max_grad_norm, 5
+        learner._compiled = CompiledStep(*parts, capture=capture)
     rng = np.random.default_rng(0)
     obs = torch.from_numpy(rng.integers(0, 256, (minibatch, *FRAMES), np.uint8))
     sample = torch.from_numpy(learner.module.distribution.recorded(rng.integers(0, 4, minibatch), {}))
     numbers = [torch.from_numpy(rng.normal(size=minibatch).astype(np.float32)) for _ in range(3)]
     logp = torch.full((minibatch,), -float(np.log(4)))
     rows = Samples(*(column.to(device) for column in (obs, sample, logp, *numbers)))
-    return lambda: learner._step(learner._gradients(rows, minibatch))
+    if learner._compiled is not None:
+        learner._compiled.begin(tuple(rows))
+    part = Minibatch(torch.arange(minibatch, device=device), rows.advantage, minibatch, None)
+    return lambda: learner._learn(rows, part)
 
 
 def updates_per_s(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, count: int) -> list[float]:

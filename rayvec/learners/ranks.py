@@ -132,19 +132,21 @@ def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
 def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Returns mean and variance of each of K samples that are spread over the ranks, ``float64 [K]`` each.
 
+    There is one sum over the ranks. In float64 the mean of the squares less the square of the mean is exact enough for
+    what was computed in float32.
+
     Args:
         ranks: The ranks that hold the samples.
-        samples: What this rank holds of each, of any length, also none.
+        samples: What this rank holds of each, of any length, also none; a matrix is one sample for each row.
         counts: Number of values of each sample on all ranks together.
 
     >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    sums = torch.stack([sample.sum(dtype=torch.float64) for sample in samples])
-    divisors = sums.new_tensor(counts).clamp(min=1)
-    mean = ranks.sum_(sums) / divisors
-    squares = [(sample.double() - centre).square().sum() for sample, centre in zip(samples, mean, strict=True)]
-    return mean, ranks.sum_(torch.stack(squares)) / divisors
+    rows = [(sample[None] if sample.ndim == 1 else sample).double() for sample in samples]
+    sums = torch.cat([torch.stack([each.sum(1), each.square().sum(1)]) for each in rows], 1)
+    mean, square = ranks.sum_(sums) / sums.new_tensor(counts).clamp(min=1)
+    return mean, (square - mean.square()).clamp(min=0)
 
 
 def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:

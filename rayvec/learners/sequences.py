@@ -196,7 +196,7 @@ def by_step(sequences: Tensor, num_steps: int, num_envs: int) -> Tensor:
 
 def draw_sequences(
     ranks: Ranks, sequences: Sequences, num_minibatches: int, generator: np.random.Generator
-) -> list[tuple[Tensor, Tensor, int]]:
+) -> list[tuple[NDArray[np.int64], int, Tensor]]:
     """Shuffles the sequences of all ranks into minibatches.
 
     Args:
@@ -206,8 +206,8 @@ def draw_sequences(
         generator: In the same state on every rank.
 
     Returns:
-        For each minibatch that has a step: the numbers of this rank's sequences in it, the numbers of their steps among
-        all steps of this rank that happened, and how many steps it has on all ranks.
+        For each minibatch that has a step: the numbers of this rank's steps in it, among all that happened; how many
+        steps it has on all ranks; and the numbers of this rank's sequences in it.
     """
     own, total = global_range(ranks, len(sequences.valid))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)
@@ -218,7 +218,7 @@ def draw_sequences(
     places[valid] = np.arange(valid.sum())
     device = sequences.valid.device
     return [
-        (torch.from_numpy(numbers).to(device), torch.from_numpy(places[numbers][valid[numbers]]).to(device), count)
+        (places[numbers][valid[numbers]], count, torch.from_numpy(numbers).to(device))
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]
