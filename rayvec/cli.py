@@ -10,6 +10,7 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -287,7 +288,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts():
-            args = _load_plugins(args)
+            args = _with_values(_load_plugins(args))
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
@@ -315,6 +316,29 @@ def _load_plugins(args: Sequence[str]) -> Sequence[str]:
     import_plugins(plugins)
     globals()["_Settings"] = _subcommands()
     return [*others, "--plugin", *plugins] if plugins and others[:1] == ["train"] else others
+
+
+def _with_values(args: Sequence[str]) -> Sequence[str]:
+    """Returns the arguments of ``train`` with a value for ``--compile``, also where it stands alone.
+
+    >>> _with_values(["train", "ppo", "--compile", "off", "--seed", "3"])
+    ['train', 'ppo', '--compile', 'False', '--seed', '3']
+    >>> _with_values(["train", "ppo", "--no-compile", "--compile"])
+    ['train', 'ppo', '--compile', 'False', '--compile', 'True']
+    """
+    if args[:1] != ["train"]:
+        return args
+    values = {"on": "True", "off": "False", "auto": "auto", "True": "True", "False": "False"}
+    found: list[str] = []
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        name, _, value = arg.partition("=")
+        if name == "--no-compile":
+            found += ["--compile", "False"]
+        elif name == "--compile" and (value or following not in values):
+            found += ["--compile", values.get(value or "on", value)]
+        else:
+            found.append(values[arg] if found[-1:] == ["--compile"] else arg)
+    return found
 
 
 def _print_error(text: str, error: BaseException) -> None:

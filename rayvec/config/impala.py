@@ -85,6 +85,11 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
     before a recurrent cell."""
 
+    compile: Literal["auto", True, False] = "auto"
+    """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
+    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
+    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_recurrent(self)
@@ -119,3 +124,8 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     def steps_per_iteration(self) -> int:
         """Environment steps between two updates of the weights."""
         return self.num_envs * self.num_steps
+
+    @property
+    def minibatches(self) -> tuple[int, int]:
+        """How many minibatches the run has, and about how many rows each has."""
+        return self.num_iterations * self.num_minibatches, self.steps_per_iteration // self.num_minibatches

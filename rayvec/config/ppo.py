@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
 from rayvec.config.network import ActorCriticConfig
@@ -81,8 +81,10 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
     """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
     before a recurrent cell."""
 
-    compile: bool = False
-    """Compile loss and gradient into one graph, cached on disk and captured on CUDA; faster for small networks."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
+    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
+    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,13 +101,6 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
             self._check_sequences()
 
     def _check_sequences(self) -> None:
-        if self.compile:
-            raise ConfigError(
-                "The update of a recurrent policy can't be compiled.",
-                expected="compile=False with recurrent",
-                got=f"compile=True with recurrent={self.recurrent!r}",
-                remedy="Leave compile out.",
-            )
         if self.sequence_length * self.num_learners > self.minibatch_size:
             raise ConfigError(
                 "A minibatch has whole sequences, at least one for each rank.",
@@ -119,3 +114,9 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
     def steps_per_iteration(self) -> int:
         """Environment steps between two updates of the weights."""
         return self.num_envs * self.num_steps
+
+    @property
+    def minibatches(self) -> tuple[int, int]:
+        """How many minibatches the run has, and about how many rows each has."""
+        in_epoch = max(1, round(self.steps_per_iteration / self.minibatch_size))
+        return self.num_iterations * self.num_epochs * in_epoch, self.minibatch_size

@@ -47,6 +47,13 @@ def check_recurrent(config: PPOConfig | IMPALAConfig) -> None:
             got=f"recurrent={config.recurrent!r}, network={config.network!r}",
             remedy="Leave one of them out.",
         )
+    if config.compile is True:
+        raise ConfigError(
+            "The update of a recurrent policy can't be compiled.",
+            expected="compile=False with recurrent",
+            got=f"compile=True with recurrent={config.recurrent!r}",
+            remedy="Leave compile out.",
+        )
     if config.sequence_length > config.num_steps:
         raise ConfigError(
             "A sequence is part of what an environment does in one iteration.",

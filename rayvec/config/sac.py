@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
 from rayvec.config.network import NetworkConfig
@@ -95,8 +96,10 @@ class SACConfig(NetworkConfig):
     hidden_sizes: tuple[Count, ...] = (256, 256)
     """Units in each hidden layer of the actor and the critics."""
 
-    compile: bool = False
-    """Compile the whole update into one graph, cached on disk and captured on CUDA."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile each update into one graph, cached on disk and captured on CUDA; without a C++
+    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
+    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +123,11 @@ class SACConfig(NetworkConfig):
     def steps_per_iteration(self) -> int:
         """Environment steps between two publications of the weights."""
         return self.num_envs * self.num_steps
+
+    @property
+    def minibatches(self) -> tuple[int, int]:
+        """How many minibatches the run has, and how many rows each has."""
+        return math.floor(self.update_to_data * (self.total_steps - self.learning_starts)), self.batch_size
 
     @property
     def random_steps(self) -> int:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rayvec.data import Chunk
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
-from rayvec.learners.adam import Adam
+from rayvec.learners.adam import FlatOptimizer
 from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
+from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
@@ -58,7 +59,7 @@ class ActorCriticLearner:
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         config: PPOConfig | IMPALAConfig,
-        make_optimizer: Callable[[torch.nn.Parameter], torch.optim.Optimizer | Adam],
+        make_optimizer: Callable[[torch.nn.Parameter], FlatOptimizer],
         *,
         module: ActorCriticModule | None,
         device: str | None,
@@ -97,23 +98,41 @@ class ActorCriticLearner:
                 remedy="Collect with rayvec.Policy(learner.module)",
             )
 
+    def _compiled_step(self, compiled: CompiledStep, *rows: Tensor) -> Tensor:
+        """Takes a step along the gradient of rows of a minibatch, summed over all ranks; see `_step`."""
+        if self.ranks.size == 1:
+            return compiled.step(*rows)
+        gradient, stats = compiled.gradient(*rows)
+        self._flat.grad.copy_(gradient)
+        self.ranks.sum_(self._flat.grad)
+        return self._step(stats)
+
     def _step(self, stats: Tensor) -> Tensor:
-        """Clips the gradient and lets the optimizer step; returns `stats` and then the norm before clipping.
+        """Clips the gradient and lets the optimizer step, if the gradient is finite.
 
         Args:
-            stats: What `_metrics` reads of this minibatch besides that norm.
+            stats: What `_metrics` reads of this minibatch besides the norm of the gradient before clipping.
+
+        Returns:
+            Both.
         """
-        norm = self._flat.clip_grad_norm(self.config.max_grad_norm).reshape(1)
-        stats = torch.cat([stats, norm.to(stats)])
-        if not math.isfinite(norm):  # the same on all ranks, unlike their shares of the metrics
+        norm = self._flat.clip_grad_norm(self.config.max_grad_norm)
+        self._optimizer.step(norm)
+        return torch.cat([stats, norm.reshape(1).to(stats)])
+
+    def _check_finite(self, stats: list[Tensor]) -> None:
+        """Raises a LearnerError where one of the minibatches so far had a gradient that was not finite.
+
+        The weights are those before that minibatch: no later one has changed them.
+        """
+        if stats and self._optimizer.failed.item():
+            failed = next(each for each in stats if not math.isfinite(each[-1]))  # the same on all ranks
             raise LearnerError(
                 f"A loss and its gradient are finite numbers (update {self._num_updates}).",
                 expected="finite numbers",
-                got=self._metrics([stats]),
+                got=self._metrics([failed]),
                 remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
             )
-        self._optimizer.step()
-        return stats
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches of all ranks, by name."""
@@ -138,7 +157,8 @@ class ActorCriticLearner:
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _anneal(self) -> float:
-        """Sets the learning rate in proportion to the remaining steps; returns it."""
+        """Begins an update: sets the learning rate in proportion to the remaining steps; returns it."""
+        self._optimizer.failed.zero_()
         left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
         learning_rate = self.config.learning_rate * max(left, 0.0)
         self._optimizer.param_groups[0]["lr"] = learning_rate
@@ -183,6 +203,10 @@ class ActorCriticLearner:
         Raises:
             CheckpointError: `state` is of another kind of learner, or of another network.
         """
+        saved = state.get("optimizer") or {}
+        if saved.get("state"):  # RMSProp as torch writes it, in runs before it was ours
+            first, group = saved["state"][0], saved["param_groups"][0]
+            state = {**state, "optimizer": {"square_avg": first["square_avg"], "lr": group["lr"]}}
         expected, got = (_shape(each) for each in (self.state_dict(), state))
         if got != expected:
             raise CheckpointError(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CUDAGraph", "Compiled", "can_capture"]
+__all__ = ["CUDAGraph", "Compiled", "GraphPool", "can_capture"]
 
-Update = Callable[..., Tensor]
+Update = Callable[..., Any]
 
 
 _CONCATENATE_FIRST = {"max_complex_pointwise_cat_inputs": 1, "max_pointwise_cat_inputs": 1}
@@ -21,7 +21,7 @@ _CONCATENATE_FIRST = {"max_complex_pointwise_cat_inputs": 1, "max_pointwise_cat_
 all pieces, without vector instructions."""
 
 
-_CHECKED = ("TENSOR_MATCH", "GLOBAL_STATE")
+_CHECKED = ("TENSOR_MATCH", "GLOBAL_STATE", "SHAPE_ENV")
 """What torch checks before it runs a graph: shapes of tensors, numbers of threads. By default it would also compare, at
 each call, every constant that the function read when it was compiled: a hundred in an update of SAC."""
 
@@ -29,8 +29,8 @@ each call, every constant that the function read when it was compiled: a hundred
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
-    Its arguments are tensors, or sequences of them. Everything else that it reads is read at the first call only, and
-    must not change.
+    Its arguments are trees of tensors. Everything else that it reads is read at the first call only, and must not
+    change.
 
     On a CPU the code that calls the kernels is compiled too, as C++: for networks of 128 units that saved 8 %.
     Compiling takes ten to thirty seconds; loading what an earlier run compiled takes a few. torch keeps compiled code
@@ -40,16 +40,17 @@ class Compiled:
 
     Args:
         function: May change tensors in place.
+        any_shapes: Whether one graph serves dimensions of all sizes above 1 that were marked as dynamic.
         cpu_options: More of torch's options for where tensors are on a CPU.
     """
 
-    def __init__(self, function: Update, **cpu_options: Any) -> None:
-        self._function = function
+    def __init__(self, function: Update, *, any_shapes: bool = False, **cpu_options: Any) -> None:
+        self._function, self._dynamic = function, None if any_shapes else False
         self._cpu_options = {"cpp_wrapper": True, **_CONCATENATE_FIRST, **cpu_options}
         self._call: Update | None = None
         self._is_compiled = False
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any) -> Any:
         """Calls the function."""
         if self._call is None:
             return self._first(*args)
@@ -62,11 +63,12 @@ class Compiled:
                 raise
             return self._fall_back(error, *args)  # nothing was computed yet
 
-    def _first(self, *args: Any) -> Tensor:
+    def _first(self, *args: Any) -> Any:
         on_cpu = next(iter(_tensors(args))).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
-            call: Update = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)
+            function = _with_own_code(self._function)
+            call: Update = torch.compile(function, fullgraph=True, dynamic=self._dynamic, options=options)
             with warnings.catch_warnings():  # torch's own, about how it is made
                 warnings.simplefilter("ignore", DeprecationWarning)
                 result = call(*args)  # what fails to compile has changed nothing yet
@@ -75,7 +77,7 @@ class Compiled:
         self._call, self._is_compiled = call, True
         return result
 
-    def _fall_back(self, error: Exception, *args: Any) -> Tensor:
+    def _fall_back(self, error: Exception, *args: Any) -> Any:
         """Calls the function uncompiled, now and from now on."""
         self._call, self._is_compiled = self._function, False
         warnings.warn(
@@ -129,14 +131,17 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@functools.cache
-def _pool() -> Any:
-    """Returns the memory that all graphs of the process share for what they compute on the way.
+class GraphPool:
+    """The memory that the graphs of a learner share for what they compute on the way.
 
     Graphs of different sizes would each hold as much. Sharing is safe: what a graph returns is copied before another is
-    replayed.
+    replayed. Graphs that are captured after all others of a pool are gone need a new pool: torch refuses the old one.
     """
-    return torch.cuda.graph_pool_handle()
+
+    @functools.cached_property
+    def handle(self) -> Any:
+        """What torch calls it."""
+        return torch.cuda.graph_pool_handle()
 
 
 class CUDAGraph:
@@ -145,15 +150,16 @@ class CUDAGraph:
     Args:
         function: Of a tree of tensors that it changes in place, which must be the same tensors at every call, and of
             further tensors, whose values may differ from call to call; compiled or not.
+        pool: Memory that it shares with other graphs; by default its own.
     """
 
-    def __init__(self, function: Update) -> None:
-        self._function = function
+    def __init__(self, function: Update, pool: GraphPool | None = None) -> None:
+        self._function, self._pool = function, pool or GraphPool()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
-        self._result = torch.empty(0)
+        self._result: Any = None
 
-    def __call__(self, state: Any, *args: Any) -> Tensor:
+    def __call__(self, state: Any, *args: Any) -> Any:
         """Calls the function; what it returns is a copy."""
         if self._graph is None:
             self._capture(state, args)
@@ -161,7 +167,7 @@ class CUDAGraph:
         for static, given in zip(self._inputs, _tensors(args), strict=True):
             static.copy_(given, non_blocking=True)
         self._graph.replay()
-        return self._result.clone()
+        return _cloned(self._result)
 
     def _capture(self, state: Any, args: Any) -> None:
         static = _cloned(args)
@@ -173,7 +179,7 @@ class CUDAGraph:
                 self._function(_cloned(state), *static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_pool()):
+        with torch.cuda.graph(graph, pool=self._pool.handle):
             self._result = self._function(state, *static)
         self._graph = graph
 
@@ -181,11 +187,13 @@ class CUDAGraph:
 def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    return [tensor for part in tree for tensor in _tensors(part)]
+    return [tensor for part in (tree.values() if isinstance(tree, dict) else tree) for tensor in _tensors(part)]
 
 
 def _cloned(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.clone()
+    if isinstance(tree, dict):
+        return {name: _cloned(part) for name, part in tree.items()}
     parts = [_cloned(part) for part in tree]
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)

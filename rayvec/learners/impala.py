@@ -7,9 +7,8 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +16,16 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.data import Batch, Chunk, Tree, as_slice, tree_map
+from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
-from rayvec.learners.adam import Adam
+from rayvec.learners.adam import Adam, FlatOptimizer, RMSProp
 from rayvec.learners.base import explains_memory
+from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
-from rayvec.learners.returns import vtrace
 from rayvec.learners.sequences import by_step, cut, next_values
+from rayvec.learners.torch_returns import num_rounds, vtrace_of_rows
 from rayvec.policies.networks import ActorCriticModule
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -35,58 +36,56 @@ _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fr
 """What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
 
 
-_BY_ENVIRONMENT = ("logp", "rew", "terminated", "truncated", "valid", "states")
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectories:
-    """T steps of each of n environments.
+class Steps(NamedTuple):
+    """B steps, those of an environment as neighbours in the order of time.
 
     Attributes:
-        obs: Encoded observations, tree of ``[T, n, ...]``.
-        last_obs: Those that the policy would see next, tree of ``[n, ...]``.
-        final_index: ``(t, environment)`` of each step that ended an episode, ``int64 [F, 2]``.
-        final_obs: Encoded true last observations of these episodes, tree of ``[F, ...]``.
-        sample: What the policy drew, ``[T, n, C]``.
-        logp: Its log-probability by the policy that acted, ``[T, n]``.
-        rew: ``[T, n]``.
-        terminated: ``bool [T, n]``.
-        truncated: ``bool [T, n]``.
-        valid: ``bool [T, n]``.
-        states: Recorded states of a recurrent policy, ``[K, n, D]``.
+        sample: What the policy drew, ``[B, C]``.
+        logp: Its log-probability by the policy that acted, ``[B]``.
+        rew: ``[B]``.
+        discount: Of the value of the observation after the step: 0 where the step terminated its episode, ``[B]``.
+        chain: 1 where the environment's next step followed in the same episode, else 0, ``[B]``.
+    """
+
+    sample: Tensor
+    logp: Tensor
+    rew: Tensor
+    discount: Tensor
+    chain: Tensor
+
+    def at(self, rows: Tensor) -> Steps:
+        """Returns the steps in these rows."""
+        return Steps(*(each.index_select(0, rows) for each in self))
+
+
+class Trajectories(NamedTuple):
+    """T steps of each of N environments, as rows. Row t N + n is step t of environment n.
+
+    Attributes:
+        obs: Encoded observations of the T N steps, then the N that the policy would see next, then the F true last
+            observations of episodes that ended, tree of ``[(T + 1) N + F, ...]``.
+        steps: All T N steps, also those that did not happen; neighbours are those of the next environment.
+        next_row: In `obs`, the observation after each step; where the step terminated its episode, that of the step
+            itself, ``int64 [T, N]``.
+        chunk: What these are the rows of.
     """
 
     obs: Tree
-    last_obs: Tree
-    final_index: NDArray[np.int64]
-    final_obs: Tree
-    sample: Tensor
-    logp: NDArray[np.float32]
-    rew: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    valid: NDArray[np.bool_]
-    states: NDArray[np.float32]
+    steps: Steps
+    next_row: NDArray[np.int64]
+    chunk: Chunk
 
-    def of(self, environments: NDArray[np.int64]) -> Trajectories:
-        """Returns those of some environments, given in ascending order."""
-        place = np.full(self.valid.shape[1], -1)
-        place[environments] = np.arange(len(environments))
-        t, n = self.final_index.T
-        ended = np.flatnonzero(place[n] >= 0)
-        index = as_slice(environments)
-        columns, rows = (
-            each if isinstance(each, slice) else torch.from_numpy(each).to(self.sample.device)
-            for each in (index, ended)
-        )
-        return Trajectories(
-            tree_map(lambda leaf: leaf[:, columns], self.obs),
-            tree_map(lambda leaf: leaf[columns], self.last_obs),
-            np.stack([t[ended], place[n[ended]]], -1),
-            tree_map(lambda leaf: leaf[rows], self.final_obs),
-            self.sample[:, columns],
-            *(getattr(self, name)[:, index] for name in _BY_ENVIRONMENT),
-        )
+
+class Minibatch(NamedTuple):
+    """What a rank has of a minibatch.
+
+    Attributes:
+        environments: Whose steps these are, among those of the rank, ascending, ``int64 [n]``.
+        size: How many steps all ranks have in it.
+    """
+
+    environments: NDArray[np.int64]
+    size: int
 
 
 class IMPALALearner(ActorCriticLearner):
@@ -127,6 +126,12 @@ class IMPALALearner(ActorCriticLearner):
             module=module,
             device=device,
         )
+        self._num_rounds = num_rounds(config.num_steps)
+        self._compiled = self._make_compiled() if config.compile is True else None
+
+    def _make_compiled(self) -> CompiledStep:
+        parts = self.module, self._loss_of_rows, self._optimizer, self.config.max_grad_norm
+        return CompiledStep(*parts, num_statistics=len(_SUMMED) + 5)
 
     @explains_memory("num_envs or num_steps, or raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -146,165 +151,236 @@ class IMPALALearner(ActorCriticLearner):
                 those before the failed step.
         """
         learning_rate = self._anneal()
-        sums: list[Tensor] = []
+        stats: list[Tensor] = []
         for chunk in batch.chunks:
             trajectories = self._trajectories(chunk)
+            self._prepare(trajectories)
             generator = np.random.default_rng([self.config.seed, self._num_updates])
-            for part, count in self._minibatches(trajectories, generator):
-                sums.append(self._step(self._gradients(part, count)))
-                self._num_steps += count
+            for minibatch in self._minibatches(chunk.valid, generator):
+                stats.append(self._learn(trajectories, minibatch))
+                self._num_steps += minibatch.size
             self._num_updates += 1
-        return {**self._metrics(sums), "learning_rate": learning_rate}
+        self._check_finite(stats)
+        return {**self._metrics(stats), "learning_rate": learning_rate}
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
-        encode = self.module.encode
         self._check_recorded(chunk)
-        return Trajectories(
-            encode(chunk.obs),
-            encode(chunk.last_obs),
-            chunk.final_index,
-            encode(chunk.final_obs),
-            torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras)).to(self._device),
-            chunk.extras["logp"],
-            self._reward(chunk, chunk.rew, chunk.done, chunk.valid),
-            chunk.terminated,
-            chunk.truncated,
-            chunk.valid,
-            chunk.states if len(chunk.states) else np.zeros((0, chunk.num_envs, 0), np.float32),
-        )
+        encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._flat.data
+        parts = tree_map(lambda leaf: leaf.flatten(0, 1), encode(chunk.obs)), encode(chunk.last_obs)
+        obs = tree_map(lambda *leaves: torch.cat(leaves), *parts, encode(chunk.final_obs))
+        chain = ~chunk.done
+        chain[:-1] &= chunk.valid[1:]
+        chain[-1:] = False
+        rows = np.arange((num_steps + 1) * num_envs).reshape(num_steps + 1, num_envs)
+        next_row = rows[1:].copy()
+        next_row[tuple(chunk.final_index.T)] = rows.size + np.arange(len(chunk.final_index))
+        reward = self._reward(chunk, chunk.rew, chunk.done, chunk.valid)
+        discount = np.where(chunk.terminated, 0.0, self.config.gamma)
+        sample = torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras))
+        arrays = chunk.extras["logp"], reward, discount, chain
+        numbers = (torch.from_numpy(each).flatten().to(like) for each in arrays)
+        steps = Steps(sample.flatten(0, 1).to(self._device), *numbers)
+        return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk)
 
-    def _minibatches(
-        self, trajectories: Trajectories, generator: np.random.Generator
-    ) -> Iterator[tuple[Trajectories, int]]:
-        """Yields this rank's share of each minibatch, and how many steps that minibatch has on all ranks.
+    def _prepare(self, trajectories: Trajectories) -> None:
+        """Prepares the steps that learn from a chunk."""
+        rounds = num_rounds(trajectories.chunk.num_steps)
+        if rounds > self._num_rounds:
+            self._num_rounds = rounds  # which is a constant of the graph
+            self._compiled = self._compiled and self._make_compiled()
+        if self._compiled is not None:
+            self._compiled.begin((trajectories.obs, tuple(trajectories.steps)))
+
+    def _minibatches(self, valid: NDArray[np.bool_], generator: np.random.Generator) -> Iterator[Minibatch]:
+        """Yields this rank's share of each minibatch, with its environments.
 
         The environments of all ranks are shuffled into minibatches; a minibatch without a valid step is left out.
-        """
-        own, total = global_range(self.ranks, trajectories.valid.shape[1])
-        shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
-        shares = [own_part(numbers, own) for numbers in shuffled]
-        valid = trajectories.valid.sum(0)
-        counts = self.ranks.sum_(torch.tensor([int(valid[environments].sum()) for environments in shares]))
-        for environments, count in zip(shares, counts.tolist(), strict=True):
-            if count:
-                yield trajectories.of(environments), count
-
-    def _gradients(self, part: Trajectories, count: int) -> Tensor:
-        """Adds up the gradient of a minibatch's loss over all ranks, in the flat buffer; returns this rank's sums.
 
         Args:
-            part: This rank's share.
-            count: Steps of the minibatch on all ranks.
+            valid: Where a step happened, ``bool [T, N]``.
+            generator: In the same state on every rank.
+        """
+        own, total = global_range(self.ranks, valid.shape[1])
+        shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
+        shares = [own_part(numbers, own) for numbers in shuffled]
+        num_valid = valid.sum(0)
+        counts = self.ranks.sum_(torch.tensor([int(num_valid[environments].sum()) for environments in shares]))
+        for environments, count in zip(shares, counts.tolist(), strict=True):
+            if count:
+                yield Minibatch(environments, count)
+
+    def _learn(self, trajectories: Trajectories, minibatch: Minibatch) -> Tensor:
+        """Takes a step along the gradient of a minibatch's loss; returns this rank's share of what `_metrics` reads."""
+        if self._compiled is None:
+            return self._step(self._gradients(trajectories, minibatch))
+        return self._compiled_step(self._compiled, *self._rows(trajectories, minibatch))
+
+    def _gradients(self, trajectories: Trajectories, minibatch: Minibatch) -> Tensor:
+        """Adds up the gradient of a minibatch's loss over all ranks, in the flat buffer.
 
         Returns:
-            ``float64 [11]``: `_SUMMED`, the count, and first and second moments of the targets and of their errors.
+            This rank's statistics, ``float64 [11]``, see `_loss`.
         """
-        config, valid = self.config, tuple(torch.from_numpy(np.stack(part.valid.nonzero())).to(self._device))
-        params, values, states = self._outputs(part)
-        logp, entropy = self.module.distribution.logp_entropy(params[valid], part.sample[valid])
-        log_ratio = logp.detach() - torch.from_numpy(part.logp).to(self._device)[valid]
-        target, advantage = self._targets(part, values.detach(), log_ratio, states)
-        value = values[valid]
+        if self._recurrent is None:
+            rows = self._rows(trajectories, minibatch)
+            loss, stats = self._loss_of_rows(self.module, trajectories[:2], *rows)
+        else:
+            outputs, next_value, at = self._unrolled(self._recurrent, trajectories, minibatch.environments)
+            weight = next_value.new_full(next_value.shape, 1 / minibatch.size)
+            loss, stats = self._loss(outputs, next_value, trajectories.steps.at(at), weight)
+        self._flat.zero_grad()
+        torch.autograd.backward(loss)
+        self.ranks.sum_(self._flat.grad)
+        return stats
 
+    def _rows(self, trajectories: Trajectories, minibatch: Minibatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns which rows a minibatch has.
+
+        Returns:
+            The weight of each of its B steps in the loss, ``[B]``; the rows of these steps, environment by environment
+            in the order of time, ``int64 [B]``; where among the observations the one after each step is, ``[B]``; and
+            the observations: those of the steps, and those after a step that are none of these, each once.
+        """
+        steps = _rows_of_steps(trajectories.chunk.valid, minibatch.environments)
+        following = trajectories.next_row.ravel()[steps]
+        num_rows = trajectories.next_row.size + trajectories.next_row.shape[1] + len(trajectories.chunk.final_index)
+        place = np.full(num_rows, -1)
+        place[steps] = np.arange(len(steps))
+        others = following[place[following] < 0]
+        place[others] = len(steps) + np.arange(len(others))
+        weight = self._flat.data.new_full((len(steps),), 1 / minibatch.size)
+        arrays = steps, place[following], np.concatenate([steps, others])
+        at, after, seen = (torch.from_numpy(each).to(self._device) for each in arrays)
+        return weight, at, after, seen
+
+    def _loss_of_rows(
+        self,
+        call: Callable[[Tree], Any],
+        fields: tuple[Any, ...],
+        weight: Tensor,
+        at: Tensor,
+        after: Tensor,
+        seen: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the loss of a minibatch and its statistics; each observation is evaluated once.
+
+        Args:
+            call: Calls the module.
+            fields: Observations and steps of `Trajectories`.
+            weight: See `_rows`, as for what follows.
+            at: Rows of the steps.
+            after: Where the observations after the steps are.
+            seen: Rows of the observations.
+        """
+        obs, steps = fields
+        params, values = call(tree_map(lambda leaf: leaf.index_select(0, seen), obs))
+        next_value = values.detach().index_select(0, after)
+        outputs = params[: len(weight)], values[: len(weight)]
+        return self._loss(outputs, next_value, Steps(*steps).at(at), weight)
+
+    def _unrolled(
+        self, module: RecurrentActorCritic, trajectories: Trajectories, environments: NDArray[np.int64]
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Returns outputs of a recurrent network for the steps of some environments, in the order of `_rows`.
+
+        Returns:
+            Parameters ``[B, P]`` and values ``[B]``, the values after each step, and the rows of the steps.
+        """
+        chunk = trajectories.chunk
+        (num_steps, num_envs), valid = chunk.valid.shape, chunk.valid[:, environments]
+        place = np.full(num_envs, -1)
+        place[environments] = np.arange(len(environments))
+        ended = np.flatnonzero(place[chunk.final_index[:, 1]] >= 0)
+        t, n = chunk.final_index[ended].T
+        first = num_steps * num_envs
+
+        def of(leaf: Tensor, start: int, numbers: NDArray[np.int64]) -> Tensor:
+            return leaf[start + torch.from_numpy(numbers).to(leaf.device)]
+
+        columns = torch.from_numpy(environments).to(self._device)
+        obs = tree_map(lambda leaf: leaf[:first].unflatten(0, (num_steps, num_envs))[:, columns], trajectories.obs)
+        last_obs = tree_map(lambda leaf: of(leaf, first, environments), trajectories.obs)
+        final_obs = tree_map(lambda leaf: of(leaf, first + num_envs, ended), trajectories.obs)
+        recorded = chunk.states[:, environments] if len(chunk.states) else chunk.states  # which `cut` refuses
+        sequences = cut(module, recorded, obs, chunk.done[:, environments], valid)
+        states = sequences.states(module)
+        params, values = module.heads(by_step(states, *valid.shape))
+        ends = last_obs, np.stack([t, place[n]], -1), final_obs
+        next_value = next_values(module, states, values.detach().cpu().numpy(), valid, *ends)
+
+        happened = torch.from_numpy(np.flatnonzero(valid.T)).to(self._device)  # a GPU would wait for a mask
+        at = torch.from_numpy(_rows_of_steps(chunk.valid, environments)).to(self._device)
+        by_env = [each.swapaxes(0, 1).flatten(0, 1)[happened] for each in (params, values)]
+        following = torch.from_numpy(next_value.T[valid.T]).to(self._device)
+        return (by_env[0], by_env[1]), following, at
+
+    def _loss(
+        self, outputs: tuple[Tensor, Tensor], next_value: Tensor, steps: Steps, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the loss of B steps, and their statistics without a graph.
+
+        Returns:
+            The loss, and ``float64 [11]``: the number of steps, and weighted sums of `_SUMMED`, of the targets, of
+            their squares, of their errors and of the squares of these.
+        """
+        config, (params, value) = self.config, outputs
+        logp, entropy = self.module.distribution.logp_entropy(params, steps.sample)
+        log_ratio = logp.detach() - steps.logp
+        target, advantage = vtrace_of_rows(
+            steps.rew,
+            value.detach(),
+            next_value,
+            log_ratio,
+            steps.discount,
+            steps.chain,
+            decay=config.gamma * config.vtrace_lambda,
+            rho_bar=config.rho_bar,
+            c_bar=config.c_bar,
+            rounds=self._num_rounds,
+        )
         policy_loss = -advantage * logp
         value_loss = 0.5 * (value - target).square()
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-        self._flat.zero_grad()
-        torch.autograd.backward(loss.sum() / count)
-        self.ranks.sum_(self._flat.grad)
-        with torch.no_grad():
-            ratio, error = log_ratio.exp(), target - value
-            is_clipped = (ratio > config.rho_bar).to(ratio)
-            terms = [
-                policy_loss,
-                value_loss,
-                entropy,
-                ratio,
-                is_clipped,
-                ratio - 1 - log_ratio,
-                torch.ones_like(ratio),
-            ]
-            moments = [target, target.square(), error, error.square()]
-            return torch.stack([each.double().sum() for each in (*terms, *moments)])
+        ratio, error = log_ratio.exp(), target - value.detach()
+        is_clipped = (ratio > config.rho_bar).to(ratio)
+        terms = [policy_loss.detach(), value_loss.detach(), entropy.detach()]
+        terms += [ratio, is_clipped, ratio - 1 - log_ratio, target, target.square(), error, error.square()]
+        count = (weight > 0).sum(dtype=torch.float64).reshape(1)
+        return (loss * weight).sum(), torch.cat([count, (torch.stack(terms) * weight).sum(1, dtype=torch.float64)])
 
-    def _outputs(self, part: Trajectories) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns parameters ``[T, n, P]``, values ``[T, n]``, and states after each step if there are any."""
-        module = self._recurrent
-        if module is None:
-            params, values = self.module(part.obs)
-            return params, values, None
-        sequences = cut(module, part.states, part.obs, part.terminated | part.truncated, part.valid)
-        states = sequences.states(module)
-        params, values = module.heads(by_step(states, *part.valid.shape))
-        return params, values, states
-
-    def _targets(
-        self, part: Trajectories, values: Tensor, log_ratio: Tensor, states: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns V-trace targets and advantages of the valid steps, ``[B]`` each.
-
-        The observation after a step is what the policy saw next, except where an episode ended: each observation is
-        evaluated once.
-
-        Args:
-            part: What happened.
-            values: Of all observations, ``[T, n]``.
-            log_ratio: Logarithms of the valid steps' importance weights, ``[B]``.
-            states: See `_outputs`.
-        """
-        value = values.cpu().numpy()
-        log_ratios = np.zeros_like(value)
-        log_ratios[part.valid] = log_ratio.cpu().numpy()
-        config = self.config
-        target, advantage = vtrace(
-            part.rew,
-            value,
-            self._next_values(part, value, states),
-            log_ratios,
-            part.terminated,
-            part.truncated,
-            gamma=config.gamma,
-            lam=config.vtrace_lambda,
-            rho_bar=config.rho_bar,
-            c_bar=config.c_bar,
-            valid=part.valid,
-        )
-        rows = (torch.from_numpy(each[part.valid]).to(self._device) for each in (target, advantage))
-        return next(rows), next(rows)
-
-    def _next_values(
-        self, part: Trajectories, value: NDArray[np.floating[Any]], states: Tensor | None
-    ) -> NDArray[np.floating[Any]]:
-        """Returns the values of the observations after each step, ``[T, n]``."""
-        if self._recurrent is not None and states is not None:
-            ends = part.last_obs, part.final_index, part.final_obs
-            return next_values(self._recurrent, states, value, part.valid, *ends)
-        t, n = part.final_index.T
-        with torch.no_grad():
-            following = np.concatenate([value[1:], self.module.value(part.last_obs)[None].cpu().numpy()])
-            following[t, n] = self.module.value(part.final_obs).cpu().numpy()
-        return following
-
-    def _metrics(self, sums: list[Tensor]) -> dict[str, float]:
+    def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches, each a mean over the steps of all ranks; 0 where there were none."""
-        if not sums:
+        if not stats:
             return dict.fromkeys((*_SUMMED, "grad_norm", "explained_variance"), 0.0)
-        own = torch.stack(sums)
-        total, norms = self.ranks.sum_(own[:, :-1].contiguous()), own[:, -1]
-        means = (total[:, : len(_SUMMED)] / total[:, len(_SUMMED), None]).mean(0)
-        count, target, target_square, error, error_square = total[:, len(_SUMMED) :].sum(0).tolist()
-        variance = target_square / count - (target / count) ** 2
-        error_variance = error_square / count - (error / count) ** 2
+        shares = torch.stack(stats)
+        shares[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
+        counts, *means, target, target_square, error, error_square, norms = self.ranks.sum_(shares).T
+        weight = counts / counts.sum()
+
+        def variance(mean: Tensor, square: Tensor) -> float:
+            return float(weight @ square - (weight @ mean) ** 2)
+
+        whole = variance(target, target_square)
         return {
-            **dict(zip(_SUMMED, means.tolist(), strict=True)),
+            **{name: float(each.mean()) for name, each in zip(_SUMMED, means, strict=True)},
             "grad_norm": float(norms.mean()),
-            "explained_variance": 1 - error_variance / variance if variance > 0 else 0.0,
+            "explained_variance": 1 - variance(error, error_square) / whole if whole > 0 else 0.0,
         }
 
 
-def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> torch.optim.Optimizer | Adam:
-    """Returns what steps the flat parameters; constants of RMSProp as in the paper's appendix."""
-    if config.optimizer == "rmsprop":
-        return torch.optim.RMSprop([parameter], lr=config.learning_rate, alpha=0.99, eps=config.optimizer_eps)
-    return Adam(parameter, lr=config.learning_rate, eps=config.optimizer_eps)
+def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> FlatOptimizer:
+    """Returns what steps the flat parameters."""
+    make = RMSProp if config.optimizer == "rmsprop" else Adam
+    return make(parameter, config.learning_rate, config.optimizer_eps)
+
+
+def _rows_of_steps(valid: NDArray[np.bool_], environments: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the rows of what happened in some environments, environment by environment; see `Trajectories`.
+
+    >>> _rows_of_steps(np.array([[True, True, True], [True, True, False]]), np.array([0, 2]))
+    array([0, 3, 2])
+    """
+    num_steps, num_envs = valid.shape
+    rows: NDArray[np.int64] = np.arange(num_steps) * num_envs + environments[:, None]
+    return rows[valid.T[environments]]

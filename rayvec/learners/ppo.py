@@ -7,7 +7,8 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import explains_memory
-from rayvec.learners.ppo_graph import CompiledGradient
+from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.learners.sequences import Sequences, by_step, cut, draw_sequences, join_sequences, next_values
@@ -57,13 +58,30 @@ class Samples(NamedTuple):
     advantage: Tensor
     target: Tensor
 
-    def at(self, index: Tensor) -> Samples:
-        """Returns the samples that `index` selects."""
-        return Samples(*tree_map(lambda leaf: leaf[index], tuple(self)))
+    def at(self, index: Tensor, sequences: Tensor | None = None) -> Samples:
+        """Returns the samples that `index` selects; for a recurrent network with the sequences of these numbers."""
+        obs = (
+            tree_map(lambda leaf: leaf.index_select(0, index), self.obs)
+            if sequences is None
+            else self.obs.at(sequences)
+        )
+        return Samples(obs, *(leaf.index_select(0, index) for leaf in self[1:]))
 
-    def of(self, numbers: Tensor, steps: Tensor) -> Samples:
-        """Returns some sequences and the samples of their steps, by number."""
-        return Samples(self.obs.at(numbers), *(leaf[steps] for leaf in self[1:]))
+
+class Minibatch(NamedTuple):
+    """What a rank has of a minibatch.
+
+    Attributes:
+        at: Which of the rank's samples, ``int64 [b]``.
+        advantage: Their advantages, normalised by the moments of the whole minibatch, ``[b]``.
+        size: Of the whole minibatch.
+        sequences: Numbers of the sequences that these samples are, for a recurrent network.
+    """
+
+    at: Tensor
+    advantage: Tensor
+    size: int
+    sequences: Tensor | None
 
 
 class PPOLearner(ActorCriticLearner):
@@ -105,7 +123,8 @@ class PPOLearner(ActorCriticLearner):
             device=device,
             normalize_obs=config.normalize_obs,
         )
-        self._compiled = CompiledGradient(self.module, self._loss, config.minibatch_size) if config.compile else None
+        parts = self.module, self._compiled_loss, self._optimizer, config.max_grad_norm, len(_METRICS) - 1
+        self._compiled = CompiledStep(*parts) if config.compile is True else None
 
     @explains_memory("minibatch_size, or num_envs and num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -130,19 +149,21 @@ class PPOLearner(ActorCriticLearner):
         own, total = global_range(self.ranks, len(samples.logp))
         learning_rate = self._anneal()
         generator = np.random.default_rng([config.seed, self._num_updates])
-        steps: list[Tensor] = []
-        for _ in range(config.num_epochs if total else 0):
-            minibatches = self._minibatches(samples, own, total, generator)
-            epoch = self._whole([self._step(self._gradients(part, count)) for part, count in minibatches])
-            steps += epoch
-            if config.target_kl is not None and _mean(epoch)["approx_kl"] > config.target_kl:
+        epochs, explained_variance = self._draw(samples, own, total, generator)
+        if self._compiled is not None:
+            self._compiled.begin(tuple(samples))
+        stats: list[Tensor] = []
+        for epoch in epochs:
+            stats += [self._learn(samples, minibatch) for minibatch in epoch]
+            if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
                 break
+        self._check_finite(stats)
         self._num_updates += 1
         self._num_steps += total
         self.measure(batch)
         return {
-            **_mean(steps),
-            "explained_variance": self._explained_variance(samples, total),
+            **self._metrics(stats),
+            "explained_variance": explained_variance,
             "learning_rate": learning_rate,
         }
 
@@ -221,10 +242,10 @@ class PPOLearner(ActorCriticLearner):
             self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)
             self._normalize()
 
-    def _minibatches(
+    def _draw(
         self, samples: Samples, own: range, total: int, generator: np.random.Generator
-    ) -> Iterator[tuple[Samples, int]]:
-        """Yields the samples of all ranks once, shuffled into parts of about ``minibatch_size``.
+    ) -> tuple[list[list[Minibatch]], float]:
+        """Shuffles the samples of all ranks into parts of about ``minibatch_size``, anew for each epoch.
 
         Args:
             samples: Those of this rank.
@@ -232,50 +253,71 @@ class PPOLearner(ActorCriticLearner):
             total: Number of samples on all ranks.
             generator: In the same state on every rank.
 
-        Yields:
-            This rank's samples of a minibatch, advantages normalised by the whole minibatch's moments, and the size
-            of the whole one.
+        Returns:
+            The minibatches of each epoch, with advantages that are normalised by the moments of whole minibatches; and
+            the variance of the targets that the values before the update explain, as a share.
         """
-        num_minibatches = max(1, round(total / self.config.minibatch_size))
-        if self._recurrent is None:
-            shuffled = stratified_shuffle(total, num_minibatches, generator)
-            counts = [len(numbers) for numbers in shuffled]
-            places = [torch.from_numpy(own_part(numbers, own)).to(self._device) for numbers in shuffled]
-            parts = (samples.at(index) for index in places)
-        else:
-            drawn = draw_sequences(self.ranks, samples.obs, num_minibatches, generator)
-            places, counts = [steps for _, steps, _ in drawn], [count for _, _, count in drawn]
-            parts = (samples.of(numbers, steps) for numbers, steps, _ in drawn)
-        advantages = [samples.advantage[index] for index in places]
+        num_epochs = self.config.num_epochs if total else 0
+        epochs = [self._shuffled(samples, own, total, generator) for _ in range(num_epochs)]
+        places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
+        index, is_own = (torch.from_numpy(each).to(self._device) for each in _as_matrix(places))
+        advantages = samples.advantage[index].masked_fill(~is_own, 0.0)
+        targets = torch.stack([samples.target, samples.target - samples.value])
+        mean, variance = global_moments(self.ranks, [advantages, targets], [*counts, total, total])
         if self.config.normalize_advantage:
-            mean, variance = global_moments(self.ranks, advantages, counts)
-            scale = 1 / (variance.sqrt() + 1e-8)
-            advantages = [(each - mean[k]) * scale[k] for k, each in enumerate(advantages)]
-        for part, advantage, count in zip(parts, advantages, counts, strict=True):
-            yield part._replace(advantage=advantage), count
+            scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
+            advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)
+        lengths = map(len, places)
+        rows = (
+            Minibatch(at[:length], advantage[:length], count, numbers)
+            for at, advantage, length, count, numbers in zip(index, advantages, lengths, counts, sequences, strict=True)
+        )
+        explained = _share_explained(*variance[-2:].tolist())
+        return [list(itertools.islice(rows, len(epoch))) for epoch in epochs], explained
 
-    def _gradients(self, samples: Samples, count: int) -> Tensor:
-        """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
+    def _shuffled(
+        self, samples: Samples, own: range, total: int, generator: np.random.Generator
+    ) -> Sequence[tuple[NDArray[np.int64], int, Tensor | None]]:
+        """Returns for each minibatch of an epoch which samples of this rank it has, its size and its sequences."""
+        num_minibatches = max(1, round(total / self.config.minibatch_size))
+        if self._recurrent is not None:
+            return draw_sequences(self.ranks, samples.obs, num_minibatches, generator)
+        shuffled = stratified_shuffle(total, num_minibatches, generator)
+        return [(own_part(numbers, own), len(numbers), None) for numbers in shuffled]
 
-        Args:
-            samples: This rank's samples of the minibatch.
-            count: Size of the whole minibatch.
+    def _learn(self, samples: Samples, minibatch: Minibatch) -> Tensor:
+        """Takes a step along the gradient of a minibatch's loss.
 
         Returns:
-            This rank's share of the first five metrics, ``[5]``.
+            This rank's share of the first five metrics, and then the norm of the gradient, ``float64 [6]``.
         """
-        if self._compiled is not None:
-            gradient, shares = self._compiled(self._flat.data, tuple(samples), count, self.ranks.size)
-            self._flat.grad.copy_(gradient)
-        else:
-            module = self._recurrent
-            outputs = self.module(samples.obs) if module is None else samples.obs.outputs(module)
-            loss, metrics = self._loss(outputs, *samples[1:])
-            self._flat.zero_grad()
-            torch.autograd.backward(loss.sum() / count)
-            shares = metrics.sum(1) / count
+        if self._compiled is None:
+            return self._step(self._gradients(samples, minibatch))
+        weight = minibatch.advantage.new_full(minibatch.at.shape, 1 / minibatch.size)
+        return self._compiled_step(self._compiled, weight, minibatch.at, minibatch.advantage)
+
+    def _gradients(self, samples: Samples, minibatch: Minibatch) -> Tensor:
+        """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
+
+        Returns:
+            This rank's share of the first five metrics, ``float64 [5]``.
+        """
+        part = samples.at(minibatch.at, minibatch.sequences)._replace(advantage=minibatch.advantage)
+        module = self._recurrent
+        outputs = self.module(part.obs) if module is None else part.obs.outputs(module)
+        loss, metrics = self._loss(outputs, *part[1:])
+        self._flat.zero_grad()
+        torch.autograd.backward(loss.sum() / minibatch.size)
         self.ranks.sum_(self._flat.grad)
-        return shares
+        return metrics.sum(1, dtype=torch.float64) / minibatch.size
+
+    def _compiled_loss(
+        self, call: Callable[[Tree], Any], fields: tuple[Tree, ...], weight: Tensor, index: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the loss of the rows of `fields` at `index`, and their metrics; see `CompiledStep`."""
+        part = Samples(*fields).at(index)._replace(advantage=advantage)
+        loss, metrics = self._loss(call(part.obs), *part[1:])
+        return loss @ weight, (metrics @ weight).double()
 
     def _loss(
         self,
@@ -305,19 +347,12 @@ class PPOLearner(ActorCriticLearner):
         return loss, metrics.detach()
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
-        return _mean(self._whole(stats))
-
-    def _whole(self, stats: list[Tensor]) -> list[Tensor]:
-        """Returns the metrics of whole minibatches from this rank's shares; the norm was that of the whole already."""
+        """Returns means over minibatches by name, from this rank's shares; 0 where there were none."""
+        if not stats:
+            return dict.fromkeys(_METRICS, 0.0)
         summed = torch.stack(stats)
-        summed[:, -1] /= self.ranks.size
-        return list(self.ranks.sum_(summed))
-
-    def _explained_variance(self, samples: Samples, total: int) -> float:
-        """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
-        _, variances = global_moments(self.ranks, [samples.target, samples.target - samples.value], [total, total])
-        variance, left = variances.tolist()
-        return 1 - left / variance if variance > 0 else 0.0
+        summed[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
+        return dict(zip(_METRICS, self.ranks.sum_(summed).mean(0).tolist(), strict=True))
 
 
 def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -335,6 +370,21 @@ def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64
     return t, n
 
 
-def _mean(stats: list[Tensor]) -> dict[str, float]:
-    """Returns the means over minibatches, by name; 0 where there were none."""
-    return dict(zip(_METRICS, torch.stack(stats).mean(0).tolist() if stats else [0.0] * len(_METRICS), strict=True))
+def _as_matrix(rows: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Returns rows of numbers as one matrix, filled up with 0, and where the numbers are.
+
+    >>> _as_matrix([np.array([3, 4]), np.array([5])])
+    (array([[3, 4],
+           [5, 0]]), array([[ True,  True],
+           [ True, False]]))
+    """
+    lengths = np.array([len(row) for row in rows], np.int64)
+    is_filled = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    matrix = np.zeros(is_filled.shape, np.int64)
+    matrix[is_filled] = np.concatenate([np.zeros(0, np.int64), *rows])
+    return matrix, is_filled
+
+
+def _share_explained(variance: float, left: float) -> float:
+    """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
+    return 1 - left / variance if variance > 0 else 0.0

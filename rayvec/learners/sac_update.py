@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rayvec.learners.compiling import Compiled, CUDAGraph, can_capture
+from rayvec.learners.compiling import Compiled, CUDAGraph, GraphPool, can_capture
 from rayvec.learners.ranks import Ranks
 from rayvec.learners.sac_math import Minibatch, Nets, SACMath
 
@@ -24,13 +24,13 @@ class UpdateInputs(NamedTuple):
     Attributes:
         minibatch: B transitions.
         noise: Standard normal, for the critics' targets and then for each step of the actor, ``[1 + k, B, C]``.
-        correction: Adam's bias corrections, of the critics and then of each step of the actor, ``[1 + k, 2]``. Where
-            k is 0, the update leaves the actor as it is.
+        numbers: Of the steps that optimizers take, from 1: of the critics', and then of each step of the actor's,
+            ``float32 [1 + k]``. Where k is 0, the update leaves the actor as it is.
     """
 
     minibatch: Minibatch
     noise: Tensor
-    correction: Tensor
+    numbers: Tensor
 
 
 class _Parts(NamedTuple):
@@ -52,23 +52,26 @@ class SACUpdate:
     """
 
     def __init__(self, sac: SACMath, config: SACConfig, device: torch.device) -> None:
+        is_compiled = config.compile is True  # "auto" is decided by rayvec.train
         eager = _Parts(sac.critic_gradient, sac.critic_step, sac.actor_gradient, sac.actor_step)
         self._eager = eager
-        self._parts = _Parts(*map(_compiled, eager)) if config.compile else eager
+        self._parts = _Parts(*map(_compiled, eager)) if is_compiled else eager
 
         def whole(nets: Nets, *inputs: Any) -> Tensor:
             return _update(eager, _identity, nets, *inputs)
 
+        pool = GraphPool()
+
         def fast() -> Callable[..., Tensor]:
-            graph = _compiled(whole) if config.compile else whole
-            return CUDAGraph(graph) if config.compile and can_capture(device) else graph
+            graph = _compiled(whole) if is_compiled else whole
+            return CUDAGraph(graph, pool) if is_compiled and can_capture(device) else graph
 
         self._graphs = {has_actor: fast() for has_actor in (False, True)}
 
     def __call__(self, nets: Nets, inputs: UpdateInputs, ranks: Ranks) -> Tensor:
         """Returns the metrics of an update, ``[7]``, 0 for those of the actor where the update leaves it as it is."""
         if ranks.size == 1:
-            return self._graphs[len(inputs.correction) > 1](nets, *inputs)
+            return self._graphs[len(inputs.numbers) > 1](nets, *inputs)
         parts = self._parts if len(inputs.noise[0]) else self._eager  # an empty minibatch has no graph
         return _update(parts, ranks.sum_, nets, *inputs)
 
@@ -79,14 +82,14 @@ def _update(
     nets: Nets,
     minibatch: Minibatch,
     noise: Tensor,
-    correction: Tensor,
+    numbers: Tensor,
 ) -> Tensor:
     grad, critic_stats = parts.critic_gradient(nets, minibatch, noise[0])
-    critic_norm = parts.critic_step(nets, sum_(grad), correction[0])
+    critic_norm = parts.critic_step(nets, sum_(grad), numbers[0])
     actor_stats, actor_norm = torch.zeros_like(critic_stats), torch.zeros_like(critic_stats)
-    for k in range(1, len(correction)):
+    for k in range(1, len(numbers)):
         grad, actor_stats = parts.actor_gradient(nets, minibatch, noise[k])
-        actor_norm = parts.actor_step(nets, sum_(grad), correction[k])
+        actor_norm = parts.actor_step(nets, sum_(grad), numbers[k])
     return torch.cat([critic_stats, actor_stats, critic_norm, actor_norm])
 
 

@@ -201,7 +201,7 @@ def by_step(sequences: Tensor, num_steps: int, num_envs: int) -> Tensor:
 
 def draw_sequences(
     ranks: Ranks, sequences: Sequences, num_minibatches: int, generator: np.random.Generator
-) -> list[tuple[Tensor, Tensor, int]]:
+) -> list[tuple[NDArray[np.int64], int, Tensor]]:
     """Shuffles the sequences of all ranks into minibatches.
 
     Args:
@@ -211,8 +211,8 @@ def draw_sequences(
         generator: In the same state on every rank.
 
     Returns:
-        For each minibatch that has a step: the numbers of this rank's sequences in it, on the CPU; those of their steps
-        among all steps of this rank that happened; and how many steps it has on all ranks.
+        For each minibatch that has a step: the numbers of this rank's steps in it, among all that happened; how many
+        steps it has on all ranks; and the numbers of this rank's sequences in it, on the CPU.
     """
     own, total = global_range(ranks, len(sequences.valid))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)
@@ -221,9 +221,8 @@ def draw_sequences(
     counts = ranks.sum_(torch.tensor([int(valid[numbers].sum()) for numbers in drawn])).tolist()
     places = np.zeros(valid.shape, np.int64)
     places[valid] = np.arange(valid.sum())
-    device = sequences.reset.device
     return [
-        (torch.from_numpy(numbers), torch.from_numpy(places[numbers][valid[numbers]]).to(device), count)
+        (places[numbers][valid[numbers]], count, torch.from_numpy(numbers))
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]

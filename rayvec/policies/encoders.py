@@ -17,7 +17,16 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["NATURE_PIXELS", "OBS_CLIP", "Encoder", "ImageLeaf", "float_encoder", "leaf_spaces", "make_encoder"]
+__all__ = [
+    "NATURE_PIXELS",
+    "OBS_CLIP",
+    "Encoder",
+    "ImageLeaf",
+    "float_encoder",
+    "has_images",
+    "leaf_spaces",
+    "make_encoder",
+]
 
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
@@ -210,6 +219,11 @@ def _image(path: Path, space: spaces.Space[Any]) -> ImageLeaf | None:
     image = ImageLeaf(path, (height, width, last), not is_first)
     least = _LEAST_PIXELS if space.high.min() == 255 else NATURE_PIXELS  # few numbers up to 3 or 10 are no colours
     return image if image.pixels >= least else None
+
+
+def has_images(space: spaces.Space[Any]) -> bool:
+    """Whether a part of an observation space is an image."""
+    return any(_image(path, leaf) is not None for path, leaf in leaf_spaces(space))
 
 
 def _is_large(image: ImageLeaf | None) -> bool:

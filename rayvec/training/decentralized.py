@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.envs.factory import registered_specs
+from rayvec.learners.auto_compile import choice_of, decided
 from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
@@ -76,8 +78,13 @@ class RankTrainer:
         self._env = make_env(config, stop - first, first)
         try:
             env = self._env
-            self._learner = make_learner(env.single_observation_space, env.single_action_space, config)
+            self._learner = make_learner(
+                env.single_observation_space, env.single_action_space, decided(config, env.single_observation_space)
+            )
             give_ranks(self._learner, ranks)
+            choice = choice_of(config, env.single_observation_space)
+            if choice is not None and ranks.rank == 0:
+                print(f"rayvec: {choice}", file=sys.stderr)
         except BaseException:
             self._env.close()
             raise

@@ -20,6 +20,7 @@ from gymnasium import spaces
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
 from rayvec.errors import ConfigError
+from rayvec.learners.auto_compile import choice_of, compiles, decided
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
@@ -179,6 +180,9 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     dedicated nodes or fewer workers keep workers and ranks from competing for cores.
     """
     build = _learner_builder(config, env)
+    choice = choice_of(config, env.single_observation_space)
+    if choice is not None:
+        print(f"rayvec: {choice}", file=sys.stderr)
     with torch_threads(config.learner_threads):
         if config.learner_mode == "driver":
             yield build()
@@ -209,12 +213,15 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
 
 
 def wait_limit_s(config: TrainConfig) -> float:
-    """Returns how long ranks wait for each other."""
-    return _COMPILING_S if getattr(config, "compile", False) else _WAIT_S
+    """Returns how long ranks wait for each other: longer where they may compile, for some observations at least."""
+    image = spaces.Box(0, 255, (84, 84, 1), np.uint8)
+    may_compile = hasattr(config, "compile") and compiles(config, image)
+    return _COMPILING_S if may_compile else _WAIT_S
 
 
 def _learner_builder(config: TrainConfig, env: RayVecEnv) -> Callable[[], Learner]:
-    return functools.partial(LEARNERS[type(config)], env.single_observation_space, env.single_action_space, config)
+    settings = decided(config, env.single_observation_space)
+    return functools.partial(LEARNERS[type(config)], env.single_observation_space, env.single_action_space, settings)
 
 
 @contextlib.contextmanager

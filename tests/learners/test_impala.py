@@ -32,7 +32,7 @@ from rayvec.config import IMPALAConfig
 from rayvec.data import Batch, Chunk
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
-from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.impala import IMPALALearner, Minibatch
 from rayvec.learners.ranks import stratified_shuffle
 from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
@@ -119,7 +119,7 @@ def test_gradient_equals_the_reference(
     [chunk] = batch.chunks
     torch.autograd.backward(reference.loss(chunk, np.arange(N)))
     count = int(chunk.valid.sum())
-    learner._gradients(learner._trajectories(chunk), count)
+    learner._gradients(learner._trajectories(chunk), Minibatch(np.arange(N), count))
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=1e-12, rtol=1e-9)
 
 
@@ -161,7 +161,7 @@ def test_older_weights_are_corrected_for() -> None:
     gradients = []
     for logp in (chunk.extras["logp"], chunk.extras["logp"] - 1):
         chunk.extras["logp"] = logp
-        learner._gradients(learner._trajectories(chunk), T * N)
+        learner._gradients(learner._trajectories(chunk), Minibatch(np.arange(N), T * N))
         gradients.append(flat_gradient(learner.module).clone())
     assert not torch.allclose(*gradients, rtol=0.1)
 
@@ -210,11 +210,11 @@ def test_rewards_are_scaled_and_cut_off() -> None:
     learner = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True, clip_reward=0.05))
     [chunk] = make_batch(Policy(learner.module)).chunks
     before = chunk.rew.copy()
-    scaled = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True))._trajectories(chunk).rew
-    ratio = (scaled / before).flat[0]
+    scaled = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True))._trajectories(chunk).steps.rew
+    ratio = float(scaled[0]) / before.flat[0]
     assert ratio != 1
-    np.testing.assert_allclose(scaled, ratio * before)
-    np.testing.assert_allclose(learner._trajectories(chunk).rew, scaled.clip(-0.05, 0.05))
+    np.testing.assert_allclose(scaled, ratio * before.ravel(), rtol=1e-6)
+    np.testing.assert_allclose(learner._trajectories(chunk).steps.rew, scaled.clip(-0.05, 0.05), rtol=1e-6)
     np.testing.assert_array_equal(chunk.rew, before)
 
 

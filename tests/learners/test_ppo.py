@@ -122,8 +122,9 @@ def test_gradient_equals_the_reference(
     if action_space is DISCRETE:
         columns["act"] = columns["act"][:, 0]
     torch.autograd.backward(reference.loss(columns))
-    [(minibatch, count)] = learner._minibatches(rows, range(len(rows.logp)), len(rows.logp), np.random.default_rng(0))
-    stats = learner._gradients(minibatch, count)
+    total = len(rows.logp)
+    [[minibatch], *_], _ = learner._draw(rows, range(total), total, np.random.default_rng(0))
+    stats = learner._gradients(rows, minibatch)
     assert 0.1 < float(stats[4]) < 0.9
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=2e-6, rtol=2e-5)
 

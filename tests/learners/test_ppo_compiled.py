@@ -18,6 +18,12 @@ from rayvec.policies.policy import Policy
 UNEQUAL = spaces.MultiDiscrete([3, 5])
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs what would be compiled as it is."""
+    monkeypatch.setattr("rayvec.learners.compiled_step.Compiled", lambda function, **options: function)
+
+
 def learn_both_ways(action_space: spaces.Space[Any], gaps: bool) -> tuple[Any, Any]:
     """Two updates, eager and then compiled; with gaps in the batches, minibatches differ in size."""
     results = []
@@ -87,25 +93,52 @@ def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytes
     np.testing.assert_allclose(others, weights, atol=2e-5)
 
 
-def test_a_rank_without_rows_has_no_compiled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
+def begin(learner: PPOLearner, index: Tensor, count: int) -> tuple[Any, tuple[Tensor, ...]]:
+    """Returns the compiled step of a learner, and what it reads of some samples of a batch."""
+    samples = learner._samples(make_batch(Policy(learner.module)))
+    assert learner._compiled is not None
+    learner._compiled.begin(tuple(samples))
+    return learner._compiled, (torch.full((len(index),), 1 / count), index, samples.advantage[index])
+
+
+def test_a_rank_without_rows_has_no_compiled_gradient(uncompiled: None) -> None:
     learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True))
-    rows = learner._samples(make_batch(Policy(learner.module)))
-    shares = learner._gradients(rows.at(torch.zeros(0, dtype=torch.int64)), 16)
-    assert not shares.any() and not learner._flat.grad.any()
-    learner._gradients(rows, 16)
-    assert learner._flat.grad.any()
+    compiled, rows = begin(learner, torch.zeros(0, dtype=torch.int64), 16)
+    assert not any(each.any() for each in compiled.gradient(*rows))
+    compiled, rows = begin(learner, torch.arange(16), 16)
+    assert all(each.any() for each in compiled.gradient(*rows))
 
 
-def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_fills_a_minibatch_up_is_not_too_likely(count: int, uncompiled: None) -> None:
     """Of twenty narrow Gaussians the density at 0 is beyond float32: rows of zeros would bring infinity times 0."""
-    monkeypatch.setattr("rayvec.learners.ppo_graph.Compiled", lambda function: function)
     learner = PPOLearner(OBS, spaces.Box(-1, 1, (20,), np.float32), ppo_config(compile=True))
     assert learner.module.log_std is not None
     learner.module.log_std.data.fill_(-6.0)
-    rows = learner._samples(make_batch(Policy(learner.module)))
-    learner._gradients(rows.at(torch.arange(5)), 5)
-    assert learner._flat.grad.any() and learner._flat.grad.isfinite().all()
+    before = learner.weights()
+    compiled, rows = begin(learner, torch.arange(count), count)
+    assert compiled.step(*rows).isfinite().all()
+    assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nothing_is_read_back_before_the_end(compiled: bool, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first minibatch to the last one."""
+    learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=compiled))
+    samples = learner._samples(make_batch(Policy(learner.module)))
+    total = len(samples.logp)
+    epochs, _ = learner._draw(samples, range(total), total, np.random.default_rng(0))
+
+    def refuse(*args: object) -> Any:
+        raise AssertionError("a value was read back")
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    if learner._compiled is not None:
+        learner._compiled.begin(tuple(samples))
+    for epoch in epochs:
+        for minibatch in epoch:
+            learner._learn(samples, minibatch)
 
 
 @pytest.mark.slow

@@ -123,10 +123,9 @@ def test_ppo_equals_the_reference(
             column[~chunk.valid] = np.nan
     perturb(learner.module, 0.2)
     samples = learner._samples(Batch(tuple(chunks), STATS))
-    [(minibatch, count)] = learner._minibatches(
-        samples, range(len(samples.logp)), len(samples.logp), np.random.default_rng(0)
-    )
-    learner._gradients(minibatch, count)
+    total = len(samples.logp)
+    [[minibatch], *_], _ = learner._draw(samples, range(total), total, np.random.default_rng(0))
+    learner._gradients(samples, minibatch)
     got = flat_gradient(learner.module)
 
     unrolled = [reference_of(learner).unroll(chunk) for chunk in chunks]
@@ -168,8 +167,8 @@ def test_impala_equals_the_reference(
     chunk = recorded(learner, 2, faults=faults)[1]
     chunk.obs[~chunk.valid] = np.nan
     perturb(learner.module, 0.2)
-    [(part, count)] = learner._minibatches(learner._trajectories(chunk), np.random.default_rng(0))
-    learner._gradients(part, count)
+    [minibatch] = learner._minibatches(chunk.valid, np.random.default_rng(0))
+    learner._gradients(learner._trajectories(chunk), minibatch)
     got = flat_gradient(learner.module)
 
     params, values, next_value = reference_of(learner).unroll(chunk)
@@ -199,16 +198,17 @@ def test_a_minibatch_has_whole_sequences_and_an_epoch_has_each_once() -> None:
     whole = {tuple(samples.logp[a:b].tolist()): number for number, (a, b) in enumerate(pairwise(starts))}
     seen: list[int] = []
     generator = np.random.default_rng(3)
-    minibatches = list(learner._minibatches(samples, range(total), total, generator))
+    [minibatches, *_], _ = learner._draw(samples, range(total), total, generator)
     assert len(minibatches) == round(total / 12)
-    for part, count in minibatches:
-        assert count == len(part.logp) == int(part.obs.valid.sum())
+    parts_of_all = [samples.at(each.at, each.sequences) for each in minibatches]
+    for part, minibatch in zip(parts_of_all, minibatches, strict=True):
+        assert minibatch.size == len(part.logp) == int(part.obs.valid.sum())
         parts = np.split(part.logp.numpy(), part.obs.valid.sum(1).numpy().cumsum()[:-1])
         numbers = [whole[tuple(each.tolist())] for each in parts if len(each)]
         seen += numbers
     assert sorted(seen) == [number for number, length in enumerate(lengths) if length]
     expected = stratified_shuffle(len(lengths), len(minibatches), np.random.default_rng(3))
-    assert [len(numbers) for numbers in expected] == [len(part.obs.valid) for part, _ in minibatches]
+    assert [len(numbers) for numbers in expected] == [len(part.obs.valid) for part in parts_of_all]
 
 
 @pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
@@ -224,14 +224,9 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
         if make is make_ppo:
             samples = learner._samples(Batch((chunk,), STATS))
             return samples.value, samples.advantage
-        trajectories = learner._trajectories(chunk)
-        params, values, states = learner._outputs(trajectories)
-        logp, _ = learner.module.distribution.logp_entropy(
-            params[torch.from_numpy(chunk.valid)], trajectories.sample[torch.from_numpy(chunk.valid)]
-        )
-        targets = learner._targets(trajectories, values.detach(), torch.zeros_like(logp.detach()), states)
-        by_env = torch.from_numpy(np.argsort(np.argwhere(chunk.valid)[:, 1], kind="stable"))
-        return logp[by_env].detach(), targets[1][by_env]
+        everyone = np.arange(chunk.num_envs)
+        outputs, next_value, _ = learner._unrolled(learner.module, learner._trajectories(chunk), everyone)
+        return outputs[0].detach(), outputs[1].detach(), next_value
 
     joined, alone = learned(join_chunks([long, short])), [learned(chunk) for chunk in (long, short)]
     for got, *expected in zip(joined, *alone, strict=True):

@@ -63,15 +63,19 @@ class Host:
         return {}
 
     def update(self, seconds: float) -> dict[str, Any]:
-        """Updates once to warm up, then for so many seconds, at least twice; returns the time of each update."""
+        """Updates once to warm up, then for so many seconds, at least twice.
+
+        Returns:
+            The time of each update, the CPU time of this process in all of them, and how many samples they had.
+        """
         self._adapter.advance()
         times: list[float] = []
-        samples = 0
+        samples, used_s = 0, time.process_time()
         while len(times) < 2 or sum(times) < seconds:
             begin = time.perf_counter()
             samples += self._adapter.advance()
             times.append(time.perf_counter() - begin)
-        return {"samples": samples, "times_s": times}
+        return {"samples": samples, "times_s": times, "cpu_s": time.process_time() - used_s}
 
     def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> dict[str, Any]:
         """Sets how long emulated environments take and where actions are chosen, and warms up."""

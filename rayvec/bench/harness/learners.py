@@ -113,6 +113,7 @@ class LearnerTask:
             "impala": {
                 "num_minibatches": max(1, min(self.columns, self.rows // self.minibatch)),
                 "shared_trunk": self.images,
+                "compile": self.compile,
             },
         }
         config_class: Any = CONFIGS[self.algorithm]

@@ -1,0 +1,60 @@
+"""V-trace of rows as a pure function of tensors, without a loop over steps: it compiles, and stays on its device."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+__all__ = ["num_rounds", "vtrace_of_rows"]
+
+
+def num_rounds(num_steps: int) -> int:
+    """Returns how many rounds sum up chains of so many steps.
+
+    >>> num_rounds(1), num_rounds(2), num_rounds(20)
+    (0, 1, 5)
+    """
+    return (num_steps - 1).bit_length()
+
+
+def vtrace_of_rows(
+    rew: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    log_ratio: Tensor,
+    discount: Tensor,
+    chain: Tensor,
+    *,
+    decay: float,
+    rho_bar: float,
+    c_bar: float,
+    rounds: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the V-trace target and the policy-gradient advantage of each row.
+
+    The formulas are those of :func:`rayvec.learners.returns.vtrace`. The recursion ``x_t = b_t + a_t x_{t+1}`` is
+    summed up by doubling (Hillis and Steele, "Data parallel algorithms", 1986): after round k each row has the sum over
+    ``2**k`` steps.
+
+    Args:
+        rew: Rewards, ``[B]``; the steps of an environment are neighbours, in the order of time.
+        value: Of the observation that the policy saw, ``[B]``.
+        next_value: Of the true observation after the step, ``[B]``.
+        log_ratio: Log-probability of the action by the policy that learns, less that by the policy that acted, ``[B]``.
+        discount: gamma, but 0 where the step terminated its episode, ``[B]``.
+        chain: 1 where the next row is the next step of the same episode, else 0, ``[B]``; 0 in the last row.
+        decay: gamma times lambda.
+        rho_bar: Upper limit of the importance weights of TD errors and advantages.
+        c_bar: Upper limit of those of the traces.
+        rounds: See `num_rounds`, for at least as many steps as the longest chain has.
+    """
+    rho = log_ratio.clamp(max=math.log(rho_bar)).exp()
+    c = log_ratio.clamp(max=math.log(c_bar)).exp()
+    correction = rho * (rew + discount * next_value - value)
+    trace = decay * chain * c
+    for k in range(rounds):
+        correction = correction + trace * correction.roll(-(2**k))
+        trace = trace * trace.roll(-(2**k))
+    next_target = next_value + chain * correction.roll(-1)
+    return value + correction, rho * (rew + discount * next_target - value)

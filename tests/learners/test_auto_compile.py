@@ -1,0 +1,83 @@
+"""What compile="auto" decides: from settings and observations alone, and alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec.errors import ConfigError
+from rayvec.learners.auto_compile import choice_of, compiles
+from rayvec.training.runs import wait_limit_s
+
+NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
+FRAMES = spaces.Dict(sight=spaces.Box(0, 255, (84, 84, 4), np.uint8), touch=NUMBERS)
+LONG: list[TrainConfig] = [
+    PPOConfig(preset="none", total_steps=10_000_000),
+    IMPALAConfig(preset="none", total_steps=100_000_000),
+    SACConfig(total_steps=100_000),
+]
+
+
+@pytest.mark.parametrize(
+    "config", [PPOConfig(), IMPALAConfig(), SACConfig(total_steps=10_000)], ids=lambda c: c.algorithm
+)
+def test_short_runs_stay_uncompiled(config: TrainConfig) -> None:
+    assert not compiles(config, NUMBERS)
+    choice = choice_of(config, NUMBERS)
+    assert choice is not None and choice.startswith("updates are not compiled: ") and "compiling costs 30 s" in choice
+
+
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.algorithm)
+def test_long_runs_compile(config: TrainConfig) -> None:
+    assert compiles(config, NUMBERS)
+    choice = choice_of(config, NUMBERS)
+    assert choice is not None and choice.startswith("updates are compiled: ") and "(compile='auto')" in choice
+    assert wait_limit_s(config) > wait_limit_s(PPOConfig())
+
+
+def test_images_pay_sooner() -> None:
+    config = PPOConfig(preset="none", total_steps=2_000_000)
+    assert compiles(config, FRAMES) and not compiles(config, NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"recurrent": "gru"}, "recurrent networks can't be"),
+        ({"network": "some.module:function"}, "a network of your own may not compile"),
+        ({"learner_device": "cuda"}, "learner_device='cuda' was not measured"),
+    ],
+)
+def test_what_it_says_of_others(settings: dict[str, Any], reason: str) -> None:
+    config = PPOConfig(preset="none", total_steps=10_000_000, **settings)
+    assert not compiles(config, NUMBERS)
+    assert reason in (choice_of(config, NUMBERS) or "")
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("make", [PPOConfig, IMPALAConfig, SACConfig])
+def test_settings_come_first(make: Any, chosen: bool) -> None:
+    config = make(compile=chosen)
+    assert compiles(config, NUMBERS) is chosen and choice_of(config, NUMBERS) is None
+    assert TrainConfig.from_yaml(config.to_yaml()).compile is chosen  # type: ignore[attr-defined]
+
+
+def test_a_resumed_run_and_more_ranks_decide_alike() -> None:
+    config = LONG[0]
+    others = [config.adjusted(num_learners=4), TrainConfig.from_yaml(config.to_yaml())]
+    assert [choice_of(other, NUMBERS) for other in others] == 2 * [choice_of(config, NUMBERS)]
+
+
+@pytest.mark.parametrize("make", [PPOConfig, IMPALAConfig])
+def test_recurrent_updates_cant_be_compiled(make: Any) -> None:
+    with pytest.raises(ConfigError, match="compile=False with recurrent"):
+        make(recurrent="gru", compile=True)
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'auto' \| True \| False. Got: 'maybe'"):
+        PPOConfig(compile="maybe")  # type: ignore[arg-type]
