@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.elastic import Nodes, without_cores_elsewhere
 from helpers.training_kit import SMALL
+from helpers.waiting import wait_until
 
 import rayvec
 from rayvec.distributed import rank_nodes
@@ -53,8 +54,7 @@ def test_ranks_are_as_many_as_nodes_allow() -> None:
         assert nodes.workers_per_rank(6) == 3 and nodes.workers_per_rank(0) == 0
         assert not nodes.has_changed()
         free()
-        while not nodes.has_changed():
-            pass
+        wait_until(nodes.has_changed, "a node has joined")
         again = RankNodes((1, 4), 8, cores)
         assert again.num_ranks == 4 and set(again.node_ids) == cores.keys() and len(cores) == 2
 
