@@ -32,6 +32,8 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, EPISODE, STEP, TOTAL = range(4)
 
+pytestmark = pytest.mark.timeout(600)  # nodes are slow to start where others work
+
 
 @given(st.integers(1, 16), st.integers(0, 15), st.integers(1, 300))
 @examples(200)
