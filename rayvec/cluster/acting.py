@@ -175,8 +175,8 @@ class ActingNodes(Acting):
             if number not in chunk.parts:
                 part = chunk.wait(number, math.inf)
                 if self._nodes[number].node.transport == "shm":  # views of memory that ends with the node
-                    chunk = deepcopy(part.chunk) if part.summary is None else part.chunk
-                    part = part._replace(summary=deepcopy(part.summary), chunk=chunk)
+                    arrays = deepcopy(part.chunk) if part.summary is None else part.chunk
+                    part = part._replace(summary=deepcopy(part.summary), chunk=arrays)
                 chunk.parts[number] = part
             part = chunk.parts[number]
         return part
