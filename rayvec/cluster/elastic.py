@@ -255,8 +255,10 @@ class ElasticPlacement:
                 break
             if is_late:
                 raise NodeLostError(
-                    f"{error} With num_nodes=({self._low}, {self._high}), at least {self._low} node(s) must remain: "
-                    f"{len(nodes)} are left."
+                    "With num_nodes=(min, max), at least min nodes remain.",
+                    expected=f"{self._low} node(s) for num_nodes=({self._low}, {self._high})",
+                    got=f"{len(nodes)} after a loss ({error})",
+                    remedy="Start more nodes, or lower min.",
                 ) from error
             time.sleep(_LOOK_AGAIN_S)
         for node_id in gone:

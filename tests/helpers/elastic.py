@@ -43,11 +43,11 @@ class Nodes:
         accepted, reason = GcsClient(address=self._cluster.address).drain_node(node_id, _PREEMPTION, "test", 0)
         assert accepted, reason
 
-    def kill(self, node_id: str) -> None:
-        """Ends a node without notice; returns once Ray knows."""
+    def kill(self, node_id: str, *, by_sigterm: bool = False) -> None:
+        """Ends a node without notice, by SIGKILL or by SIGTERM to its raylet; returns once Ray knows."""
         for node in [each for each in self._added if each.node_id == node_id]:
             self._added.remove(node)
-            self._cluster.remove_node(node, allow_graceful=False)
+            self._cluster.remove_node(node, allow_graceful=by_sigterm)
         wait_until(lambda: node_id not in alive_nodes(), "the node is gone")
 
     def close(self) -> None:
@@ -96,13 +96,13 @@ def until_moved(env: Any, advance: Callable[[], None], nodes: Sequence[str | Non
     """
     expected = {node or ray.get_runtime_context().get_node_id() for node in nodes}
     deadline = time.monotonic() + DEADLINE_S
-    while (found := envs_by_node(env)).keys() != expected or max(map(len, found.values())) > fair_share(env, found):
+    while (found := envs_by_node(env)).keys() != expected or max(map(len, found.values())) > fair_share(found):
         assert time.monotonic() < deadline, (expected, found)
         advance()
     return found
 
 
-def fair_share(env: Any, nodes: Sequence[str] | dict[str, Any]) -> int:
+def fair_share(nodes: dict[str, list[int]]) -> int:
     """Returns the most environments that a node of equal ones holds: a fourth more than the mean, and rounding."""
     return int(np.ceil(1.25 * sum(map(len, nodes.values())) / len(nodes))) + 1
 
