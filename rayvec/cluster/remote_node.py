@@ -221,7 +221,7 @@ class RemoteNode:
                 pass  # the actor has died, or is killed below
             except Exception:
                 logger.exception("node %s did not close in order", self.slice.name)
-            if not self._is_lost or head_answers():  # without its head, Ray would wait for a minute
+            if head_answers():  # without its head, Ray would wait for a minute
                 ray.kill(self._actor)
 
         return end

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import ray
 
+from rayvec.cluster.reachability import head_answers
 from rayvec.errors import ConfigError
 
 __all__ = ["CLUSTER_MARK", "RaySession", "end_reaper", "start_reaper"]
@@ -111,7 +112,10 @@ class RaySession:
     def _take_back(cls) -> None:
         cls._shares -= 1
         if cls._shares == 0 and cls._ours:
-            ray.shutdown()
+            if not ray.is_initialized() or head_answers():
+                ray.shutdown()
+            else:  # it would wait for minutes, and hide the error that ends a run
+                threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True).start()
             if cls._reaper is not None:
                 end_reaper(cls._reaper)
                 cls._reaper = None

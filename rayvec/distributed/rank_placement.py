@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import ray
 
-from rayvec.cluster.reachability import raylets, unreachable
+from rayvec.cluster.reachability import check_head, raylets, unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError
@@ -156,9 +156,14 @@ def rank_share(
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:
-    """Returns the nodes that may be used and that the network reaches, the driver's own first."""
+    """Returns the nodes that may be used and that the network reaches, the driver's own first.
+
+    Raises:
+        NodeLostError: The head of the cluster is gone.
+    """
     from ray._private.state import available_resources_per_node
 
+    check_head()
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
     gone = unreachable({node_id: address for node_id, address in raylets().items() if node_id != here})

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.reachability import NodeWatch
+from rayvec.cluster.reachability import NodeWatch, head_answers
 from rayvec.cluster.session import RaySession
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -115,7 +115,8 @@ class RayHost:
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        for rank in ranks if ray.is_initialized() else []:  # they end with Ray, and a call would start another Ray
+        is_up = bool(ranks) and ray.is_initialized() and head_answers()
+        for rank in ranks if is_up else []:  # they end with Ray, and a call would start another Ray
             with contextlib.suppress(Exception):  # it may have ended already
                 ray.kill(rank.handle)
 
