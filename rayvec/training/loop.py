@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import LearnerError, RankLostError
+from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
@@ -126,6 +127,8 @@ def resume(
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
     check_tracker(config)
+    if config.learner_device != "cpu" and config.learner_mode == "driver":
+        check_gpu()
     run = _Run(config, run_dir, state, checked_callbacks(callbacks))
     is_done = False
     with contextlib.ExitStack() as stack:
