@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import HERE, SMALL, lengthen, options
@@ -25,6 +26,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main([*arguments, "--help"])
     assert exit_info.value.code == 0
     assert f"usage: {' '.join(['rayvec', *arguments])}" in capsys.readouterr().out
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +76,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--num-nodes 1:2:3", ["two whole numbers"]),
         ("--num-nodes one", ["int | tuple[int, int] | None", "'one'"]),
         ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
+        pytest.param("--learner-device cuda", ["learner_device", "a GPU", "'cpu'"], marks=without_gpu),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
+    "check_gpu",
     "explains_memory",
     "keep_freed_memory",
     "torch_device",
@@ -126,6 +127,12 @@ def torch_device(name: str) -> torch.device:
         got=reason,
         remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
     )
+
+
+def check_gpu() -> None:
+    """Raises a ConfigError where torch sees no GPU; it leaves GPUs alone."""
+    if not torch.cuda.is_available():
+        torch_device("cuda")
 
 
 def explains_memory(settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

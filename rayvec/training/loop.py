@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import LearnerError, RankLostError
+from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
 from rayvec.training.interrupts import Interrupts
@@ -130,6 +131,8 @@ def resume(
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
     check_tracker(config)
+    if config.learner_device != "cpu" and config.learner_mode == "driver":
+        check_gpu()
     is_done, checked = False, checked_callbacks(callbacks)
     cores: dict[str, int] = {}
     with contextlib.ExitStack() as stack:

@@ -35,6 +35,7 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_they_are_skipped_and_say_why() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
