@@ -56,7 +56,7 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: 
                 remedy="Pass one int to have consecutive seeds, or a list of the right length.",
             )
         )
-    for each in seed:
+    for each in cast("Sequence[Any]", seed):
         if each is not None and not isinstance(each, Integral):
             raise gymnasium.error.Error(
                 message(

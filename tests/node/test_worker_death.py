@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -359,3 +360,20 @@ def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:
     env.reset(seed=0)
     obs, *_ = within(DEADLINE_S, partial(env.step, ()))
     assert (obs[:, 3] == 1).all()
+
+
+def test_a_fork_server_that_hangs() -> None:
+    """A replacement can't be started then. The wait for it ends, and nothing stays."""
+    with make(CountingEnv, 2, on_env_error="restart") as env:
+        env.reset(seed=0)
+        workers = env._pool._workers  # type: ignore[attr-defined]
+        workers.restart_policy = replace(workers.restart_policy, start_timeout_s=0.5)
+        pids, server = worker_pids(env), workers.server.pid
+        os.kill(server, signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=r"no new process within start_timeout_s=0\.5") as caught:
+            within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
+        assert_explained(caught.value)
+        wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
+    with make(CountingEnv, 2) as env:  # another pool has another server
+        env.reset(seed=0)
