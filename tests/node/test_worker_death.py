@@ -377,3 +377,28 @@ def test_a_fork_server_that_hangs() -> None:
         wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
     with make(CountingEnv, 2) as env:  # another pool has another server
         env.reset(seed=0)
+
+
+class InterruptsItsClose(CountingEnv):
+    """Its close interrupts a process, which waits for it, and does not end."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid = pid
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGINT)
+        time.sleep(300)
+
+
+def test_ctrl_c_while_it_closes_leaves_nothing() -> None:
+    with make(CountingEnv) as env:  # the root of the fork servers stays
+        env.reset(seed=0)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    env = make(partial(InterruptsItsClose, os.getpid()))
+    pids = worker_pids(env)
+    with pytest.raises(KeyboardInterrupt):
+        env.close(timeout=300)
+    wait_until(lambda: not any(map(alive, pids)), "the worker has ended")
+    assert len(os.listdir("/proc/self/fd")) <= before
