@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, cast
 
 import cloudpickle
@@ -37,6 +38,7 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: 
 
     Raises:
         ValueError: A list of another length.
+        gymnasium.error.Error: A seed in the list is no whole number.
 
     >>> env_seeds(10, 3), env_seeds(None, 2)
     ([10, 11, 12], [None, None])
@@ -54,6 +56,16 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: 
                 remedy="Pass one int to have consecutive seeds, or a list of the right length.",
             )
         )
+    for each in cast("Sequence[Any]", seed):
+        if each is not None and not isinstance(each, Integral):
+            raise gymnasium.error.Error(
+                message(
+                    "A seed is a whole number.",
+                    expected="an int or None for each environment",
+                    got=repr(each),
+                    remedy="Pass one int, or a list of ints.",
+                )
+            )
     return [None if s is None else int(s) for s in seed]
 
 

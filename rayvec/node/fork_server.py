@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Self
 
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.pools.base import NotReady
 
 __all__ = ["ForkServer", "python_command", "serve"]
 
@@ -98,16 +99,16 @@ class ForkServer:
                 cls._roots.pop(ended).close()
             if key in cls._roots:
                 with contextlib.suppress(EOFError):
-                    return cls._roots[key]._branch()
+                    return cls._roots[key]._branch(timeout_s)
                 cls._roots.pop(key).close()
             root = cls._roots[key] = cls._start_root(preload, timeout_s)
-            return root._branch()
+            return root._branch(timeout_s)
 
-    def _branch(self) -> ForkServer:
+    def _branch(self, timeout_s: float) -> ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                return ForkServer(ours, *self.fork(b"", [theirs.fileno()]))
+                return ForkServer(ours, *self.fork(b"", [theirs.fileno()], timeout_s))
             except BaseException:
                 ours.close()
                 raise
@@ -136,24 +137,30 @@ class ForkServer:
         """Whether the server has exited. Its workers exit with it."""
         return self._watch.ended()
 
-    def fork(self, spec: bytes, fds: Sequence[int]) -> tuple[int, ProcessWatch]:
+    def fork(self, spec: bytes, fds: Sequence[int], timeout_s: float = _START_S) -> tuple[int, ProcessWatch]:
         """Forks a worker. On the root, forks a branch.
 
         Args:
             spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`, or no bytes for a branch.
             fds: File descriptors for :func:`~rayvec.node.worker.worker_main`. For a branch, its socket.
+            timeout_s: How long the fork may take, in seconds.
 
         Returns:
             The process id and a watch on the process.
 
         Raises:
             EOFError: The fork server has exited.
+            NotReady: The fork server did not answer in time, and was killed.
             OSError: The process could not be forked, for lack of memory, processes or open files.
         """
         with self._turn, Uninterrupted():  # else the next call would read this one's answer
             pipe = MessagePipe(self._socket, self._watch)
             pipe.send(spec, fds)
-            answer, pidfds = pipe.receive()
+            try:
+                answer, pidfds = pipe.receive(time.monotonic() + timeout_s)
+            except NotReady:
+                self._watch.kill()  # a later answer would be taken for another request's
+                raise
         (pid,) = _PID.unpack(answer)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))

@@ -140,6 +140,7 @@ class Workers:
         if self.server.ended():
             self.server.close()
             self.server = self._open_server()
+        limit_s = self.restart_policy.start_timeout_s
         try:
             with contextlib.ExitStack() as undo:
                 ours, theirs = socket.socketpair()
@@ -147,10 +148,12 @@ class Workers:
                 with theirs:
                     stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
                     undo.callback(os.close, stack_fd)
-                    pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd])
+                    pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd], limit_s)
                 undo.pop_all()
         except EOFError as error:
             raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error
+        except NotReady as error:
+            raise self._lost(spec.index, f"no new process within start_timeout_s={limit_s:g}") from error
         except OSError as error:
             raise self._lost(spec.index, f"no new process: {error}") from error
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)

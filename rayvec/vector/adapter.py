@@ -215,7 +215,11 @@ class PoolAdapter:
     def _close_pool(self, timeout_s: float | None = None) -> None:
         self.closed = True
         if os.getpid() == self._creator:  # in a child that was forked later, what runs belongs to its parent
-            self._pool.close(timeout_s)
+            try:
+                self._pool.close(timeout_s)
+            except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
+                self._pool.close(0.0)
+                raise
 
     def _close_failed(self) -> None:
         """Closes after a call that failed."""

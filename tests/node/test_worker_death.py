@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -359,3 +360,45 @@ def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:
     env.reset(seed=0)
     obs, *_ = within(DEADLINE_S, partial(env.step, ()))
     assert (obs[:, 3] == 1).all()
+
+
+def test_a_fork_server_that_hangs() -> None:
+    """A replacement can't be started then. The wait for it ends, and nothing stays."""
+    with make(CountingEnv, 2, on_env_error="restart") as env:
+        env.reset(seed=0)
+        workers = env._pool._workers  # type: ignore[attr-defined]
+        workers.restart_policy = replace(workers.restart_policy, start_timeout_s=0.5)
+        pids, server = worker_pids(env), workers.server.pid
+        os.kill(server, signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=r"no new process within start_timeout_s=0\.5") as caught:
+            within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
+        assert_explained(caught.value)
+        wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
+    with make(CountingEnv, 2) as env:  # another pool has another server
+        env.reset(seed=0)
+
+
+class InterruptsItsClose(CountingEnv):
+    """Its close interrupts a process, which waits for it, and does not end."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid = pid
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGINT)
+        time.sleep(300)
+
+
+def test_ctrl_c_while_it_closes_leaves_nothing() -> None:
+    with make(CountingEnv) as env:  # the root of the fork servers stays
+        env.reset(seed=0)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    env = make(partial(InterruptsItsClose, os.getpid()))
+    pids = worker_pids(env)
+    with pytest.raises(KeyboardInterrupt):
+        env.close(timeout=300)
+    wait_until(lambda: not any(map(alive, pids)), "the worker has ended")
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -6,6 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -119,6 +120,15 @@ def test_an_info_is_a_dict(mode: AutoresetMode) -> None:
             env.reset(seed=0)
             with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'items'"):
                 env.step(np.zeros(2, int))
+
+
+@pytest.mark.parametrize("wrong", [1.5, "a", np.bool_(True)])
+def test_a_seed_is_a_whole_number(wrong: Any) -> None:
+    with here([CountingEnv] * 2, 0) as env:
+        with pytest.raises(gymnasium.error.Error, match="whole number") as caught:
+            env.reset(seed=[wrong, 1])
+        assert_explained(caught.value)
+        assert env.reset(seed=[np.int64(7), 1])[0][:, 0].tolist() == [7, 1]
 
 
 class TestErrors:
