@@ -82,14 +82,25 @@ def ray_cluster() -> Iterator[object]:
     reaper = start_reaper(directory)  # ends the cluster also when this process is killed
     try:
         head = {"num_cpus": 24, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(num_cpus=8)
+        cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        _patiently(lambda: cluster.add_node(num_cpus=8))
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster
         ray.shutdown()
         cluster.shutdown()
     finally:
         end_reaper(reaper)
+
+
+def _patiently(start: Callable[[], Any]) -> Any:
+    """Starts a node again that took longer than the 30 s that Ray gives it, as on a machine that is very busy."""
+    for _ in range(5):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
 
 
 MakeVec = Callable[..., "RayVecEnv"]

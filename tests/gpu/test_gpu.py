@@ -1,12 +1,13 @@
 """Everything that only a GPU can show, in one command: ``python -m pytest tests/gpu``.
 
 It needs torch, NumPy and Gymnasium, and less than 8 minutes on one GPU. What a CPU can show of it, without computing
-there, is in ``tests/learners/test_devices.py``.
+there, is in ``tests/learners/test_devices.py``. ``RAYVEC_GPU_TESTS_ON=cpu`` tries the tests themselves on another device.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,25 @@ EVERY = pytest.mark.parametrize("case", CASES, ids=str)
 COMPILED = pytest.mark.parametrize("case", [each for each in CASES if each.can_compile], ids=str)
 _FEW = ("ppo-numbers-box", "ppo-dict-box-impala", "impala-numbers-box", "sac-numbers-box")
 FEW = pytest.mark.parametrize("case", [each for each in CASES if str(each) in _FEW], ids=str)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, ``"cuda"`` where there is nothing to say otherwise."""
+    name = os.environ.get("RAYVEC_GPU_TESTS_ON", "cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"this machine has no GPU that torch {torch.__version__} can use")
+    if name == "cpu":  # where nothing is captured, compiling for minutes would show nothing
+        monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    return name
+
+
+@pytest.fixture
+def second_gpu(device: str) -> str:
+    """The device, where there are two of them."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU, and NCCL wants one for each rank")
+    return device
 
 
 @pytest.fixture(autouse=True)
