@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one command: ``python -m pytest tests/gpu``.
 
 It needs torch, NumPy and Gymnasium, and less than 8 minutes on one GPU. What a CPU can show of it, without computing
-there, is in ``tests/learners/test_devices.py``. ``RAYVEC_GPU_TESTS_ON=cpu`` tries the tests themselves on another device.
+there, is in ``tests/learners/test_devices.py``. ``RAYVEC_GPU_TESTS_ON=cpu`` tries these tests on another device.
 """
 
 from __future__ import annotations
