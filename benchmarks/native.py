@@ -114,6 +114,10 @@ class Independent:
             process.join()
 
 
+Running = Callable[[], bool]
+"""Says whether to go on."""
+
+
 class Ours:
     """Native sub-batches in two workers of rayvec.
 
@@ -133,57 +137,52 @@ class Ours:
         self._network = Network(int(np.prod(obs.shape[1:])), num_actions)
         self._weights = env.publish(self._network)
 
-    def by_step(self) -> Iterator[int]:
+    def by_step(self, running: Running) -> Iterator[int]:
         """Steps; yields how many steps each call has taken, of all environments together."""
-        for k in itertools.count():
+        for k in itertools.takewhile(lambda k: running(), itertools.count()):
             self.env.step(self._actions[k % 64])
             yield self.env.num_envs
 
-    def by_group(self) -> Iterator[int]:
+    def by_group(self, running: Running) -> Iterator[int]:
         """Steps one group while the workers step the other."""
         for group in (0, 1):
             self.env.send(self._actions[group], group)
-        try:
-            for k in itertools.count():
-                self.env.recv(k % 2)
-                self.env.send(self._actions[k % 64], k % 2)
-                yield self.env.num_envs // 2
-        finally:
-            for group in (0, 1):
-                self.env.recv(group)
+        group = 0
+        while running():
+            self.env.recv(group)
+            self.env.send(self._actions[group], group)
+            yield self.env.num_envs // 2
+            group = 1 - group
+        for group in (0, 1):
+            self.env.recv(group)
+            yield self.env.num_envs // 2
 
-    def in_chunks(self) -> Iterator[int]:
+    def in_chunks(self, running: Running) -> Iterator[int]:
         """Takes chunks one after another."""
-        while True:
+        while running():
             self.env.rollout_workers(self._weights, CHUNK_STEPS, 0, 0)
             yield CHUNK_STEPS * self.env.num_envs
 
-    def ahead(self) -> Iterator[int]:
+    def ahead(self, running: Running) -> Iterator[int]:
         """Takes chunks, of which the next one has always been started: what a collector with `prefetch` does."""
         self.env.rollout_async(self._weights, CHUNK_STEPS, 0, 0)
-        try:
-            while True:
-                self.env.rollout_async(self._weights, CHUNK_STEPS, 0, 0)
-                self.env.rollout_wait()
-                yield CHUNK_STEPS * self.env.num_envs
-        finally:
+        while running():
+            self.env.rollout_async(self._weights, CHUNK_STEPS, 0, 0)
             self.env.rollout_wait()
+            yield CHUNK_STEPS * self.env.num_envs
+        self.env.rollout_wait()
+        yield CHUNK_STEPS * self.env.num_envs
 
     def close(self) -> None:
         """Ends the workers."""
         self.env.close()
 
 
-def rate(steps: Callable[[], Iterator[int]], seconds: float) -> tuple[int, float]:
-    """Returns the steps and the steps/s."""
-    began, taken = time.perf_counter(), 0
-    with closing(steps()) as calls:  # type: ignore[type-var]
-        for count in calls:
-            taken += count
-            if time.perf_counter() > began + seconds:
-                break
-        seconds = time.perf_counter() - began
-    return taken, taken / seconds
+def rate(steps: Callable[[Running], Iterator[int]], seconds: float) -> tuple[int, float]:
+    """Returns the steps and the steps/s, with what was pending at the end."""
+    began = time.perf_counter()
+    taken = sum(steps(lambda: time.perf_counter() < began + seconds))
+    return taken, taken / (time.perf_counter() - began)
 
 
 def cpu_s(pids: list[int]) -> float:

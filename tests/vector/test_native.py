@@ -172,6 +172,16 @@ class TestChunks:
             _, _, terminated, truncated, info = env.step(still(np.zeros(6)))
             np.testing.assert_array_equal(info["_final_obs"], (terminated | truncated) & (mode == "SameStep"))
 
+    @pytest.mark.parametrize("mode", MODES)
+    def test_observations_that_the_next_step_overwrites(self, mode: str) -> None:
+        makes = [partial(SyncVectorEnv, [CountingEnv] * 3, copy=False, autoreset_mode=mode)] * 2
+        with closing(local(makes, workers_per_node=0)) as env:
+            assert counting_errors([env.rollout(still, 9, seed=5 if k == 0 else None) for k in range(3)]) == []
+            first, _ = env.reset(seed=1)
+            before = first.copy()
+            env.step(still(first))
+            np.testing.assert_array_equal(first, before)
+
     def test_a_collector_counts_no_reset_as_a_step(self) -> None:
         with closing(local([partial(counting, 4)] * 2, workers_per_node=2)) as env:
             collector = Collector(env, still, seed=1)
