@@ -128,10 +128,12 @@ class Task:
 
 def ours(task: Task, device: str, precision: str, kind: str) -> Updates:
     """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
-    learner, batch = task.learner(device, precision, compile=kind != "eager"), task.batch()
+    without = without_capture if kind == "compiled" else contextlib.nullcontext
+    with without():
+        learner, batch = task.learner(device, precision, compile=kind != "eager"), task.batch()
 
     def update() -> Any:
-        with without_capture() if kind == "compiled" else contextlib.nullcontext():
+        with without():
             return learner.update(batch)
 
     return update

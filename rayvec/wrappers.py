@@ -258,6 +258,13 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
         self._games: Sequence[Any] = tuple(games) if isinstance(games, list | tuple) else (games,)
         for game in self._games:
             _check_parallel(game)
+        if len({id(game) for game in self._games}) < len(self._games):
+            raise ConfigError(
+                "Each game is an environment of its own.",
+                expected=f"{len(self._games)} games",
+                got=f"the same one several times, {len({id(game) for game in self._games})} in all",
+                remedy="Pass [make_game() for _ in range(n)] instead of [make_game()] * n.",
+            )
         if not self._games or len({len(game.possible_agents) for game in self._games}) > 1:
             raise ConfigError(
                 "The games of a vector environment have equally many agents.",

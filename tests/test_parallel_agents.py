@@ -112,6 +112,10 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="equally many agents"):
             ParallelAgents([Leavers((1, 2)), Leavers((1,))])
 
+    def test_the_same_game_several_times(self) -> None:
+        with pytest.raises(ConfigError, match="an environment of its own"):
+            ParallelAgents([Leavers((1, 2))] * 2)
+
     def test_a_mask_of_some_agents_of_a_game(self) -> None:
         env = ParallelAgents(Leavers((1, 2)))
         env.reset()

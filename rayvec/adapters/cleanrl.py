@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -14,6 +14,7 @@ from rayvec.data import Tree
 from rayvec.data.columns import is_mask, mask_of
 from rayvec.errors import ConfigError
 from rayvec.vector import ray_vec_env
+from rayvec.vector.batching import parse_autoreset_mode
 
 __all__ = ["RayVecEnv"]
 
@@ -35,16 +36,13 @@ class RayVecEnv(ray_vec_env.RayVecEnv):
 
     def __init__(self, env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], **settings: Any) -> None:
         if not settings.get("native"):
-            settings.setdefault("autoreset_mode", AutoresetMode.SAME_STEP)
+            _check_mode(parse_autoreset_mode(settings.setdefault("autoreset_mode", AutoresetMode.SAME_STEP)))
         super().__init__(env_fns, **settings)
-        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+        try:
+            _check_mode(self.autoreset_mode)
+        except ConfigError:
             self.close()
-            raise ConfigError(
-                "CleanRL's scripts expect a reset within the step that ends an episode.",
-                expected="autoreset_mode='SameStep'",
-                got=repr(self.autoreset_mode.value),
-                remedy="Leave autoreset_mode out, or use rayvec.RayVecEnv.",
-            )
+            raise
 
     def step_wait(
         self, timeout: float | None = None
@@ -54,15 +52,28 @@ class RayVecEnv(ray_vec_env.RayVecEnv):
         return obs, rewards, terminated, truncated, _as_before(infos, terminated | truncated)
 
 
+def _check_mode(mode: AutoresetMode) -> None:
+    if mode != AutoresetMode.SAME_STEP:
+        raise ConfigError(
+            "CleanRL's scripts expect a reset within the step that ends an episode.",
+            expected="autoreset_mode='SameStep'",
+            got=repr(mode.value),
+            remedy="Leave autoreset_mode out, or use rayvec.RayVecEnv.",
+        )
+
+
 def _as_before(infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[str, Any]:
     """Returns infos with the last observations and infos of episodes as Gymnasium 0.29 had them."""
     if not ended.any():
         return {key: value for key, value in infos.items() if key.lstrip("_") not in ("final_obs", "final_info")}
-    final_obs, final_info = infos.get("final_obs"), infos.get("final_info") or {}
+    final_obs, final_info = infos.get("final_obs"), infos.get("final_info")
     last, of_last = np.full(len(ended), None, object), np.full(len(ended), None, object)
     for row in np.flatnonzero(ended).tolist():
         last[row] = _row(final_obs, row)
-        of_last[row] = _info_of(final_info, row, len(ended))
+        if isinstance(final_info, Mapping):
+            of_last[row] = _info_of(dict(final_info), row, len(ended))
+        else:  # a native sub-batch may have one dict for each environment
+            of_last[row] = {} if final_info is None else final_info[row]
     return {**infos, "final_observation": last, "_final_observation": ended, "final_info": of_last}
 
 
@@ -74,7 +85,7 @@ def _row(values: Any, row: int) -> Any:
 
 def _info_of(columns: dict[str, Any], row: int, count: int) -> dict[str, Any]:
     return {
-        key: _info_of(value, row, count) if isinstance(value, dict) else value[row]
+        key: _info_of(value, row, count) if isinstance(value, dict) else value[row] if np.ndim(value) else value
         for key, value in columns.items()
         if not is_mask(key, columns) and mask_of(key, columns, count)[row]
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from rayvec.data import Chunk
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.adam import FlatOptimizer
-from rayvec.learners.base import FlatParameters, keep_freed_memory, torch_device
+from rayvec.learners.base import FlatParameters, torch_device
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
@@ -24,6 +24,7 @@ from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
+from rayvec.pools.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig
@@ -65,7 +66,7 @@ class ActorCriticLearner:
         device: str | None,
         normalize_obs: bool = False,
     ) -> None:
-        keep_freed_memory()
+        keep_freed_memory(512 << 20)
         self.config = config
         self.ranks: Ranks = ALONE
         self.module = module or make_module(observation_space, action_space, config, normalize_obs)

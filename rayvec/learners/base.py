@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -22,17 +21,11 @@ __all__ = [
     "MeasuresObservations",
     "check_gpu",
     "explains_memory",
-    "keep_freed_memory",
     "torch_device",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 512 << 20
-_MMAP_THRESHOLD_MAX = 32 << 20
-"""Some versions of glibc always return larger blocks to the system."""
 
 
 class Learner(Protocol):
@@ -94,20 +87,6 @@ class KeepsRankLocalState(Protocol):
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
 
 
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed blocks of up to 512 MiB, and as much at the end of the heap, in the whole process.
-
-    An update frees all its activations and gradients, and the next update allocates as much again. By default glibc
-    returns most of that to the system each time, and each page costs a fault at its next use: a fifth of an update of
-    SAC with 256 units, and of PPO with a Nature-CNN. With other C libraries this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        if not mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
-            mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
-
-
 def torch_device(name: str) -> torch.device:
     """Returns the device to learn on; of several GPUs the first that this process may use.
 
@@ -164,7 +143,8 @@ def explains_memory(settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 
 def _is_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    texts = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
 class FlatParameters:

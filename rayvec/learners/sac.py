@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import explains_memory, keep_freed_memory, torch_device
+from rayvec.learners.base import explains_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch
@@ -30,6 +30,7 @@ from rayvec.learners.sac_networks import InBF16, default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
 from rayvec.policies.networks import upload
 from rayvec.policies.precision import prepare
+from rayvec.pools.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -102,7 +103,7 @@ class SACLearner:
         dtype: torch.dtype = torch.float32,
         device: str | None = None,
     ) -> None:
-        keep_freed_memory()
+        keep_freed_memory(512 << 20)
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(device or config.learner_device)

@@ -110,7 +110,7 @@ class Worker:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
             if factory.native:
-                keep_freed_memory()
+                keep_freed_memory(64 << 20)
             self.pool = make_pool(factory, spec.first_id, self._where, spec.restart_policy)
             spaces = None if spec.replacement else dumps(self.pool.spaces)
         except EnvsFailed as failed:

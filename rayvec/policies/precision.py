@@ -39,10 +39,11 @@ def float32(tensor: Tensor) -> Tensor:
 def prepare(precision: Precision, device: torch.device) -> None:
     """Lets a device compute in a precision, and warns where bfloat16 is no faster there than float32.
 
-    TF32 is a format of NVIDIA's GPUs, switched on for the whole process. Elsewhere it is float32.
+    TF32 is a format of NVIDIA's GPUs; elsewhere it is float32. It is switched on or off for the whole process, by the
+    learner that was made last. So "float32" is float32 in convolutions, too, for which torch's own default is TF32.
     """
-    if precision == "tf32" and device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if precision == "bf16" and device.type != "meta":
         single, half = products_per_s(device)
         if half <= single:

@@ -50,7 +50,7 @@ def open_pool(
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
     if factory.native:
-        keep_freed_memory()
+        keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
         return _open_local(factory, restart_policy, workers_per_node, preload, address, worker_per_env, first_id)
     if first_id:

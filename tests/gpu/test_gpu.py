@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import gpu_ranks
@@ -43,18 +42,6 @@ def second_gpu(device: str) -> str:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU, and NCCL wants one for each rank")
     return device
-
-
-@pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
-    """Computes in full float32, which convolutions on CUDA do not by default."""
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [backend.allow_tf32 for backend in backends]
-    for backend in backends:
-        backend.allow_tf32 = False
-    yield
-    for backend, value in zip(backends, before, strict=True):
-        backend.allow_tf32 = value
 
 
 def learn(case: Case, device: str, count: int = 3, **settings: Any) -> tuple[Any, list[dict[str, float]]]:

@@ -106,7 +106,7 @@ def faults_of_blocks(before: str) -> int:
     """Returns how often pages fault in while blocks of 48 MiB, more than glibc keeps by itself, are made and freed."""
     code = (
         "import resource, torch\n"
-        "from rayvec.learners.base import keep_freed_memory\n"
+        "from rayvec.pools.memory import keep_freed_memory\n"
         f"{before}\n"
         "def faults():\n"
         "    blocks = [torch.ones(12 << 20) for _ in range(3)]\n"
@@ -120,4 +120,4 @@ def faults_of_blocks(before: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
 def test_freed_memory_is_kept() -> None:
-    assert faults_of_blocks("keep_freed_memory()") < 0.1 * faults_of_blocks("")
+    assert faults_of_blocks("keep_freed_memory(512 << 20)") < 0.1 * faults_of_blocks("")
