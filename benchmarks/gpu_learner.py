@@ -49,11 +49,11 @@ def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tu
         alpha_lr=1e-3,
     )
 
-    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, number: Tensor) -> Tensor:
+    def update(nets: Nets, rows: sac_math.Minibatch, noise: Tensor, correction: Tensor) -> Tensor:
         grad, critic_stats = math.critic_gradient(nets, rows, noise[0])
-        critic_norm = math.critic_step(nets, grad, number)
+        critic_norm = math.critic_step(nets, grad, correction)
         grad, actor_stats = math.actor_gradient(nets, rows, noise[1])
-        return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, number)])
+        return torch.cat([critic_stats, actor_stats, critic_norm, math.actor_step(nets, grad, correction)])
 
     def arguments() -> tuple[Any, ...]:
         generator = torch.Generator(device).manual_seed(0)
@@ -62,7 +62,7 @@ def sac(width: int, device: str) -> tuple[Callable[..., Tensor], Callable[[], tu
         adam = lambda flat: AdamState(flat, torch.zeros_like(flat), torch.zeros_like(flat))  # noqa: E731
         nets = Nets(adam(critic), critic.clone(), adam(actor), torch.ones(1, device=device))
         rows = sac_math.Minibatch(draw(B, D), draw(B, A).tanh(), draw(B), draw(B, D), 0 * draw(B), 0 * draw(B) + 1 / B)
-        return nets, rows, draw(2, B, A), torch.ones((), device=device)
+        return nets, rows, draw(2, B, A), torch.ones(2, device=device)
 
     return update, arguments
 

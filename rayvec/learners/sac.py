@@ -24,7 +24,7 @@ from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import keep_freed_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
-from rayvec.learners.sac_math import Minibatch
+from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
 from rayvec.learners.sac_networks import default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
@@ -259,7 +259,7 @@ class SACLearner:
             UpdateInputs(
                 Minibatch(*minibatch),
                 torch.from_numpy(noise).to(self._device, self._dtype),
-                torch.tensor(steps, dtype=torch.float32, device=self._device),
+                torch.tensor([*map(corrections, steps)], dtype=self._dtype, device=self._device),
             )
             for minibatch, noise, steps in zip(minibatches, plan.noises, plan.adam_steps, strict=True)
         ]
