@@ -19,6 +19,9 @@ Loss = Callable[..., tuple[Tensor, Tensor]]
 """From a function that calls the module, the fields of an update, and the rows of a minibatch, to a minibatch's loss, a
 scalar, and its statistics without a graph, ``float64 [S]``."""
 
+_CHEAP_TANH: dict[str, Any] = {"cpp.use_decompose_tanh": True}
+"""On a CPU tanh as ``2 / (1 + exp(-2 x)) - 1``, right to 1e-7: a tenth to a sixth less time with two layers of 64."""
+
 _MOST_PADDING = 20  # on CUDA one row in so many is padding at most
 
 
@@ -57,8 +60,8 @@ class CompiledStep:
         self._changed = optimizer.tensors
         self._rate = self._changed[0].new_zeros(1)
         self._fields: Tree = ()
-        self._step = Compiled(self._compute_step, any_shapes=True)
-        self._gradient = Compiled(self._compute_gradient, any_shapes=True)
+        self._step = Compiled(self._compute_step, any_shapes=True, **_CHEAP_TANH)
+        self._gradient = Compiled(self._compute_gradient, any_shapes=True, **_CHEAP_TANH)
         self._captured: dict[tuple[Any, ...], CUDAGraph] = {}
         self._pool = GraphPool()
         self._is_warm = False

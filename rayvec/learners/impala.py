@@ -159,8 +159,8 @@ class IMPALALearner(ActorCriticLearner):
             for minibatch in self._minibatches(chunk.valid, generator):
                 stats.append(self._learn(trajectories, minibatch))
                 self._num_steps += minibatch.size
+            self._check_finite(stats)
             self._num_updates += 1
-        self._check_finite(stats)
         return {**self._metrics(stats), "learning_rate": learning_rate}
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:

@@ -24,7 +24,7 @@ from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import explains_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
-from rayvec.learners.sac_math import Minibatch
+from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
 from rayvec.learners.sac_networks import InBF16, default_networks, own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
@@ -265,12 +265,15 @@ class SACLearner:
         """Returns what each update reads of the rows of all."""
         count, num_rows = plan.weight.shape
         minibatches = zip(*(part.view(count, num_rows, *part.shape[1:]).unbind() for part in rows), strict=True)
+        numbers = np.array([corrections(step) for steps in plan.adam_steps for step in steps])
         lengths = [len(steps) for steps in plan.adam_steps]
-        noise = torch.split(upload(np.concatenate(plan.noises), self._device, self._dtype), lengths)
-        adam_steps = torch.split(upload(np.concatenate(plan.adam_steps), self._device, torch.float32), lengths)
+        noise, correction = (
+            torch.split(upload(array, self._device, self._dtype), lengths)
+            for array in (np.concatenate(plan.noises), numbers)
+        )
         return [
             UpdateInputs(Minibatch(*minibatch), *others)
-            for minibatch, *others in zip(minibatches, noise, adam_steps, strict=True)
+            for minibatch, *others in zip(minibatches, noise, correction, strict=True)
         ]
 
     def _metrics(self, updates: list[Tensor]) -> dict[str, float]:

@@ -129,45 +129,28 @@ def forward(layers: Layers, rows: Tensor) -> Tensor:
     return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
 
 
-def adam_(state: AdamState, grad: Tensor, learning_rate: float | Tensor, number: Tensor, healthy: Tensor) -> None:
-    """Takes one step of Adam (Kingma and Ba, 2015, algorithm 1), or none where `healthy` is 0, in fusible operations.
+def adam_(state: AdamState, grad: Tensor, learning_rate: float | Tensor, correction: Tensor, healthy: Tensor) -> None:
+    """Takes one step of Adam (Kingma and Ba, 2015, algorithm 1), or none where `healthy` is 0.
 
     Args:
         state: Changed in place.
         grad: ``[P]``.
         learning_rate: Step size, of all or of each, ``[P]``.
-        number: Of the step, from 1, a scalar.
+        correction: ``1 / (1 - beta_1^t)`` and ``1 / sqrt(1 - beta_2^t)`` of step t, ``[2]``.
         healthy: ``[1]``.
     """
     mean = torch.lerp(state.mean, grad, 1 - _BETA_1)
     square = _BETA_2 * state.square + (1 - _BETA_2) * grad * grad
-    logs = (number.to(grad) * math.log(beta) for beta in (_BETA_1, _BETA_2))
-    mean_correction, square_correction = (-torch.expm1(log) for log in logs)  # 1 - beta^t, to all digits
-    step = learning_rate / mean_correction * mean / (square.sqrt() * square_correction.rsqrt() + _EPS)
+    step = learning_rate * correction[0] * mean / (square.sqrt() * correction[1] + _EPS)
     is_healthy = healthy > 0
     state.param.copy_(torch.where(is_healthy, state.param - step, state.param))
     state.mean.copy_(torch.where(is_healthy, mean, state.mean))
     state.square.copy_(torch.where(is_healthy, square, state.square))
 
 
-def fused_adam_(state: AdamState, grad: Tensor, learning_rate: float, number: Tensor, healthy: Tensor) -> None:
-    """Takes the step of `adam_` by torch's fused kernel: in one pass, where `adam_` uncompiled takes about twenty."""
-    torch._fused_adam_(
-        [state.param],
-        [grad],
-        [state.mean],
-        [state.square],
-        [],
-        [number],
-        lr=learning_rate,
-        beta1=_BETA_1,
-        beta2=_BETA_2,
-        weight_decay=0.0,
-        eps=_EPS,
-        amsgrad=False,
-        maximize=False,
-        found_inf=(healthy == 0).float(),
-    )
+def corrections(step: int) -> tuple[float, float]:
+    """Returns Adam's bias corrections of step t, counted from 1: ``1 / (1 - beta_1^t)``, ``1 / sqrt(1 - beta_2^t)``."""
+    return 1 / (1 - _BETA_1**step), 1 / math.sqrt(1 - _BETA_2**step)
 
 
 @dataclass(frozen=True)
@@ -221,18 +204,11 @@ class SACMath:
 
         return _gradient(loss, nets.critic.param)
 
-    def critic_step(self, nets: Nets, grad: Tensor, number: Tensor) -> Tensor:
-        """Takes a step of the critics' optimizer and updates the targets; returns ``critic_grad_norm``, ``[1]``.
-
-        Args:
-            nets: Changed in place.
-            grad: Summed over all ranks, ``[P]``.
-            number: Of the step, from 1, a scalar in float32.
-        """
+    def critic_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
+        """Takes a step of the critics' optimizer and updates the targets; returns ``critic_grad_norm``, ``[1]``."""
         norm = _check(nets, grad)
-        step = adam_ if torch.compiler.is_compiling() else fused_adam_
-        step(nets.critic, grad, self.q_lr, number, nets.healthy)
-        nets.target.lerp_(nets.critic.param, self.tau * nets.healthy)
+        adam_(nets.critic, grad, self.q_lr, correction, nets.healthy)
+        nets.target.copy_(torch.lerp(nets.target, nets.critic.param, self.tau * nets.healthy))
         return norm
 
     def actor_gradient(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,23 +233,12 @@ class SACMath:
 
         return _gradient(loss, nets.actor.param)
 
-    def actor_step(self, nets: Nets, grad: Tensor, number: Tensor) -> Tensor:
-        """Takes a step of actor and temperature; returns ``actor_grad_norm`` and ``alpha``, ``[2]``.
-
-        Args:
-            nets: Changed in place.
-            grad: Summed over all ranks, ``[P]``.
-            number: Of the step, from 1, a scalar in float32.
-        """
+    def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
+        """Takes a step of actor and temperature; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
         norm = _check(nets, grad)
-        if torch.compiler.is_compiling():
-            is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
-            rates = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
-            adam_(nets.actor, grad, rates, number, nets.healthy)
-        else:
-            for part, rate in ((slice(-1), self.policy_lr), (slice(-1, None), self.alpha_lr)):
-                state = AdamState(*(each[part] for each in nets.actor))
-                fused_adam_(state, grad[part], rate, number, nets.healthy)
+        is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
+        learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
+        adam_(nets.actor, grad, learning_rate, correction, nets.healthy)
         return torch.cat([norm, nets.actor.param[-1:].exp()])
 
     def _target(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> Tensor:

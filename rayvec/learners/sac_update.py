@@ -24,13 +24,13 @@ class UpdateInputs(NamedTuple):
     Attributes:
         minibatch: B transitions.
         noise: Standard normal, for the critics' targets and then for each step of the actor, ``[1 + k, B, C]``.
-        numbers: Of the steps that optimizers take, from 1: of the critics', and then of each step of the actor's,
-            ``float32 [1 + k]``. Where k is 0, the update leaves the actor as it is.
+        correction: Adam's bias corrections, of the critics and then of each step of the actor, ``[1 + k, 2]``. Where
+            k is 0, the update leaves the actor as it is.
     """
 
     minibatch: Minibatch
     noise: Tensor
-    numbers: Tensor
+    correction: Tensor
 
 
 class _Parts(NamedTuple):
@@ -71,7 +71,7 @@ class SACUpdate:
     def __call__(self, nets: Nets, inputs: UpdateInputs, ranks: Ranks) -> Tensor:
         """Returns the metrics of an update, ``[7]``, 0 for those of the actor where the update leaves it as it is."""
         if ranks.size == 1:
-            return self._graphs[len(inputs.numbers) > 1](nets, *inputs)
+            return self._graphs[len(inputs.correction) > 1](nets, *inputs)
         parts = self._parts if len(inputs.noise[0]) else self._eager  # an empty minibatch has no graph
         return _update(parts, ranks.sum_, nets, *inputs)
 
@@ -82,14 +82,14 @@ def _update(
     nets: Nets,
     minibatch: Minibatch,
     noise: Tensor,
-    numbers: Tensor,
+    correction: Tensor,
 ) -> Tensor:
     grad, critic_stats = parts.critic_gradient(nets, minibatch, noise[0])
-    critic_norm = parts.critic_step(nets, sum_(grad), numbers[0])
+    critic_norm = parts.critic_step(nets, sum_(grad), correction[0])
     actor_stats, actor_norm = torch.zeros_like(critic_stats), torch.zeros_like(critic_stats)
-    for k in range(1, len(numbers)):
+    for k in range(1, len(correction)):
         grad, actor_stats = parts.actor_gradient(nets, minibatch, noise[k])
-        actor_norm = parts.actor_step(nets, sum_(grad), numbers[k])
+        actor_norm = parts.actor_step(nets, sum_(grad), correction[k])
     return torch.cat([critic_stats, actor_stats, critic_norm, actor_norm])
 
 

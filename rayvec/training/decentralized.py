@@ -82,9 +82,6 @@ class RankTrainer:
                 env.single_observation_space, env.single_action_space, decided(config, env.single_observation_space)
             )
             give_ranks(self._learner, ranks)
-            choice = choice_of(config, env.single_observation_space)
-            if choice is not None and ranks.rank == 0:
-                print(f"rayvec: {choice}", file=sys.stderr)
         except BaseException:
             self._env.close()
             raise
@@ -178,6 +175,9 @@ class DecentralizedTrainer:
         found = group.run("spaces")
         check_same_spaces(found)
         warn_of_wide_ranges(found[0][0], config)
+        choice = choice_of(config, found[0][0])
+        if choice is not None:
+            print(f"rayvec: {choice}", file=sys.stderr)
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
         learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))

@@ -62,7 +62,7 @@ def open_trainer(
             print(f"rayvec: {config.num_envs} environments {where}: {ranks}", file=sys.stderr)
             yield trainer
         return
-    with open_env(config) as env, open_learner(config, env) as learner:
+    with open_env(config, trains=True) as env, open_learner(config, env) as learner:
         warn_of_wide_ranges(env.single_observation_space, config)
         if state:
             restore(learner, state["learner"])

@@ -147,17 +147,22 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
 
 
 @contextlib.contextmanager
-def open_env(config: TrainConfig) -> Iterator[RayVecEnv]:
+def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv]:
     """Yields the environments of a run on the engine of `choose_engine`, and prints on standard error which it is.
 
     A Ctrl-C that passes ends the workers at once, even in the middle of a step.
+
+    Args:
+        config: Settings of the run.
+        trains: Whether the line also says what ``compile="auto"`` decides.
     """
     config = choose_engine(config)
     with make_env(config) as env:
         nodes = env.topology.nodes
         on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray
-        print(f"rayvec: {env.num_envs} environments {where}", file=sys.stderr)
+        choice = choice_of(config, env.single_observation_space) if trains else None
+        print("; ".join(filter(None, [f"rayvec: {env.num_envs} environments {where}", choice])), file=sys.stderr)
         try:
             yield env
         except KeyboardInterrupt:
@@ -180,9 +185,6 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
     dedicated nodes or fewer workers keep workers and ranks from competing for cores.
     """
     build = _learner_builder(config, env)
-    choice = choice_of(config, env.single_observation_space)
-    if choice is not None:
-        print(f"rayvec: {choice}", file=sys.stderr)
     with torch_threads(config.learner_threads):
         if config.learner_mode == "driver":
             yield build()
