@@ -23,8 +23,6 @@ def param(case: Case) -> Any:
 
 EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
 COMPILED = pytest.mark.parametrize("case", [param(each) for each in CASES if each.can_compile])
-_READ_EACH = {"ppo": 1, "impala": 5, "sac": 0}
-"""What the host reads at most for each further minibatch; it is to become 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +82,4 @@ def test_reads_do_not_grow_with_the_number_of_minibatches(case: Case) -> None:
             device.reads.clear()
             learner.update(batches[1])
             counts.append(Counter(device.reads))
-    minibatches = {"ppo": 4, "impala": 2, "sac": 4}[case.algorithm]
-    grown = counts[1] - counts[0]
-    assert grown.total() <= _READ_EACH[case.algorithm] * minibatches, grown
+    assert not counts[1] - counts[0]
