@@ -204,7 +204,7 @@ class Report:
 class Top:
     """Show the nodes of a run while it trains: environments, steps/s, step duration, efficiency, restarts, queue.
 
-    The queue of a node are chunks that are requested and not finished. The command ends with the run.
+    The queue is the number of chunks that are requested from a node and not finished. The command ends with the run.
     """
 
     run_dir: tyro.conf.Positional[Path | None] = None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import ray
 
 from rayvec.cluster.placement import FreeNode, free_nodes
+from rayvec.cluster.reachability import check_head, head_answers, raylets, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range
@@ -26,7 +27,7 @@ _LOOK_S = 1.0
 _LOOK_AGAIN_S = 0.25
 _REPLACE_S = 8.0
 _DISTRUST_S = 30.0
-"""How long a node on which environments could not start, or were lost, gets none. Ray lists a dead node for a while."""
+"""How long a node on which environments could not start, or were lost, or that does not answer, gets none."""
 _MOST_PARTS_PER_NODE = 3
 _MOST_UNEVEN = 1.25
 
@@ -143,7 +144,7 @@ class ElasticPlacement:
         bounds: Bounds of the parts, as indices of environments or native sub-batches.
 
     Raises:
-        ConfigError: The range or the number of workers is none, or there are fewer environments than nodes.
+        ConfigError: The range or the number of workers is not valid, or there are fewer environments than nodes.
     """
 
     def __init__(
@@ -211,12 +212,16 @@ class ElasticPlacement:
         """Reads the nodes from Ray and returns which parts should move now.
 
         Nothing moves while there are fewer than the least number of nodes, or while a node is lost that holds parts:
-        the next request to it reports the loss.
+        the next request to it reports the loss. Nothing moves either while the head of the cluster does not answer.
 
         Args:
             slices: The place of each part.
             leaving_only: Whether only parts on nodes that leave may move.
         """
+        if not head_answers():
+            self._next_look_s = dict.fromkeys((True, False), time.monotonic() + _DISTRUST_S)
+            logger.warning("the head of the cluster does not answer; no environments move for %g s", _DISTRUST_S)
+            return []
         nodes = self._usable([each.node_id for each in slices])
         self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
         if len(nodes) < self._low or any(each.node_id not in self._alive for each in slices):
@@ -232,7 +237,7 @@ class ElasticPlacement:
     ) -> NodeSlice:
         """Returns a place for a part whose node was lost; waits at most 8 s until there are enough nodes.
 
-        Only its actor may have died: if no other node comes, and Ray still lists it, it is used again.
+        Only its actor may have died: if no other node comes, and it still answers, it is used again.
 
         Args:
             number: Index of the part.
@@ -241,16 +246,19 @@ class ElasticPlacement:
             error: The error that reported the loss.
 
         Raises:
-            NodeLostError: Fewer than the least number of nodes are left; `error` is its cause.
+            NodeLostError: Fewer than the least number of nodes are left, or the head of the cluster is gone; `error` is
+                its cause.
         """
+        try:
+            check_head()
+        except NodeLostError as headless:
+            raise headless from error
         gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
         current = [None if k == number or each.node_id in gone else each.node_id for k, each in enumerate(slices)]
         deadline = time.monotonic() + _REPLACE_S
         while True:
             is_late = time.monotonic() >= deadline
-            nodes = self._usable(
-                [node for node in current if node] + (list(excluded) if is_late else []), () if is_late else gone
-            )
+            nodes = self._usable([each.node_id for each in slices], gone, lost_too=is_late)
             if len(nodes) >= self._low:
                 break
             if is_late:
@@ -270,25 +278,36 @@ class ElasticPlacement:
         """Gives a node no parts for 30 s."""
         self._distrusted[node_id] = time.monotonic() + _DISTRUST_S
 
-    def _usable(self, holders: Sequence[str], excluded: Collection[str] = ()) -> list[FreeNode]:
-        """Reads from Ray the nodes that may hold parts: those that do, then those with enough free cores.
+    def _usable(
+        self, holders: Collection[str], lost: Collection[str] = (), *, lost_too: bool = False
+    ) -> list[FreeNode]:
+        """Reads from Ray the nodes that may hold parts: those that do, then those that answer and have free cores.
+
+        Ray lists a node that is gone for about a minute. One that does not answer is not tried again for 30 s.
 
         Args:
-            holders: The nodes that hold parts.
-            excluded: Nodes that may hold none.
+            holders: The nodes that hold parts, also those that are lost.
+            lost: Lost nodes.
+            lost_too: Whether lost nodes may hold parts again, if they answer.
         """
         now_s, self._leaving = time.monotonic(), leaving_nodes()
         listed = free_nodes(claimed_too=not self._claim_cpus)
         self._alive = frozenset(node.node_id for node in listed)
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}
         wanted = self._workers_per_node or 1
-        usable = []
-        for node in listed:
-            holds = node.node_id in holders
+        staying = [node for node in listed if node.node_id not in self._leaving]
+        held = [node for node in staying if node.node_id in holders and node.node_id not in lost]
+        others = []
+        for node in [node for node in staying if node not in held]:
             is_trusted = self._distrusted.get(node.node_id, 0.0) <= now_s and node.cpus >= wanted
-            if (holds or is_trusted) and node.node_id not in self._leaving and node.node_id not in excluded:
-                usable.append(node)
-        return sorted(usable, key=lambda node: node.node_id not in holders)[: self._high]
+            if lost_too if node.node_id in lost else is_trusted:
+                others.append(node)
+        others = others[: max(0, self._high - len(held))]
+        addresses = raylets() if others else {}
+        silent = unreachable({node.node_id: addresses[node.node_id] for node in others if node.node_id in addresses})
+        for node_id in silent:
+            self.distrust(node_id)
+        return [*held, *(node for node in others if node.node_id not in silent)]
 
     def _weights(self, nodes: Sequence[FreeNode]) -> dict[str, int]:
         """Returns the cores that the workers of each node use."""

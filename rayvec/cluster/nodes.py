@@ -30,7 +30,7 @@ __all__ = [
     "close_quietly",
     "describe_nodes",
     "done",
-    "join_parts",
+    "join_node_parts",
     "node_lost",
 ]
 
@@ -237,7 +237,7 @@ def describe_nodes(nodes: Sequence[Node], *, merge: bool) -> tuple[Topology, tup
     return Topology(tuple(slices)), tuple(transports)
 
 
-def join_parts(parts: Sequence[NodePart], waited_s: float) -> Rollout:
+def join_node_parts(parts: Sequence[NodePart], waited_s: float) -> Rollout:
     """Joins the parts of a chunk. Those that stay in the object store are joined by reference.
 
     Args:

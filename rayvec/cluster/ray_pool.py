@@ -23,7 +23,16 @@ from rayvec.cluster.acting import ActingNodes
 from rayvec.cluster.elastic import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
-from rayvec.cluster.nodes import Member, Node, NodePart, Request, check_sizes, close_quietly, describe_nodes, join_parts
+from rayvec.cluster.nodes import (
+    Member,
+    Node,
+    NodePart,
+    Request,
+    check_sizes,
+    close_quietly,
+    describe_nodes,
+    join_node_parts,
+)
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
@@ -294,7 +303,7 @@ class RayPool(PartedPool):
             self._replaced.update(part.replaced)
             for note in part.notes:
                 logger.warning(note)
-        rollout = join_parts(parts, waited_s)
+        rollout = join_node_parts(parts, waited_s)
         self._note_rollout(rows, rollout.summary)
         return rollout
 
@@ -405,7 +414,7 @@ class RayPool(PartedPool):
             return False
         if part is not None:
             envs = self.parts[move.number]
-            self._note_rollout(slice(envs.start, envs.stop), join_parts([part], 0.0).summary)
+            self._note_rollout(slice(envs.start, envs.stop), join_node_parts([part], 0.0).summary)
         return True
 
     def _move(self, move: Move, node: Node) -> None:

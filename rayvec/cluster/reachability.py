@@ -72,10 +72,11 @@ class NodeWatch:
 
     def __init__(self) -> None:
         self._addresses: dict[str, Address] = {}
-        self._answered_s: dict[str, float] = {}
+        self._have_answered: set[str] = set()
+        self._silent_since_s: dict[str, float] = {}
 
     def lost(self, node_ids: Iterable[str]) -> set[str]:
-        """Returns the nodes that have not answered for ten seconds; call it every few seconds.
+        """Returns the nodes that were silent at each look in the last ten seconds; call it every few seconds.
 
         Raises:
             NodeLostError: There is one, and the head does not answer either.
@@ -85,8 +86,11 @@ class NodeWatch:
             self._addresses = raylets()
         began_s = time.monotonic()
         silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
-        self._answered_s.update(dict.fromkeys(wanted - silent, began_s))
-        gone = {each for each in silent if began_s - self._answered_s.get(each, began_s) > _SILENCE_S}
+        self._have_answered |= wanted - silent
+        for each in wanted - silent:
+            self._silent_since_s.pop(each, None)
+        counting = silent & self._have_answered
+        gone = {each for each in counting if began_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
         if gone:
             check_head()
         return gone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from rayvec.cluster.elastic import leaving_nodes
 from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities
@@ -15,7 +15,6 @@ _LOOK_S = 1.0
 _LOOK_AGAIN_S = 0.25
 _WAIT_S = 300.0
 _WAIT_AGAIN_S = 8.0
-_ANY_CORE = ResourceRequest(1, 0)
 
 
 class RankNodes:
@@ -25,6 +24,7 @@ class RankNodes:
         num_nodes: The least and the greatest number of nodes.
         num_learners: Number of ranks on the greatest number of nodes. On fewer nodes there are fewer, in proportion.
         cores: Cores of each node that the run has used, by id: its ranks may still claim them. Chosen nodes are added.
+        request: What must be free on a node that the run has not used.
 
     Attributes:
         num_ranks: Number of ranks.
@@ -34,22 +34,25 @@ class RankNodes:
         ConfigError: There are too few nodes: at the start after 300 s, later after 8 s.
     """
 
-    def __init__(self, num_nodes: tuple[int, int], num_learners: int, cores: dict[str, int]) -> None:
+    def __init__(
+        self, num_nodes: tuple[int, int], num_learners: int, cores: dict[str, int], request: ResourceRequest
+    ) -> None:
         self._low, self._high = num_nodes
+        self._request = request
         self._cores = cores
         self.node_ids: tuple[str, ...] = ()
         timeout_s = _WAIT_AGAIN_S if cores else _WAIT_S
         deadline = time.monotonic() + timeout_s
-        while len(chosen := self._choose()) < self._low:
+        while len(chosen := self._choose(found := capacities(request))) < self._low:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    "num_nodes=(min, max) needs at least min nodes that have free cores.",
-                    expected=f"{self._low} such node(s) within {timeout_s:g} s",
-                    got=", ".join(f"{node.host}: {node.capacity} free" for node in chosen) or "none",
+                    "num_nodes=(min, max) needs at least min nodes that have free cores, and with CUDA a free GPU.",
+                    expected=f"{self._low} such node(s) with {request.num_cpus} core(s) within {timeout_s:g} s",
+                    got=", ".join(f"{node.host}: {node.cpus} free" for node in found) or "none",
                     remedy="Start more nodes, or lower min.",
                 )
             time.sleep(_LOOK_AGAIN_S)
-        self._cores.update((node.node_id, node.capacity) for node in chosen)
+        self._cores.update((node.node_id, node.cpus) for node in chosen if node.node_id not in self._cores)
         self.node_ids = tuple(node.node_id for node in chosen)
         self.num_ranks = max(1, num_learners * len(chosen) // self._high)
         self._next_look_s = time.monotonic() + _LOOK_S
@@ -63,21 +66,25 @@ class RankNodes:
         cores = workers_per_node or min(self._cores[node_id] for node_id in self.node_ids)
         return max(1, cores // per_node)
 
-    def has_changed(self) -> bool:
+    def has_changed(self, used: Collection[str]) -> bool:
         """Whether other nodes should be used: one has joined, or one of them leaves. It reads them once a second.
 
         A node that is gone is no change: its ranks are lost.
+
+        Args:
+            used: Ids of the nodes that ranks are on; the chosen ones may have had no room.
         """
         if not self._has_changed and time.monotonic() >= self._next_look_s:
+            found = capacities(self._request)
+            chosen = {node.node_id for node in self._choose(found)}
+            alive = {node.node_id for node in found}
+            is_enough = len(chosen) >= self._low and alive.issuperset(used)
+            self._has_changed = is_enough and chosen != alive.intersection(self.node_ids)
             self._next_look_s = time.monotonic() + _LOOK_S
-            chosen = {node.node_id for node in self._choose()}
-            alive = {node.node_id for node in capacities(_ANY_CORE)}
-            is_enough = len(chosen) >= self._low and alive.issuperset(self.node_ids)
-            self._has_changed = is_enough and chosen != set(self.node_ids)
         return self._has_changed
 
-    def _choose(self) -> list[NodeCapacity]:
+    def _choose(self, found: Sequence[NodeCapacity]) -> list[NodeCapacity]:
         leaving = leaving_nodes()
-        found = [replace(node, capacity=self._cores.get(node.node_id, node.capacity)) for node in capacities(_ANY_CORE)]
-        usable = [node for node in found if node.capacity and node.node_id not in leaving]
+        fitting = [node for node in found if node.capacity or node.node_id in self._cores]
+        usable = [node for node in fitting if node.node_id not in leaving]
         return sorted(usable, key=lambda node: node.node_id not in self.node_ids)[: self._high]

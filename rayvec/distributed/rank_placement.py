@@ -43,11 +43,19 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """A node and the number of ranks that fit on it."""
+    """A node and the number of ranks that fit on it.
+
+    Attributes:
+        node_id: Ray's node id, in hexadecimal.
+        host: The node's own IP address.
+        capacity: How many ranks fit.
+        cpus: Number of free whole cores.
+    """
 
     node_id: str
     host: str
     capacity: int
+    cpus: int = 0
 
 
 def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None) -> list[RankPlacement]:
@@ -182,5 +190,6 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
         capacity = int(left.get("CPU", 0) // request.num_cpus) if request.num_cpus else int(total["CPU"])
         if request.num_gpus:
             capacity = min(capacity, int(left.get("GPU", 0) // request.num_gpus))
-        found.append(NodeCapacity(node_id, node["NodeManagerAddress"], min(capacity, request.per_node or capacity)))
+        capacity = min(capacity, request.per_node or capacity)
+        found.append(NodeCapacity(node_id, node["NodeManagerAddress"], capacity, int(left.get("CPU", 0))))
     return sorted(found, key=lambda each: (each.node_id != here, each.node_id))

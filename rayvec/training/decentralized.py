@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -160,7 +160,7 @@ class DecentralizedTrainer:
         group: The ranks, each with a :class:`RankTrainer`.
         progress: How far the run has come.
         state: State of the run to continue from.
-        has_changed: Whether there are other nodes now, so that ranks should be placed again.
+        has_changed: Whether there are other nodes than those that ranks are on, so that they should be placed again.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class DecentralizedTrainer:
         group: DecentralizedGroup,
         progress: Progress,
         state: Mapping[str, Any] | None,
-        has_changed: Callable[[], bool] = bool,
+        has_changed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
         self._config, self._group, self._has_changed = config, group, has_changed
         found = group.run("spaces")
@@ -194,7 +194,9 @@ class DecentralizedTrainer:
     @property
     def is_outdated(self) -> bool:
         """See :class:`~rayvec.training.trainer.RunTrainer`. Not before an iteration, so that each start brings one."""
-        return self._has_iterated and self._has_changed()
+        if self._has_changed is None or not self._has_iterated:
+            return False
+        return self._has_changed({placement.node_id for placement in self._group.placements})
 
     def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
@@ -264,7 +266,7 @@ def open_decentralized(
     host: RankHost,
     *,
     num_ranks: int,
-    has_changed: Callable[[], bool],
+    has_changed: Callable[[Collection[str]], bool] | None,
     fewer: bool,
     timeout_s: float,
 ) -> Iterator[tuple[DecentralizedTrainer, DecentralizedGroup]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,14 +79,14 @@ class _Places(NamedTuple):
         num_ranks: Number of ranks.
         num_workers: Number of workers of each rank.
         is_elastic: Whether the ranks follow nodes that join and leave.
-        has_changed: Whether there are other nodes now, so that ranks should be placed again.
+        has_changed: Whether there are other nodes than those that ranks are on, so that they should be placed again.
     """
 
     host: RankHost
     num_ranks: int
     num_workers: int
     is_elastic: bool = False
-    has_changed: Callable[[], bool] = bool
+    has_changed: Callable[[Collection[str]], bool] | None = None
 
 
 def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) -> _Places:
@@ -107,7 +107,8 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     try:
         num_gpus = int(config.learner_device == "cuda")
         if isinstance(config.num_nodes, tuple):
-            nodes = RankNodes(config.num_nodes, count, cores_of_nodes)
+            least = max(config.workers_per_node or 1, config.learner_threads)
+            nodes = RankNodes(config.num_nodes, count, cores_of_nodes, ResourceRequest(least, num_gpus))
             workers = nodes.workers_per_rank(config.workers_per_node)
             num_cpus = max(workers, config.learner_threads)
             request = ResourceRequest(num_cpus, num_gpus, nodes=nodes.node_ids, num_nodes=len(nodes.node_ids))

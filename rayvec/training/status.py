@@ -27,8 +27,8 @@ class NodeStatus:
         num_envs: Environments that it holds.
         num_workers: Processes that step them.
         steps_per_s: Environment steps per second of wall time.
-        step_s: Mean duration of a step of one environment, in seconds; None if nobody measures it.
-        efficiency: Share of the workers' time that environments take; None if nobody measures it.
+        step_s: Mean duration of a step of one environment, in seconds; None if the workers do not measure it.
+        efficiency: Share of the workers' time that environments take; None if the workers do not measure it.
         n_restarts: Restarts of its environments since the process began.
         n_pending: Chunks that are requested and not finished.
         seen_s: Seconds since it returned steps, when the status was written.

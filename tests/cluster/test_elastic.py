@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from hypothesis import strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import elastic
+from rayvec.cluster import elastic, reachability
 from rayvec.cluster.elastic import ElasticPlacement, assign_parts, num_parts
+from rayvec.cluster.placement import FreeNode
 from rayvec.collect.collector import Collector
+from rayvec.data import NodeSlice
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
@@ -88,6 +91,96 @@ def test_fewer_nodes_than_the_least_number() -> None:
     """It waits up to the limit for a start, and says what it found."""
     with pytest.raises(ConfigError, match=r"3 node\(s\) with 2 free core\(s\) each, within start_timeout_s=0.2"):
         RayVecEnv([CountingEnv] * 4, num_nodes=(3, 4), workers_per_node=2, start_timeout_s=0.2)
+
+
+class TwoNodes:
+    """What Ray lists for the shared cluster, with other numbers of free cores, and which of its nodes are silent.
+
+    Attributes:
+        names: Ids of the driver's own node and of the other one.
+        cpus: Free cores of each.
+        silent: Ids of the nodes that do not answer.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        self.names = sorted((node["NodeID"] for node in ray.nodes() if node["Alive"]), key=lambda name: name != here)
+        self.cpus = dict.fromkeys(self.names, 8)
+        self.silent: set[str] = set()
+        monkeypatch.setattr(elastic, "free_nodes", lambda **_: [FreeNode(*each) for each in self._free()])
+        monkeypatch.setattr(elastic, "unreachable", lambda addresses: self.silent & set(addresses))
+
+    def _free(self) -> list[tuple[str, str, int]]:
+        return [(name, "127.0.0.1", cpus) for name, cpus in self.cpus.items()]
+
+
+@pytest.fixture
+def two_nodes(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
+    return TwoNodes(monkeypatch)
+
+
+def counts_by_node(slices: Sequence[NodeSlice]) -> Counter[str]:
+    return Counter(each.node_id for each in slices)
+
+
+def moved(slices: Sequence[NodeSlice], moves: Sequence[elastic.Move]) -> list[NodeSlice]:
+    places = {move.number: move.place for move in moves}
+    return [places.get(number, place) for number, place in enumerate(slices)]
+
+
+LOST = NodeLostError("it is gone")
+
+
+def test_a_node_that_does_not_answer_gets_no_environments(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lists a node that is gone for a minute; it is tried again every 30 s, and only if it answers."""
+    here, other = two_nodes.names
+    placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
+    slices: list[NodeSlice] = list(placement.first_topology(0.0).nodes)
+    assert counts_by_node(slices) == {here: 1, other: 1}
+    two_nodes.silent.add(other)
+    slices[1] = placement.replacement(1, slices, [other], LOST)
+    assert counts_by_node(slices) == {here: 2}
+    monkeypatch.setattr(placement, "_distrusted", {})  # 30 s later
+    assert placement.moves(slices) == []
+    two_nodes.silent.clear()
+    assert placement.moves(slices) == []
+    monkeypatch.setattr(placement, "_distrusted", {})
+    assert [move.place.node_id for move in placement.moves(slices)] == [other]
+
+
+def test_a_lost_node_is_used_again_only_if_it_answers(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_REPLACE_S", 0.0)
+    _, other = two_nodes.names
+    placement = ElasticPlacement((2, 2), 4, workers_per_node=2)
+    slices = placement.first_topology(0.0).nodes
+    assert placement.replacement(1, slices, [other], LOST).node_id == other
+    two_nodes.silent.add(other)
+    with pytest.raises(NodeLostError, match="Got: 1 after a loss"):
+        placement.replacement(1, slices, [other], LOST)
+
+
+def test_nothing_moves_while_the_head_does_not_answer(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
+    slices = placement.first_topology(0.0).nodes
+    monkeypatch.setattr(reachability, "_answers", lambda address: False)
+    monkeypatch.setattr(elastic, "leaving_nodes", lambda: pytest.fail("it calls Ray"))
+    assert placement.is_due(False) and placement.moves(slices) == []
+    assert not placement.is_due(False) and not placement.is_due(True)
+    with pytest.raises(NodeLostError, match="The head of a Ray cluster") as caught:
+        placement.replacement(1, slices, [two_nodes.names[1]], LOST)
+    assert caught.value.__cause__ is LOST
+
+
+def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes) -> None:
+    here, other = two_nodes.names
+    placement = ElasticPlacement((1, 3), 24)
+    slices: list[NodeSlice] = list(placement.first_topology(0.0).nodes)
+    assert counts_by_node(slices) == {here: 3, other: 3}
+    two_nodes.cpus.update({here: 0, other: 4})  # the other parts have theirs
+    number = next(number for number, place in enumerate(slices) if place.node_id == other)
+    slices[number] = placement.replacement(number, slices, [other], LOST)
+    slices = moved(slices, placement.moves(slices))
+    assert counts_by_node(slices) == {here: 3, other: 3}
 
 
 def is_right(chunks: list[Any]) -> bool:
@@ -322,6 +415,7 @@ def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
     monkeypatch.setattr(elastic, "_REPLACE_S", 0.5)
+    monkeypatch.setattr(elastic, "_LOOK_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)

@@ -37,11 +37,8 @@ class Nodes:
         return str(node.node_id)
 
     def announce(self, node_id: str) -> None:
-        """Announces that a node leaves, as an autoscaler does before it ends a spot instance."""
-        from ray._raylet import GcsClient
-
-        accepted, reason = GcsClient(address=self._cluster.address).drain_node(node_id, _PREEMPTION, "test", 0)
-        assert accepted, reason
+        """Announces that a node leaves."""
+        announce(self._cluster, node_id)
 
     def kill(self, node_id: str, *, by_sigterm: bool = False) -> None:
         """Ends a node without notice, by SIGKILL or by SIGTERM to its raylet; returns once Ray knows."""
@@ -54,6 +51,14 @@ class Nodes:
         """Ends every node that was added."""
         for node in list(self._added):
             self.kill(node.node_id)
+
+
+def announce(cluster: Any, node_id: str) -> None:
+    """Announces that a node leaves, as an autoscaler does before it ends a spot instance."""
+    from ray._raylet import GcsClient
+
+    accepted, reason = GcsClient(address=cluster.address).drain_node(node_id, _PREEMPTION, "test", 0)
+    assert accepted, reason
 
 
 def alive_nodes() -> set[str]:

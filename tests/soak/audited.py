@@ -41,12 +41,15 @@ class AuditedPPO(PPOLearner):
     """Raises AssertionError at the first transition that is wrong, and reports how many were right."""
 
     auditor: Auditor | None = None
+    version = 0
 
     def update(self, batch: Batch) -> dict[str, float]:
         for chunk in batch.chunks:
             if self.auditor is None:
                 self.auditor = Auditor(chunk.obs[0], np.zeros(chunk.num_envs))
-            self.auditor.chunk(chunk, chunk.weights_version)
+                self.version = chunk.weights_version
+            self.auditor.chunk(chunk, self.version)
+        self.version += 1  # each update is published before the next chunk begins
         assert self.auditor is not None
         audited = sum(gather_counts(self.ranks, self.auditor.seen["transitions"]))
         self.auditor.seen["transitions"] = 0

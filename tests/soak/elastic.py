@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from helpers.elastic import announce
+
 import rayvec
 from rayvec.training.callbacks import RunContext
 from soak.audited import AuditedConfig
@@ -17,8 +19,6 @@ from soak.witness import Act
 
 NUM_NODES = (1, 4)
 _NOTICE_S = 8.0
-_PREEMPTION = 2
-"""Ray's ``DRAIN_NODE_REASON_PREEMPTION``."""
 
 
 class NodeChanges:
@@ -56,7 +56,7 @@ class NodeChanges:
             node = self._rng.choice(nodes)
             what = self._rng.choice(["leave", "kill"])
             if what == "leave":
-                self._announce(node)
+                announce(self._cluster, node.node_id)
                 time.sleep(_NOTICE_S)
             self._cluster.remove_node(node, allow_graceful=False)
             self.made[what] += 1
@@ -67,12 +67,6 @@ class NodeChanges:
         """Makes a change every so many seconds, until `stop` is set; for a thread."""
         while not stop.wait(pause_s):
             self.make()
-
-    def _announce(self, node: Any) -> None:
-        from ray._raylet import GcsClient
-
-        accepted, reason = GcsClient(address=self._cluster.address).drain_node(node.node_id, _PREEMPTION, "soak", 0)
-        assert accepted, reason
 
     def close(self) -> None:
         """Waits for the last change; raises what it raised."""

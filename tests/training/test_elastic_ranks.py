@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from helpers.elastic import Nodes, without_cores_elsewhere
 from helpers.training_kit import SMALL
 from helpers.waiting import wait_until
@@ -17,6 +18,7 @@ from helpers.waiting import wait_until
 import rayvec
 from rayvec.distributed import rank_nodes
 from rayvec.distributed.rank_nodes import RankNodes
+from rayvec.distributed.rank_placement import ResourceRequest
 from rayvec.errors import ConfigError
 from rayvec.training.loggers import read_metrics
 
@@ -41,7 +43,7 @@ def test_settings_that_can_not_be_elastic(changes: dict[str, Any], expected: str
 def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_nodes, "_WAIT_S", 0.1)
     settings = {**ELASTIC, "num_nodes": (3, 4), "num_learners": 4, "run_dir": tmp_path / "a"}
-    with pytest.raises(ConfigError, match=r"3 such node\(s\) within 0.1 s"):
+    with pytest.raises(ConfigError, match=r"3 such node\(s\) with 1 core\(s\) within 0.1 s"):
         rayvec.train(rayvec.PPOConfig(**settings))
     assert not (tmp_path / "a").exists()
 
@@ -50,14 +52,42 @@ def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_ranks_are_as_many_as_nodes_allow() -> None:
     cores: dict[str, int] = {}
     with without_cores_elsewhere() as free:
-        nodes = RankNodes((1, 4), 8, cores)
+        here = ray.get_runtime_context().get_node_id()
+        nodes = RankNodes((1, 4), 8, cores, ResourceRequest(1, 0))
         assert nodes.num_ranks == 2 and len(nodes.node_ids) == len(cores) == 1
         assert nodes.workers_per_rank(6) == 3 and nodes.workers_per_rank(0) == 0
-        assert not nodes.has_changed()
+        assert nodes.node_ids == (here,) and not nodes.has_changed([here])
         free()
-        wait_until(nodes.has_changed, "a node has joined")
-        again = RankNodes((1, 4), 8, cores)
+        wait_until(lambda: nodes.has_changed([here]), "a node has joined")
+        again = RankNodes((1, 4), 8, cores, ResourceRequest(1, 0))
         assert again.num_ranks == 4 and set(again.node_ids) == cores.keys() and len(cores) == 2
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node has 8 cores."""
+    monkeypatch.setattr(rank_nodes, "_LOOK_S", 0.0)
+    nodes = RankNodes((1, 2), 2, {}, ResourceRequest(9, 0))
+    here = ray.get_runtime_context().get_node_id()
+    assert nodes.node_ids == (here,) and nodes.num_ranks == 1
+    assert not nodes.has_changed([here])
+    monkeypatch.setattr(rank_nodes, "_WAIT_S", 0.1)
+    with pytest.raises(ConfigError, match=r"2 such node\(s\) with 9 core\(s\) within 0.1 s. Got: .*: 8 free"):
+        RankNodes((2, 2), 2, {}, ResourceRequest(9, 0))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_chosen_node_without_ranks_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node that joins is still used; but ranks that are lost end in an error first."""
+    monkeypatch.setattr(rank_nodes, "_LOOK_S", 0.0)
+    with without_cores_elsewhere() as free:
+        nodes = RankNodes((1, 2), 2, {}, ResourceRequest(1, 0))
+        here = ray.get_runtime_context().get_node_id()
+        nodes.node_ids = (here, "gone")
+        assert not nodes.has_changed([here])
+        free()
+        assert not nodes.has_changed([here, "gone"])
+        wait_until(lambda: nodes.has_changed([here]), "a node has joined")
 
 
 @pytest.fixture
