@@ -73,7 +73,8 @@ def split_groups(
 ) -> tuple[NDArray[np.int64], ...]:
     """Divides the ids into one or two groups. With two, each contains half of every worker's slice.
 
-    The odd environment of a worker goes to the smaller group. A single environment is one group.
+    The odd environment of a worker goes to the first group, or if it is the worker's only one, to the smaller group. A
+    single environment is one group.
 
     Native sub-batches stay whole: with two groups, each contains every other one.
 
@@ -93,8 +94,8 @@ def split_groups(
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
-            odd_too = len(parts[0]) <= len(parts[-1])
-            middle = start + (stop - start + odd_too) // 2 if groups == 2 else stop
+            first_too = stop - start > 1 or len(parts[0]) <= len(parts[-1])  # the odd one of this worker
+            middle = start + (stop - start + first_too) // 2 if groups == 2 else stop
             parts[0] += range(start, middle)
             parts[-1] += range(middle, stop)
     return _read_only([np.array(ids, np.int64) for ids in parts if ids])

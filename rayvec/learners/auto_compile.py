@@ -44,7 +44,9 @@ def decided(config: Any, observation_space: spaces.Space[Any]) -> Any:
 
 
 def choice_of(config: Any, observation_space: spaces.Space[Any]) -> str | None:
-    """Returns in one line what ``compile="auto"`` decides, and why; None where the settings decide.
+    """Returns in one line what ``compile="auto"`` decides, and why.
+
+    It is None where the settings decide, and in runs that are too short to save what compiling costs.
 
     Args:
         config: Settings of the run.
@@ -52,14 +54,13 @@ def choice_of(config: Any, observation_space: spaces.Space[Any]) -> str | None:
     """
     if getattr(config, "compile", None) != "auto":
         return None
-    chosen = "compiled" if compiles(config, observation_space) else "not compiled"
-    reason = _reason_against(config)
-    if reason is None:
-        saved_s = _saved_s(config, observation_space)
-        reason = (
-            f"{config.minibatches[0]:,} minibatches save at least {saved_s:,.0f} s, compiling costs {_COST_S:.0f} s"
-        )
-    return f"updates are {chosen}: {reason} (compile='auto')"
+    if (reason := _reason_against(config)) is not None:
+        return f"updates are not compiled: {reason} (compile='auto')"
+    saved_s, count = _saved_s(config, observation_space), config.minibatches[0]
+    if saved_s < _GAIN * _COST_S:
+        return None
+    saves = f"{count:,} minibatches save at least {saved_s:,.0f} s, compiling costs {_COST_S:.0f} s"
+    return f"updates are compiled: {saves} (compile='auto')"
 
 
 def _reason_against(config: Any) -> str | None:

@@ -6,6 +6,7 @@ Ray where Ray is used, and to an HTTP port of this process with ``metrics_port``
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
@@ -158,8 +159,8 @@ class Monitor:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self._last is not None:
-            self._has_failed = False  # the last status counts, even if an earlier one could not be published
-            self._guarded(lambda: self._publish(state))
+            with contextlib.suppress(Exception):  # it counts even if an earlier one could not be published
+                self._publish(state)
         if self._ray is not None:
             self._ray.board.close()
         if self._port is not None:

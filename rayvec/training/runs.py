@@ -154,15 +154,17 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
 
     Args:
         config: Settings of the run.
-        trains: Whether the line also says what ``compile="auto"`` decides.
+        trains: Whether to print, too, that ``compile="auto"`` compiles the updates.
     """
     config = choose_engine(config)
     with make_env(config) as env:
         nodes = env.topology.nodes
         on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray
+        print(f"rayvec: {env.num_envs} environments {where}", file=sys.stderr)
         choice = choice_of(config, env.single_observation_space) if trains else None
-        print("; ".join(filter(None, [f"rayvec: {env.num_envs} environments {where}", choice])), file=sys.stderr)
+        if choice is not None:
+            print(f"rayvec: {choice}", file=sys.stderr)
         try:
             yield env
         except KeyboardInterrupt:

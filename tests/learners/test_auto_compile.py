@@ -26,9 +26,7 @@ LONG: list[TrainConfig] = [
     "config", [PPOConfig(), IMPALAConfig(), SACConfig(total_steps=10_000)], ids=lambda c: c.algorithm
 )
 def test_short_runs_stay_uncompiled(config: TrainConfig) -> None:
-    assert not compiles(config, NUMBERS)
-    choice = choice_of(config, NUMBERS)
-    assert choice is not None and choice.startswith("updates are not compiled: ") and "compiling costs 30 s" in choice
+    assert not compiles(config, NUMBERS) and choice_of(config, NUMBERS) is None
 
 
 @pytest.mark.parametrize("config", LONG, ids=lambda c: c.algorithm)
