@@ -23,14 +23,16 @@ def node_stats(
     """Returns what each node did in a batch.
 
     Args:
-        topology: Which node holds which environments.
+        topology: Which node holds which environments now.
         rollouts: The chunks of the batch, each with the indices of its environments: all of them, those of a node, or
             those of a worker.
         pending: How many chunks are requested and not finished, by the same indices.
         is_measured: Whether the times of a chunk are those of each worker.
     """
     found = [NodeStats(node.name, len(node.env_range), node.num_workers) for node in topology.nodes]
-    found += [part for envs, rollout in rollouts for part in _parts(topology, envs, rollout, is_measured)]
+    found += [
+        part for envs, rollout in rollouts for part in _parts(rollout.topology or topology, envs, rollout, is_measured)
+    ]
     for envs, count in pending.items():
         names = {node.name: None for node in _nodes_of(topology, envs)}  # one may hold several slices
         found += [NodeStats(name, 0, 0, n_pending=count) for name in names]

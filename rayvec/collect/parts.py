@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import EpisodeStats, Rollout
+from rayvec.data import EpisodeStats, Rollout, Topology
 from rayvec.data.batch import join_episodes
 from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.data.episodes import EpisodeTracker
@@ -27,6 +27,9 @@ _PROMPT = 1
 
 class _PartsEnv(Protocol):
     """The part of :class:`rayvec.RayVecEnv` that takes chunks of parts."""
+
+    @property
+    def topology(self) -> Topology: ...
 
     @property
     def parts(self) -> tuple[range, ...]: ...
@@ -57,11 +60,13 @@ class _PendingChunk(NamedTuple):
         num_steps: T.
         version: Version of its weights.
         due: The newest version that may have been published before the chunk is in a batch.
+        topology: Where the environments take it.
     """
 
     num_steps: int
     version: int
     due: int
+    topology: Topology
 
 
 @dataclass(slots=True, eq=False)
@@ -162,14 +167,14 @@ class PartsPipeline:
         if ahead and not part.pending:
             self._start(number, store, num_steps)
         part.has_begun = bool(part.pending)
-        return PartChunk(rollout, part.envs)
+        return PartChunk(replace(rollout, topology=chunk.topology), part.envs)
 
     def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
         part = self._parts[number]
         first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
         self._env.part_async(number, store, num_steps, first_step, self.noise_seed)
         due = store.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
-        part.pending.append(_PendingChunk(num_steps, store.version, due))
+        part.pending.append(_PendingChunk(num_steps, store.version, due, self._env.topology))
         part.has_begun = True
 
     def drain(self) -> Iterator[Rollout]:

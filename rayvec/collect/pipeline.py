@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from rayvec.data import Rollout
+from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
 from rayvec.pools.weights import WeightStore
 
@@ -15,6 +16,9 @@ __all__ = ["ChunkPipeline", "PendingChunk"]
 
 class _RolloutEnv(Protocol):
     """The part of :class:`rayvec.RayVecEnv` and :class:`rayvec.tianshou.RayVectorEnv` that takes chunks."""
+
+    @property
+    def topology(self) -> Topology: ...
 
     @property
     def rollout_async(self) -> Callable[..., None]: ...
@@ -29,10 +33,12 @@ class PendingChunk(NamedTuple):
     Attributes:
         store: The weights of the policy that takes it.
         num_steps: T.
+        topology: Where the environments take it.
     """
 
     store: WeightStore
     num_steps: int
+    topology: Topology
 
 
 class ChunkPipeline:
@@ -67,13 +73,14 @@ class ChunkPipeline:
         """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
         first_step = self.first_step + self.pending_steps
         self._env.rollout_async(store, num_steps, first_step, self.noise_seed, **self._options)
-        self.pending.append(PendingChunk(store, num_steps))
+        self.pending.append(PendingChunk(store, num_steps, self._env.topology))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""
         rollout = self._env.rollout_wait(cut=cut)
-        self.first_step += self.pending.popleft().num_steps  # after the wait: an interrupted one leaves it pending
-        return rollout
+        chunk = self.pending.popleft()  # after the wait: an interrupted one leaves it pending
+        self.first_step += chunk.num_steps
+        return replace(rollout, topology=chunk.topology)
 
     def drain(self) -> Iterator[Rollout]:
         """Yields every pending chunk as it is finished; the environments are free afterwards."""

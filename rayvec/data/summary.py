@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.topology import Topology
 from rayvec.data.trees import Tree
 
 __all__ = ["BadObs", "ChunkSummary", "Rollout", "RolloutTimes"]
@@ -91,6 +92,7 @@ class Rollout:
         times: Times of each worker, or of the driver if it acted.
         waited_s: How long the caller waited, in seconds.
         num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
+        topology: Where the environments were when the chunk was requested; None for where they are.
     """
 
     summary: ChunkSummary
@@ -99,3 +101,4 @@ class Rollout:
     times: tuple[RolloutTimes, ...]
     waited_s: float
     num_padded: int = 0
+    topology: Topology | None = None

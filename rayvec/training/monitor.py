@@ -324,7 +324,7 @@ def _all_times_s(iteration: Iteration) -> dict[str, float]:
 
 def _nodes(iterations: Sequence[Iteration]) -> tuple[NodeStats, ...]:
     """Returns what the nodes of the last iteration did in all of them; their sizes are those of the last one."""
-    last = {node.node: node for node in iterations[-1].stats.nodes}
+    last = {node.node: node for node in iterations[-1].stats.nodes if node.num_envs}  # without those that were left
     zero = [NodeStats(node.node, node.num_envs, node.num_workers, n_pending=node.n_pending) for node in last.values()]
     done = [
         NodeStats(node.node, 0, 0, node.n_steps, node.environment_s, node.n_restarts)

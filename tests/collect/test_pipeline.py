@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayvec.collect.collector import Collector
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
+from rayvec.data import Topology
 from rayvec.testing import CountingEnv, counting_errors
 from rayvec.tianshou.collect.schedules import TianshouEpisodes
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -68,3 +71,19 @@ def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: 
     assert [chunk.first_step for chunk in chunks] == [0, 3, 7]
     assert (pipeline.first_step, pipeline.pending_steps, list(pipeline.drain())) == (12, 0, [])
     assert counting_errors(chunks) == []
+
+
+@pytest.mark.parametrize("max_staleness", [None, 1], ids=["all together", "part by part"])
+def test_steps_count_for_the_node_that_took_them(monkeypatch: pytest.MonkeyPatch, max_staleness: int | None) -> None:
+    """Environments may move while the chunk that was requested ahead is pending."""
+    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
+        policy = TablePolicy()
+        collector = Collector(env, policy, prefetch=max_staleness is None, max_staleness=max_staleness)
+        collector.collect(n_step=40)
+        collector.set_weights(policy.weights())  # so that a batch has one chunk of each part
+        (old,) = env.topology.nodes
+        moved = Topology((replace(old, node_id="new", address="10.0.0.1"),))
+        monkeypatch.setattr(env._pool, "topology", moved)
+        found = {node.node: (node.num_envs, node.n_steps) for node in collector.collect(n_step=40).stats.nodes}
+        assert found == {old.name: (0, 40), moved.nodes[0].name: (4, 0)}
+        collector.close()

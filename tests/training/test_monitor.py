@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -23,6 +24,7 @@ from helpers.training_kit import SMALL, tiny
 
 import rayvec
 from rayvec.cli import main
+from rayvec.data.batch import NodeStats
 from rayvec.errors import ConfigError
 from rayvec.training import monitor
 from rayvec.training.metrics import METRICS
@@ -143,6 +145,13 @@ def test_an_error_of_publishing_ends_publishing_only(
     with caplog.at_level(logging.WARNING):
         assert rayvec.train(tiny(tmp_path / "a", total_steps=192)).total_steps == 192
     assert caplog.text.count("publishing ends") == 1 and not (tmp_path / "a" / "status.json").exists()
+
+
+def test_a_node_that_environments_have_left_is_not_shown() -> None:
+    """Chunks that were requested before still count its steps, but it has no workers left."""
+    nodes = (NodeStats("left", 0, 0, n_steps=40, environment_s=1.0), NodeStats("new", 4, 2))
+    iteration: Any = SimpleNamespace(stats=SimpleNamespace(nodes=nodes))
+    assert [node.node for node in monitor._nodes([iteration])] == ["new"]
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_made(tmp_path: Path) -> None:
