@@ -50,7 +50,7 @@ def prefetching(counting: RayVecEnv) -> Any:
 
 
 @pytest.fixture
-def gated(make_vec: MakeVec, tmp_path: Path) -> RayVecEnv:
+def gated(tmp_path: Path, make_vec: MakeVec) -> RayVecEnv:  # the gate outlives the environments
     return make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
 
 

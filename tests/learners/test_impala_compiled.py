@@ -46,8 +46,13 @@ def test_compiled_updates_equal_eager_ones(optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     ("obs", "act"),
-    [(OBS, DISCRETE), (OBS, BOX), (OBS, UNEQUAL), (OBS, spaces.MultiBinary(3)), (MIXED, DISCRETE)],
-    ids=["discrete", "box", "unequal choices", "binary", "image and numbers"],
+    [
+        pytest.param(OBS, DISCRETE, marks=pytest.mark.slow, id="discrete"),
+        pytest.param(OBS, BOX, marks=pytest.mark.slow, id="box"),
+        pytest.param(OBS, UNEQUAL, id="unequal choices"),
+        pytest.param(OBS, spaces.MultiBinary(3), marks=pytest.mark.slow, id="binary"),
+        pytest.param(MIXED, DISCRETE, marks=pytest.mark.slow, id="image and numbers"),
+    ],
 )
 def test_every_space_is_one_graph(
     obs: spaces.Space[Any],

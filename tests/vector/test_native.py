@@ -26,6 +26,7 @@ from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 SLOW = pytest.mark.slow
 MODES = ["NextStep", "SameStep", "Disabled"]
+ONE_MODE = ["NextStep", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 local = partial(RayVecEnv, native=True, num_nodes=0)
 
 
@@ -152,7 +153,7 @@ class TestChunks:
                 ended = chunk.next_obs()[t, n, 1]
                 assert t < 0 or info["began"] == ended + (mode == "SameStep")
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize("prefetch", [False, True])
     def test_no_transition_of_a_collector_is_false(self, mode: str, prefetch: bool) -> None:
         with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=2)) as env:
@@ -206,7 +207,9 @@ class TestChunks:
 
 class TestFaults:
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
+    @pytest.mark.parametrize(
+        ("fault", "workers"), [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 2)]
+    )
     def test_a_sub_batch_restarts_as_a_whole(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
         fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]
         with (
@@ -231,7 +234,7 @@ class TestFaults:
             shown = np.stack(list(info["final_obs"][:3])) if mode == "SameStep" else obs[:3]
             np.testing.assert_array_equal(shown, last[0][:3])
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize(("fault", "workers"), [("raise", 1), ("kill", 2)])
     def test_chunks_hold_no_transition_of_the_fault(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
         fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]
@@ -328,7 +331,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 class TestBadInput:
     @pytest.mark.parametrize("what", BAD)
-    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_settings(self, what: str, workers: int) -> None:
         settings, text = BAD[what]
         with pytest.raises(ConfigError, match=text):
