@@ -26,6 +26,7 @@ from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 SLOW = pytest.mark.slow
 MODES = ["NextStep", "SameStep", "Disabled"]
+FAULTS = [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 2)]
 ONE_MODE = ["NextStep", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 local = partial(RayVecEnv, native=True, num_nodes=0)
 
@@ -207,9 +208,7 @@ class TestChunks:
 
 class TestFaults:
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize(
-        ("fault", "workers"), [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 2)]
-    )
+    @pytest.mark.parametrize(("fault", "workers"), FAULTS)
     def test_a_sub_batch_restarts_as_a_whole(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
         fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]
         with (
