@@ -40,7 +40,8 @@ SMALL = {
     "tianshou_sac_halfcheetah.py": (16, 1, 64, 1),
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
-SLOW = ("tianshou", "cleanrl", "cluster", "pettingzoo", "sb3", "sweep", "own_network", "action_masks", "load_agent")
+SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "ddppo", "load_agent", "own_algorithm", "own_network")
+SLOW += ("pettingzoo", "recurrent", "sb3", "sweep", "tianshou")
 
 
 def test_none_is_left_out() -> None:

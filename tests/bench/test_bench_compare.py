@@ -92,6 +92,7 @@ WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
         pytest.param("sac", WAYS, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_two_learners(tmp_path: Path, algorithm: str, ways: Sequence[str]) -> None:
     arguments = f"bench learner --algorithm {algorithm} --num-learners 2 --window 0.01 --out out --num-envs 4".split()
     with running([*arguments, "--minibatch-size", "128", "--way", *ways], tmp_path) as command:

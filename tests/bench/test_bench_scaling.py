@@ -134,6 +134,7 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
     assert_refused(["bench", "scaling", *arguments.split()], *words)
 
 
+@pytest.mark.slow
 def test_on_a_cluster_its_nodes_are_used(tmp_path: Path, ray_cluster: Any) -> None:
     settings = "--nodes 1 --cores-per-node 2 --step-duration 0.002 --repeats 1 --window 0.05 --inference driver".split()
     command = [*RAYVEC, "bench", "scaling", *settings, "--peer", "gymnasium-sync", "--address", ray_cluster.address]

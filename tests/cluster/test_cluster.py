@@ -119,7 +119,8 @@ def run() -> Iterator[MakeDriver]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))],
 )
 def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals) -> None:
     names = shm_names()

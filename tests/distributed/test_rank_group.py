@@ -86,6 +86,7 @@ def test_ranks_of_different_nodes_sum_to_the_same_bits(two_nodes: RankGroup) -> 
 
 
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)], ids=["two and one", "two and two"])
+@pytest.mark.slow
 def test_ranks_of_two_nodes_sum_on_two_levels(make_group: MakeGroup, num_ranks: int) -> None:
     group = make_group(num_ranks, ranks_per_node=2)
     check_sums(group, ["TwoLevelRanks"] * num_ranks)
@@ -149,6 +150,7 @@ def test_a_single_rank_that_falls_changes_nothing(make_group: MakeGroup, tmp_pat
     check_fall(make_group(1, timeout_s=TIMEOUT_S), tmp_path / "fallen", 0, how)
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_longer_than_the_timeout_are_left_alone(make_group: MakeGroup) -> None:
     group = make_group(1, timeout_s=0.6)
     assert group.run("compute", [(1.5,)]) == [[0.0] * 3]
@@ -283,6 +285,7 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
         RankGroup(Adder, 33)
 
 
+@pytest.mark.slow
 def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without_end(
     ray_cluster: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,9 +295,10 @@ def test_ranks_that_do_not_sum_part_ways() -> None:
 
 @pytest.mark.parametrize(
     ("action_space", "policy_interval"),
-    [(DISCRETE, 1), pytest.param(BOX, 2, marks=pytest.mark.slow)],
+    [(DISCRETE, 1), (BOX, 2)],
     ids=["discrete", "box"],
 )
+@pytest.mark.slow
 def test_compiled_equals_eager(action_space: spaces.Space[Any], policy_interval: int) -> None:
     eager = make_learner(action_space, policy_interval=policy_interval)
     compiled = make_learner(action_space, policy_interval=policy_interval, compile=True)

@@ -258,6 +258,7 @@ def test_a_run_may_go_on_without_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_ranks_on_ray_learn_from_it(tmp_path: Path) -> None:
     settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "total_steps": 64, "eval_episodes": 0}
     weights = []

@@ -147,7 +147,7 @@ def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> Non
         RayVecEnv("CartPole-v1", 2, num_nodes=1, first_id=3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 def test_two_halves_with_first_id_are_one_whole(workers: int, inference: Any) -> None:
     def batches(num_envs: int, first_id: int) -> list[Batch]:

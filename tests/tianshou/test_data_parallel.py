@@ -482,6 +482,7 @@ class TestLostRanks:
         ("name", "how", "num_nodes"),
         [("sac", "SIGKILL", None), slow_unless(False, "sac", "SIGKILL", 0), slow_unless(False, "ppo", "SIGSTOP", None)],
     )
+    @pytest.mark.slow
     def test_lost_in_an_update(
         self, ray_cluster: object, tmp_path: Any, name: str, how: str, num_nodes: Literal[0] | None
     ) -> None:

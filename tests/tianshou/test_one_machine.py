@@ -52,6 +52,7 @@ def make(env_fns: Any, workers: int = 2, *args: Any, **kwargs: Any) -> RayVector
     return RayVectorEnv(env_fns, *args, num_nodes=0, workers_per_node=workers, **kwargs)
 
 
+@pytest.mark.slow
 def test_ray_is_not_imported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, check=True)
     assert done.stdout == "('shm',) 2\n('local',) 2\n"

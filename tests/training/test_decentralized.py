@@ -54,6 +54,7 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings
     assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_one_process_to_ranks_and_back(tmp_path: Path) -> None:
     kind, settings = CONFIGS[0]
     final = {}

@@ -29,6 +29,7 @@ ALGORITHMS = pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=["ppo", 
 @pytest.mark.parametrize(
     ("kind", "settings"), [CONFIGS[0], pytest.param(*CONFIGS[1], marks=pytest.mark.slow)], ids=["ppo", "impala"]
 )
+@pytest.mark.slow
 def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
     alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
     ranked = {name: value for name, value in settings.items() if name != "prefetch"}
