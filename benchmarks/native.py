@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -230,6 +231,8 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=1.0, help="seconds of each measurement")
     parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_args()
+    if any(name.startswith("envpool") for name in options.envs) and importlib.util.find_spec("envpool") is None:
+        parser.error("envpool is not installed: pip install 'rayvec[envpool]', or pass --envs cartpole")
     kept: dict[str, dict[str, list[list[float]]]] = {}
     for name in options.envs:
         with sides(name) as measures:

@@ -14,7 +14,7 @@ import torch
 
 import rayvec
 from rayvec import cli
-from rayvec.config import CONFIGS
+from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.config.schema import field_names
 
 ROOT = Path(__file__).parents[1]
@@ -190,3 +190,9 @@ def test_the_site_has_every_page() -> None:
     )
     pages = {str(page.relative_to(DOCS)).removesuffix(".md") for page in PAGES if page.is_relative_to(DOCS)}
     assert not {page for page in pages - {"index"} if not re.search(rf"^{page}$", listed, re.M)}
+
+
+def test_getting_started_names_what_may_change_on_resume() -> None:
+    text = (ROOT / "docs" / "getting-started.md").read_text()
+    flags = [f"`--{name.replace('_', '-')}`" for name in ADJUSTABLE]
+    assert not [flag for flag in flags if flag not in text]

@@ -300,7 +300,8 @@ class ElasticPlacement:
         others = []
         for node in [node for node in staying if node not in held]:
             is_trusted = self._distrusted.get(node.node_id, 0.0) <= now_s and node.cpus >= wanted
-            if lost_too if node.node_id in lost else is_trusted:
+            may_hold = lost_too if node.node_id in lost else is_trusted
+            if may_hold:
                 others.append(node)
         others = others[: max(0, self._high - len(held))]
         addresses = raylets() if others else {}

@@ -1,14 +1,15 @@
-"""Files that are whole or not there: written beside their place, flushed to the disk, and renamed."""
+"""Files that are whole or not there (written beside their place, flushed, and renamed), and plain values for them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["written_whole"]
+__all__ = ["finite", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -35,6 +36,15 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def finite(value: Any) -> Any:
+    """Returns a plain value with None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float | int) and not math.isfinite(value) else value
 
 
 def _sync_directory(directory: Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.files import written_whole
+from rayvec.training.files import finite, written_whole
 from rayvec.training.learning_curve import plot_learning_curve
 from rayvec.training.progress import Progress as RunProgress
 from rayvec.training.trainer import Iteration
@@ -68,11 +68,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
-    finite = {
-        name: None if isinstance(value, (float, int)) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(finite(metrics), allow_nan=False) + "\n"
 
 
 class ProgressDisplay:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from rayvec.errors import ConfigError
+from rayvec.training.files import finite
 
 __all__ = ["NodeStatus", "RunStatus", "read_status", "write_status"]
 
@@ -85,7 +85,7 @@ class RunStatus:
 
     def to_json(self) -> str:
         """Returns it as JSON, with null for numbers that are not finite."""
-        return json.dumps(_finite(asdict(self)), allow_nan=False)
+        return json.dumps(finite(asdict(self)), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> RunStatus:
@@ -110,15 +110,6 @@ class RunStatus:
             return bool(abs(psutil.Process(self.pid).create_time() - self.began_s) > 1.0)
         except psutil.NoSuchProcess:
             return True
-
-
-def _finite(value: Any) -> Any:
-    """Returns a plain value with None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,12 @@ def on_two_ranks(work: Callable[..., Any], backend: str, devices: tuple[str, str
         devices: Of each rank.
         case_id: Of the learner.
     """
+    with tempfile.TemporaryDirectory(prefix="rayvec-store-") as directory:
+        return _answers(work, backend, devices, f"{directory}/ranks", case_id)
+
+
+def _answers(work: Callable[..., Any], backend: str, devices: tuple[str, str], path: str, case_id: str) -> list[Any]:
     context = get_context("spawn")
-    path = tempfile.mktemp(prefix="rayvec-store-")
     pipes = [context.Pipe(duplex=False) for _ in devices]
     processes = [
         context.Process(target=_run, args=(work, backend, rank, device, path, case_id, pipes[rank][1]), daemon=True)
