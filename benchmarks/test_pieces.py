@@ -24,7 +24,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.learners.returns import gae, vtrace
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.rollout.loop import as_policy
 from rayvec.tianshou.collect.buffers import add_chunk
 from rayvec.training import checkpoint

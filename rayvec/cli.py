@@ -147,7 +147,7 @@ class Eval:
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
-            from rayvec.training.showing import show
+            from rayvec.training.rendering import show
 
             (episode_return,) = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"

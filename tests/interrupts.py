@@ -32,8 +32,8 @@ from helpers.waiting import shm_names
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
-_STEPS, _TOTAL_STEPS = 64, 20_480
-_LOOP_S = 6.0
+_STEPS, _TOTAL_STEPS = 64, 10_240
+_LOOP_S = 2.0
 _SETTINGS = {**SMALL, "total_steps": _TOTAL_STEPS, "eval_episodes": 4, "num_nodes": 0, "checkpoint_interval_s": 0}
 _LIMIT_S = 300.0
 

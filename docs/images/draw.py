@@ -147,7 +147,7 @@ def paths() -> None:
             (0, "sent by node", "cluster.ray_pool"),
             (0, "packed, sent", "cluster.frames"),
             (1, "received, unpacked", "cluster.node_actor"),
-            (1, "written to memory", "node.worker_link"),
+            (1, "written to memory", "node.worker_client"),
             (2, "worker wakes up", "node.worker"),
             (2, "environment steps", "pools.serial"),
             (1, "answer is packed", "cluster.node_actor"),

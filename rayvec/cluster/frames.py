@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from rayvec.cluster import codec
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
-from rayvec.node.wire import travels
+from rayvec.node.protocol import travels
 from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout, Field
+from rayvec.pools.shared_memory import ArrayLayout, Field
 
 __all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree
-from rayvec.pools.memory import index_tree
 from rayvec.pools.plan import Plan
 from rayvec.pools.restarts import LastAnswers
+from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["JoinedAnswers"]
 

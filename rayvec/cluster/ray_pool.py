@@ -19,7 +19,7 @@ import ray
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.cluster.acting import ActingNodes
+from rayvec.cluster.cluster_inference import ClusterInference
 from rayvec.cluster.elastic import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
@@ -41,9 +41,9 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.node.parted_pool import PartedPool
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import Part, Plan
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RayPool"]
 
@@ -106,7 +106,7 @@ class RayPool(PartedPool):
         self._loose = loose
         self._elastic = elastic
         self._nodes: list[Member] = []
-        self.acting = ActingNodes(self._nodes, self._replace)
+        self.acting = ClusterInference(self._nodes, self._replace)
         self._seeds: dict[int, int] = {}
         self._answers: JoinedAnswers | None = None
         self._budget = RestartBudget()

@@ -28,8 +28,8 @@ from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.restarts import RESTARTED, NodeState
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RemoteNode"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import cloudpickle
 
-from rayvec.distributed.arrivals import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_set import RankSet
+from rayvec.distributed.stragglers import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.learners.ranks import ClosableRanks
 
@@ -74,7 +74,7 @@ class DecentralizedGroup:
         if not placements[0].node_id:
             path = self._stack.enter_context(shared_arrivals(len(placements)))
             return functools.partial(SharedArrivals, path)
-        from rayvec.distributed.ray_arrivals import RayArrivals, start_counter  # imports Ray
+        from rayvec.distributed.ray_stragglers import RayArrivals, start_counter  # imports Ray
 
         return functools.partial(RayArrivals, start_counter())
 

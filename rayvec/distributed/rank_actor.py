@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.distributed.collective import CollectiveRanks, check_device
-from rayvec.distributed.hierarchical import TwoLevelRanks
+from rayvec.distributed.allreduce_hierarchical import TwoLevelRanks
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
+from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
 from rayvec.distributed.rank_host import MakeStore, RankPlacement
-from rayvec.distributed.shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
 

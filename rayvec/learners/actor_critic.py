@@ -15,16 +15,16 @@ from torch import Tensor
 
 from rayvec.data import Chunk
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.adam import FlatOptimizer
 from rayvec.learners.base import FlatParameters, torch_device
 from rayvec.learners.compiled_step import CompiledStep
-from rayvec.learners.networks import make_module
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
-from rayvec.pools.memory import keep_freed_memory
+from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig, PPOConfig

@@ -25,12 +25,12 @@ from rayvec.learners.base import explains_memory, torch_device
 from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
-from rayvec.learners.sac_nets import initial_nets, make_math, make_sac_distribution
-from rayvec.learners.sac_networks import InBF16, default_networks, own_networks
+from rayvec.learners.sac_networks import InBF16, default_networks, initial_nets, make_math, make_sac_distribution
+from rayvec.learners.sac_own_network import own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
 from rayvec.policies.networks import upload
 from rayvec.policies.precision import prepare
-from rayvec.pools.memory import keep_freed_memory
+from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig

@@ -1,10 +1,9 @@
-"""Which networks soft actor-critic trains: your own, or the default MLPs."""
+"""The networks of soft actor-critic: which ones a learner has for its spaces, their initial values, and the actor."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,24 +11,20 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from rayvec.config.references import resolve
-from rayvec.data import Tree, tree_map
+from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_math import NetLayout
-from rayvec.learners.sac_nets import SACActor, initial_mlps, make_mlps
-from rayvec.policies.actors import Actor
-from rayvec.policies.distributions import Categorical, Distribution
-from rayvec.policies.encoders import make_encoder
-from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
-from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
+from rayvec.learners.sac_math import AdamState, MLPLayout, NetLayout, Nets, SACMath
+from rayvec.policies.actors import MLPActor
+from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
+from rayvec.policies.encoders import Encoder, make_encoder
+from rayvec.policies.networks import flat_weights, linear_places, to_tensor
 from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["InBF16", "Networks", "OwnSACActor", "default_networks", "own_networks"]
+__all__ = ["InBF16", "Networks", "SACActor", "default_networks", "initial_nets", "make_math", "make_sac_distribution"]
 
 
 class Networks(NamedTuple):
@@ -48,6 +43,71 @@ class Networks(NamedTuple):
     initial: tuple[Tensor, Tensor]
     attach: Callable[[Tensor], Any]
     obs_shape: tuple[int, ...]
+
+
+class SACActor(nn.Module):
+    """An MLP with ReLU whose outputs are the parameters of a distribution; it acts without torch.
+
+    Args:
+        encoder: From observations to rows of D numbers.
+        distribution: Of actions.
+        layout: Where its layers lie in a flat vector.
+        flat: That vector; the layers become views of it.
+    """
+
+    def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
+        super().__init__()
+        self.encoder, self.distribution = encoder, distribution
+        modules: list[nn.Module] = []
+        for weight, bias in layout.layers(flat[: layout.num_params]):
+            layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
+            layer.weight = nn.Parameter(weight[0], requires_grad=False)
+            layer.bias = nn.Parameter(bias[0], requires_grad=False)
+            modules += [layer, nn.ReLU()]
+        self.net = nn.Sequential(*modules[:-1])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]`` for encoded observations ``[B, D]``."""
+        params: Tensor = self.net(rows)
+        return params
+
+    def encode(self, obs: Tree) -> Tensor:
+        """Returns rows ``[B, D]``, on the device of the parameters."""
+        return to_tensor(self.encoder(obs)).to(next(self.parameters()))
+
+    def action_parameters(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]``."""
+        return self.forward(rows)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of the parameters, flat."""
+        return flat_weights(self.net)
+
+    def make_actor(self) -> MLPActor:
+        """Returns the actor with the present weights, free of torch."""
+        weights, layers = self.weights(), linear_places(self.net)
+        actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
+        actor.load_weights(weights)
+        return actor
+
+
+def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
+    """Returns what the actor draws actions from: a squashed normal for a Box, a categorical for a Discrete.
+
+    Raises:
+        ConfigError: There is no soft actor-critic for such a space.
+    """
+    match space:
+        case spaces.Discrete():
+            return make_distribution(space)
+        case spaces.Box():
+            return make_tanh_gaussian(space)
+    raise ConfigError(
+        "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
+        expected="a bounded floating-point Box, or a Discrete action space",
+        got=space,
+        remedy="Flatten the action space with a Gymnasium wrapper, or use PPO",
+    )
 
 
 def default_networks(
@@ -73,53 +133,55 @@ def default_networks(
     )
 
 
-def own_networks(
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
-    distribution: Distribution,
-    config: SACConfig,
-    device: torch.device,
-) -> Networks:
-    """Returns your own networks: a module with ``actor`` and ``critics``.
-
-    They read observations as float32: ``[B, *obs_shape]`` where the space is a Box, else rows ``[B, D]`` of numbers
-    (choices one-hot, parts side by side). ``actor(obs)`` returns the parameters of the distribution, ``[B, P]``. For a
-    Box of actions, each of the ``critics`` returns values ``critic(obs, act)``, ``[B]`` or ``[B, 1]``, for actions
-    ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices, ``critic(obs)``, ``[B, C]``.
-
-    Raises:
-        ConfigError: They are something else, or can't be trained or pickled.
-    """
-    assert config.network is not None
-    module = build_network(resolve("network", config.network), observation_space, action_space, config)
-    actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
-    if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
-        raise ConfigError(
-            "SAC trains an actor and critics.",
-            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
-            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
-            remedy="Assign both in the module that network returns.",
-        )
-    read = Reader(observation_space)
-    obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
+def make_mlps(num_features: int, distribution: Distribution, config: SACConfig) -> tuple[MLPLayout, MLPLayout]:
+    """Returns the layouts of the default critics and the default actor."""
     is_discrete = isinstance(distribution, Categorical)
     num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
-    inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
-    for net in (actor, *critics):
-        check_module(net.eval())
-    check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
-    for critic in critics:
-        name = "one value for each action" if is_discrete else "one value"
-        check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
-    layouts = _ModuleLayout(critics), _ModuleLayout([actor])
-    initial = layouts[0].parameters(), layouts[1].parameters()
-    module.to(device)  # with the buffers
-    return Networks(
-        *layouts,
-        initial,
-        lambda flat: OwnSACActor(read, distribution, actor, flat),
-        tuple(obs.shape[1:]),
+    inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
+    return (
+        MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
+        MLPLayout(1, (num_features, *config.hidden_sizes, distribution.num_params)),
     )
+
+
+def make_math(critic: NetLayout, actor: NetLayout, distribution: Distribution, config: SACConfig) -> SACMath:
+    """Returns the formulas for a space.
+
+    The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
+    largest entropy of n choices.
+    """
+    is_discrete = isinstance(distribution, Categorical)
+    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    usual = config.target_entropy_scale * math.log(num_actions) if is_discrete else -float(num_actions)
+    return SACMath(
+        critic=critic,
+        actor=actor,
+        is_discrete=is_discrete,
+        gamma=config.gamma,
+        tau=config.tau,
+        target_entropy=usual if config.target_entropy is None else config.target_entropy,
+        autotune=config.autotune,
+        policy_lr=config.policy_lr,
+        q_lr=config.q_lr,
+        alpha_lr=config.q_lr if config.alpha_lr is None else config.alpha_lr,
+    )
+
+
+def initial_mlps(layouts: tuple[MLPLayout, MLPLayout], config: SACConfig) -> tuple[Tensor, Tensor]:
+    """Returns the flat parameters of critics and actor, uniform within ``1 / sqrt(inputs)`` as in ``nn.Linear``."""
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def draw(layout: MLPLayout) -> Tensor:
+        flat = torch.empty(layout.num_params)
+        for weight, bias in layout.layers(flat):
+            bound = 1 / math.sqrt(weight.shape[2])
+            weight.uniform_(-bound, bound, generator=generator)
+            bias.uniform_(-bound, bound, generator=generator)
+        return flat
+
+    critic, actor = layouts
+    first = draw(actor)  # the actor's are drawn first
+    return draw(critic), first
 
 
 class InBF16:
@@ -143,95 +205,13 @@ class InBF16:
             return self._nets.outputs(flat, *inputs).to(flat.dtype)
 
 
-class Reader:
-    """What your own networks see of observations, ``float32 [..., *obs_shape]``.
+def initial_nets(critic: Tensor, actor: Tensor, config: SACConfig, dtype: torch.dtype, device: torch.device) -> Nets:
+    """Returns nets with these parameters, of critics and of the actor, with fresh optimizers."""
 
-    Args:
-        space: Of observations.
+    def adam(param: Tensor) -> AdamState:
+        param = param.to(device, dtype)
+        return AdamState(param, torch.zeros_like(param), torch.zeros_like(param))
 
-    Attributes:
-        encoder: Turns observations into rows of numbers; None where the space is a Box, which is read as it is.
-    """
-
-    def __init__(self, space: spaces.Space[Any]) -> None:
-        self.encoder = None if isinstance(space, spaces.Box) else make_encoder(space)
-
-    def __call__(self, obs: Tree) -> NDArray[np.float32]:
-        return np.asarray(obs, np.float32) if self.encoder is None else self.encoder(obs)
-
-
-class _ModuleLayout:
-    """Modules whose parameters lie one after another in a flat vector, each in the order of ``parameters()``."""
-
-    def __init__(self, nets: Sequence[nn.Module]) -> None:
-        self._nets = nets
-        self._places = [
-            [(name, each.shape, each.requires_grad) for name, each in net.named_parameters()] for net in nets
-        ]
-
-    @property
-    def num_params(self) -> int:
-        """See :class:`NetLayout`."""
-        return sum(math.prod(shape) for _, shape, _ in itertools.chain(*self._places))
-
-    def parameters(self) -> Tensor:
-        """Returns a copy of the modules' parameters."""
-        return torch.cat([each.detach().reshape(-1) for net in self._nets for each in net.parameters()])
-
-    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
-        """See :class:`NetLayout`."""
-        parts = iter(torch.split(flat, [math.prod(shape) for _, shape, _ in itertools.chain(*self._places)]))
-        results = []
-        for net, places in zip(self._nets, self._places, strict=True):
-            parameters = {}
-            for name, shape, is_trained in places:
-                part = next(parts)
-                parameters[name] = (part if is_trained else part.detach()).view(shape)
-            result: Tensor = functional_call(net, parameters, inputs)
-            results.append(result if result.ndim == 2 else result.unsqueeze(-1))
-        return torch.stack(results)
-
-
-class OwnSACActor(nn.Module):
-    """Your own actor.
-
-    Args:
-        reader: From observations to what the actor reads.
-        distribution: Of actions.
-        net: The actor; its parameters become views of the flat vector.
-        flat: That vector, and whatever follows the parameters in it.
-    """
-
-    def __init__(self, reader: Reader, distribution: Distribution, net: nn.Module, flat: Tensor) -> None:
-        super().__init__()
-        self.encoder = self.reader = reader
-        self.distribution, self.net = distribution, net.to(flat.device, flat.dtype)
-        start = 0
-        for parameter in net.parameters():
-            parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
-            parameter.requires_grad_(False)
-            start += parameter.numel()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``."""
-        params: Tensor = self.net(rows)
-        return params
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the parameters and buffers, flat."""
-        return flat_weights(self.net)
-
-    def make_actor(self) -> Actor:
-        """Returns the actor with the present weights. It acts through torch."""
-        return _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
-
-
-class _ReadingActor(ModuleActor):
-    """Acts with a module that reads what an encoder returns."""
-
-    def __init__(self, module: nn.Module, distribution: Distribution, encoder: Callable[[Tree], Any]) -> None:
-        super().__init__(module, distribution)
-        self._encoder = encoder
-
-    def _evaluate(self, obs: Tree) -> Tensor:
-        return super()._evaluate(self._encoder(obs))
+    critics = adam(critic)
+    whole = adam(torch.cat([actor, torch.tensor([math.log(config.alpha)])]))
+    return Nets(critics, critics.param.clone(), whole, torch.ones(1, device=device, dtype=dtype))

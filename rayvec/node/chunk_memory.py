@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.memory import aligned
+from rayvec.pools.shared_memory import aligned
 
 __all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps"]
 

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from rayvec.data import Rollout, StepBatch, Topology, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
+from rayvec.node.node_inference import NodeInference
 from rayvec.node.object_store import check_object_store
-from rayvec.node.process_acting import ProcessActing
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed
 from rayvec.pools.make import make_pool
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["LocalPool"]
 
@@ -57,7 +57,7 @@ class LocalPool:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.first_id = first_id
-        self.acting = ProcessActing()
+        self.acting = NodeInference()
         try:
             self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:

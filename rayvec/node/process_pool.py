@@ -16,17 +16,17 @@ from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
-from rayvec.node.acting import WorkerActing
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
+from rayvec.node.protocol import NodeBlock, Op, travels
 from rayvec.node.supervisor import Supervisor
-from rayvec.node.wire import NodeBlock, Op, travels
-from rayvec.node.worker_link import Reports, WorkerLink
+from rayvec.node.worker_client import Reports, WorkerClient
+from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.workers import Workers
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
-from rayvec.pools.memory import index_tree, split_actions
 from rayvec.pools.plan import Part, Plan
 from rayvec.pools.restarts import NodeState
+from rayvec.pools.shared_memory import index_tree, split_actions
 
 __all__ = ["ProcessPool"]
 
@@ -79,7 +79,7 @@ class ProcessPool(PartedPool):
         self.topology = Topology.of_driver(self._workers.bounds)
         self._server_lost = server_lost
         self._block: NodeBlock | None = None
-        self._links: list[WorkerLink] = []
+        self._clients: list[WorkerClient] = []
         self._reports = Reports(self.first_id)
         self._turn = 0
         self._command_of = np.zeros(self.num_envs, np.int64)
@@ -136,16 +136,16 @@ class ProcessPool(PartedPool):
         self._arrays = block.arrays
         self._action_rows = block.actions(slice(None))
         self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
-        self._links = [
-            WorkerLink(block, k, process, workers.where(k), self._reports)
+        self._clients = [
+            WorkerClient(block, k, process, workers.where(k), self._reports)
             for k, process in enumerate(workers.processes)
         ]
         supervisor = self._supervisor = Supervisor(
-            workers, self._links, self._reports, block, self._pending, self._command_of, self._server_lost
+            workers, self._clients, self._reports, block, self._pending, self._command_of, self._server_lost
         )
         self._last = supervisor.last
-        self.acting = supervisor.acting = WorkerActing(
-            workers, self._links, block.arrays, self._call_all, supervisor.wait_all
+        self.acting = supervisor.acting = WorkerInference(
+            workers, self._clients, block.arrays, self._call_all, supervisor.wait_all
         )
         if state is not None and self.layout is None:
             supervisor.know_objects(slice(None), state.obs)
@@ -157,13 +157,13 @@ class ProcessPool(PartedPool):
         codes = self._write_actions(plan, actions)
         resets = autoreset == Autoreset.SAME_STEP
         if codes is not None:
-            self._start(plan, resets, lambda link, part: link.post_step(part, autoreset, codes))
+            self._start(plan, resets, lambda client, part: client.post_step(part, autoreset, codes))
             return
         objects: Any = None if self.spaces.sub_batches else split_actions(actions, len(env_ids))
         self._start(
             plan,
             resets,
-            lambda link, part: link.post(
+            lambda client, part: client.post(
                 Op.STEP_OBJECTS,
                 part.units,
                 autoreset=autoreset,
@@ -179,20 +179,20 @@ class ProcessPool(PartedPool):
         self._start(
             self._plans.of(env_ids),
             True,
-            lambda link, part: link.post(
+            lambda client, part: client.post(
                 Op.RESET, part.units, payload=(part.rows.tolist(), [seeds[i] for i in part.places.tolist()], options)
             ),
         )
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(self._plans.of(env_ids), True, lambda link, part: link.post(Op.BEGIN, part.units))
+        self._start(self._plans.of(env_ids), True, lambda client, part: client.post(Op.BEGIN, part.units))
 
     def observe(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(self._plans.of(env_ids), None, lambda link, part: link.post(Op.OBSERVE, part.units))
+        self._start(self._plans.of(env_ids), None, lambda client, part: client.post(Op.OBSERVE, part.units))
 
-    def _start(self, plan: Plan, resets: bool | None, post: Callable[[WorkerLink, Part], int]) -> None:
+    def _start(self, plan: Plan, resets: bool | None, post: Callable[[WorkerClient, Part], int]) -> None:
         """Posts a command to each worker of the plan.
 
         Args:
@@ -201,7 +201,7 @@ class ProcessPool(PartedPool):
             post: Posts the command for a part and returns its number.
         """
         for part in plan.parts:
-            part.number = post(self._links[part.owner], part)
+            part.number = post(self._clients[part.owner], part)
         if self._last is not None and resets is not None:
             self._last.requested(plan.select, resets=resets)
         plan.turn = self._turn
@@ -217,7 +217,7 @@ class ProcessPool(PartedPool):
             for part in plan.parts:
                 part.number = int(self._command_of[part.of_all].max())
         for part in reversed(plan.parts):  # the last worker to start usually ends last: one wake-up
-            self._supervisor.wait(self._links[part.owner], part.number, deadline)
+            self._supervisor.wait(self._clients[part.owner], part.number, deadline)
 
     def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
         """See :class:`~rayvec.node.parted_pool.PartedPool`."""
@@ -244,9 +244,11 @@ class ProcessPool(PartedPool):
         """
         self._supervisor.arm_event()
         self._supervisor.look_after_all()
-        for link in self._links:
-            self._supervisor.poll(link)
-        done = np.repeat([link.num_done for link in self._links], [link.stop - link.start for link in self._links])
+        for client in self._clients:
+            self._supervisor.poll(client)
+        done = np.repeat(
+            [client.num_done for client in self._clients], [client.stop - client.start for client in self._clients]
+        )
         return np.flatnonzero(self._pending & (self._command_of < done))
 
     def _call_owners(
@@ -311,11 +313,11 @@ class ProcessPool(PartedPool):
             NotReady: The timeout was reached. The chunk stays pending.
         """
         packed = self.acting.finish(timeout_s, cut, worker)
-        links = self._links if worker is None else [self._links[worker]]
-        memories = [self._workers.memories[link.index] for link in links]
+        clients = self._clients if worker is None else [self._clients[worker]]
+        memories = [self._workers.memories[client.index] for client in clients]
         chunks = tuple(part.unpack(memory) for part, memory in zip(packed, memories, strict=True))
-        for link, chunk in zip(links, chunks, strict=True):
-            self._supervisor.note_chunk(link, chunk)
+        for client, chunk in zip(clients, chunks, strict=True):
+            self._supervisor.note_chunk(client, chunk)
         return chunks, tuple(part.times for part in packed)
 
     def finish_on_node(
@@ -354,9 +356,9 @@ class ProcessPool(PartedPool):
         """
         if self._block is not None:
             self._supervisor.closed = True
-        for link in self._links:
-            link.post_close()
-        self._links = []
+        for client in self._clients:
+            client.post_close()
+        self._clients = []
         self._workers.close(_CLOSE_S if timeout_s is None else timeout_s)
         if self._block is not None:
             self.acting.close()
@@ -387,18 +389,19 @@ class ProcessPool(PartedPool):
         Returns:
             A function that takes a timeout in seconds, waits, and returns one value for each part of the plan.
         """
-        links = [self._links[part.owner] for part in plan.parts]
+        clients = [self._clients[part.owner] for part in plan.parts]
         numbers = [
-            link.post_call(*command(part), fds=fds, repeat=repeat) for link, part in zip(links, plan.parts, strict=True)
+            client.post_call(*command(part), fds=fds, repeat=repeat)
+            for client, part in zip(clients, plan.parts, strict=True)
         ]
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = deadline_in(timeout_s)
-            for link, number in zip(links, numbers, strict=True):
-                self._supervisor.wait(link, number, deadline)
-            replies = [link.take_reply(number) for link, number in zip(links, numbers, strict=True)]
-            for link, reply in zip(links, replies, strict=True):
-                link.failures += reply.failures
+            for client, number in zip(clients, numbers, strict=True):
+                self._supervisor.wait(client, number, deadline)
+            replies = [client.take_reply(number) for client, number in zip(clients, numbers, strict=True)]
+            for client, reply in zip(clients, replies, strict=True):
+                client.failures += reply.failures
             self._raise_failures(plan)
             return [reply.value for reply in replies]
 
@@ -455,10 +458,10 @@ class ProcessPool(PartedPool):
         """Raises the first failure of the environments in the plan. Failures of other environments stay stored."""
         ours: list[RemoteFailure] = []
         for part in plan.parts:
-            link = self._links[part.owner]
-            if link.failures:
+            client = self._clients[part.owner]
+            if client.failures:
                 rows = {-1, *part.rows.tolist()}
-                ours += [failure for row, failure in link.failures if row in rows]
-                link.failures = [(row, failure) for row, failure in link.failures if row not in rows]
+                ours += [failure for row, failure in client.failures if row in rows]
+                client.failures = [(row, failure) for row, failure in client.failures if row not in rows]
         if ours:
             raise ours[0].rebuild()

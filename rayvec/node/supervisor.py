@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
 from rayvec.errors import WorkerLostError
-from rayvec.node.acting import WorkerActing
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import LOOK_S, readable
-from rayvec.node.wire import NodeBlock
-from rayvec.node.worker_link import Reports, WorkerLink
+from rayvec.node.protocol import NodeBlock
+from rayvec.node.worker_client import Reports, WorkerClient
+from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.workers import Workers
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.memory import index_tree
 from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget
+from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]
 
@@ -37,7 +37,7 @@ class Supervisor:
 
     Args:
         workers: The worker processes.
-        links: The link to each worker.
+        clients: The client of each worker.
         reports: What the workers have sent beside the arrays.
         block: The pool's shared block.
         pending: Whether each environment has a command whose result has not been received, ``bool [N]``. Shared
@@ -52,12 +52,12 @@ class Supervisor:
         num_replaced: How many workers were replaced.
     """
 
-    acting: WorkerActing
+    acting: WorkerInference
 
     def __init__(
         self,
         workers: Workers,
-        links: Sequence[WorkerLink],
+        clients: Sequence[WorkerClient],
         reports: Reports,
         block: NodeBlock,
         pending: NDArray[np.bool_],
@@ -67,7 +67,7 @@ class Supervisor:
         self.closed = False
         self._workers = workers
         self._restart_policy = workers.restart_policy
-        self._links = links
+        self._clients = clients
         self._reports = reports
         self._block = block
         self._arrays = block.arrays
@@ -95,7 +95,9 @@ class Supervisor:
         while True:
             with Uninterrupted():
                 self.poll_all()
-                missing = [link for link, number in zip(self._links, numbers, strict=True) if link.num_done <= number]
+                missing = [
+                    client for client, number in zip(self._clients, numbers, strict=True) if client.num_done <= number
+                ]
                 if not missing:
                     self._arrays["wants_event"][0] = False
                     return
@@ -107,27 +109,27 @@ class Supervisor:
         """Records the completed commands of all workers, and restarts workers that have exited or hang."""
         with Uninterrupted():
             self.arm_event()
-            for link in self._links:
-                self.poll(link)
+            for client in self._clients:
+                self.poll(client)
             self.look_after_all()
 
-    def poll(self, link: WorkerLink) -> None:
+    def poll(self, client: WorkerClient) -> None:
         """Records a worker's completed commands. Restarts the worker if it exited in the middle of a reply."""
         try:
-            link.poll()
+            client.poll()
         except WorkerLostError as error:
-            self._restart_worker(link, error)
+            self._restart_worker(client, error)
 
     def look_after_all(self) -> None:
         """Restarts workers that have exited or hang. Checks at most every 0.1 s."""
         if time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + LOOK_S
-        for link in self._links:
-            if link.num_done < link.num_posted:
-                self._look_after(link)
+        for client in self._clients:
+            if client.num_done < client.num_posted:
+                self._look_after(client)
 
-    def wait(self, link: WorkerLink, number: int, deadline: float) -> None:
+    def wait(self, client: WorkerClient, number: int, deadline: float) -> None:
         """Waits for a command. A worker that exits or hangs is restarted if the restart policy allows it.
 
         Raises:
@@ -136,49 +138,49 @@ class Supervisor:
         """
         while True:
             try:
-                link.wait(number, self._until(link, number, deadline))
+                client.wait(number, self._until(client, number, deadline))
                 return
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
-                self._restart_if_overdue(link)
+                self._restart_if_overdue(client)
             except WorkerLostError as error:
-                self._restart_worker(link, error)
+                self._restart_worker(client, error)
 
-    def _until(self, link: WorkerLink, number: int, deadline: float) -> float:
+    def _until(self, client: WorkerClient, number: int, deadline: float) -> float:
         """Returns the time until which to wait for a command before checking whether its worker hangs."""
         limit_s = self._restart_policy.step_timeout_s
-        if link.num_done > number or (limit_s is None and not link.is_starting):
+        if client.num_done > number or (limit_s is None and not client.is_starting):
             return deadline
-        link.note_progress()
-        overdue_at = math.inf if limit_s is None else link.overdue_at(limit_s)
+        client.note_progress()
+        overdue_at = math.inf if limit_s is None else client.overdue_at(limit_s)
         return min(time.monotonic() + LOOK_S, overdue_at, deadline)
 
-    def _look_after(self, link: WorkerLink) -> None:
+    def _look_after(self, client: WorkerClient) -> None:
         """Restarts a worker that has exited or exceeds the time limit of its oldest command."""
-        ended = link.ended()
-        self.poll(link)  # completed commands were in time, even if this check is late
-        if link.num_done == link.num_posted:
+        ended = client.ended()
+        self.poll(client)  # completed commands were in time, even if this check is late
+        if client.num_done == client.num_posted:
             return
         if ended:
-            self._restart_worker(link, link.lost())
+            self._restart_worker(client, client.lost())
         else:
-            self._restart_if_overdue(link)
+            self._restart_if_overdue(client)
 
-    def _restart_if_overdue(self, link: WorkerLink) -> None:
+    def _restart_if_overdue(self, client: WorkerClient) -> None:
         limit_s, start_s = self._restart_policy.step_timeout_s, self._restart_policy.start_timeout_s
-        link.note_progress()
-        if link.is_starting:
-            if link.startup_s > start_s:
-                self._restart_worker(link, link.hangs("start_timeout_s", start_s), link.startup_s)
-        elif limit_s is not None and time.monotonic() > link.overdue_at(limit_s):
-            self._restart_worker(link, link.hangs("step_timeout_s", limit_s), link.waited_s)
+        client.note_progress()
+        if client.is_starting:
+            if client.startup_s > start_s:
+                self._restart_worker(client, client.hangs("start_timeout_s", start_s), client.startup_s)
+        elif limit_s is not None and time.monotonic() > client.overdue_at(limit_s):
+            self._restart_worker(client, client.hangs("step_timeout_s", limit_s), client.waited_s)
 
-    def _restart_worker(self, link: WorkerLink, error: WorkerLostError, hung_s: float = 0.0) -> None:
+    def _restart_worker(self, client: WorkerClient, error: WorkerLostError, hung_s: float = 0.0) -> None:
         """Restarts a worker, posts its pending commands again, and ends its interrupted episodes.
 
         Args:
-            link: The link to the worker.
+            client: The client of the worker.
             error: The error to raise if the restart policy restarts nothing.
             hung_s: Seconds that the pool waited for the worker, if it hangs.
 
@@ -192,21 +194,21 @@ class Supervisor:
             raise self._server_lost(error) from error
         if self.last is None:
             if hung_s:
-                link.kill()  # else close() would wait for it
+                client.kill()  # else close() would wait for it
             raise error
-        link.kill()  # a slow worker must not overwrite the restored state
-        link.raise_what_it_said()
-        if not self._budget.spend(link.index, link.startup_s if link.is_starting else hung_s):
+        client.kill()  # a slow worker must not overwrite the restored state
+        client.raise_what_it_said()
+        if not self._budget.spend(client.index, client.startup_s if client.is_starting else hung_s):
             raise WorkerLostError(
                 "A worker that ends again and again is not restarted for ever.",
                 expected=RestartBudget.rule(),
-                got=f"one more of {link.where}",
+                got=f"one more of {client.where}",
                 remedy="Look into the system's log for what ends it.",
             ) from error
-        for chunk in self.acting.done_chunks(link):
-            self.note_chunk(link, chunk)
-        rows, ids = slice(link.start, link.stop), np.arange(link.start, link.stop)
-        finished = self._pending[rows] & (self._command_of[rows] < link.num_done)
+        for chunk in self.acting.done_chunks(client):
+            self.note_chunk(client, chunk)
+        rows, ids = slice(client.start, client.stop), np.arange(client.start, client.stop)
+        finished = self._pending[rows] & (self._command_of[rows] < client.num_done)
         self._keep_last(ids[finished])
         self.last.restore(ids[~finished], self._obs)
         episode = self._arrays["episode"][rows]
@@ -216,13 +218,13 @@ class Supervisor:
         self._arrays["restarts"][rows] += 1
         had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
         seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
-        logger.warning("restarted %s, seeds %s: %s", link.where, seeds, error)
+        logger.warning("restarted %s, seeds %s: %s", client.where, seeds, error)
         self.num_replaced += 1
-        link.reconnect(self._workers.restart(link.index, link.num_done, self.acting.policies))
+        client.reconnect(self._workers.restart(client.index, client.num_done, self.acting.policies))
 
-    def note_chunk(self, link: WorkerLink, chunk: Chunk) -> None:
+    def note_chunk(self, client: WorkerClient, chunk: Chunk) -> None:
         """Stores the end of a worker's finished chunk. Environments that fail later resume from there."""
-        rows = slice(link.start, link.stop)
+        rows = slice(client.start, client.stop)
         if self._obs is None:
             self.know_objects(rows, chunk.last_obs)
         if self.last is not None:

@@ -23,13 +23,13 @@ from rayvec.data import RawInfo, SubBatchInfo
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
+from rayvec.node.protocol import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.node.wire import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed
 from rayvec.pools.make import make_pool
-from rayvec.pools.memory import keep_freed_memory, split_actions
 from rayvec.pools.native import NativePool
+from rayvec.pools.shared_memory import keep_freed_memory, split_actions
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
 __all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]

@@ -20,7 +20,7 @@ from rayvec.errors import ConfigError, RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
-from rayvec.node.wire import BlockShape, NodeBlock, Setup
+from rayvec.node.protocol import BlockShape, NodeBlock, Setup
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState

@@ -13,8 +13,8 @@ from rayvec.data import Tree, tree_leaves
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import make_distribution
-from rayvec.policies.memory import StatefulActor
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
+from rayvec.policies.recurrent_actors import StatefulActor
 
 __all__ = ["Policy"]
 
@@ -138,7 +138,7 @@ class Policy:
 
     @property
     def state_to_record(self) -> Callable[[int, int], Float | None]:
-        """See :meth:`rayvec.policies.memory.StatefulActor.state_to_record`; ``AttributeError`` as `begin_episodes`."""
+        """See :meth:`.recurrent_actors.StatefulActor.state_to_record`; ``AttributeError`` as `begin_episodes`."""
         return self._stateful("state_to_record").state_to_record
 
     def _stateful(self, name: str) -> StatefulActor:

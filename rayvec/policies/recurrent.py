@@ -16,7 +16,8 @@ from rayvec.data import Tree
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, make_encoder
-from rayvec.policies.memory import (
+from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places
+from rayvec.policies.recurrent_actors import (
     CellKind,
     NumPyRecurrentActor,
     RecurrentActor,
@@ -25,7 +26,6 @@ from rayvec.policies.memory import (
     state_size,
     unencoded,
 )
-from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places
 
 __all__ = ["RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
 
@@ -204,7 +204,7 @@ def make_recurrent_actor_critic(
 
 
 class TorchRecurrentActor(ModuleActor):
-    """Acts with a copy of a recurrent module in torch; see :class:`rayvec.policies.memory.RecurrentActor`."""
+    """Acts with a copy of a recurrent module in torch; see :class:`rayvec.policies.recurrent_actors.RecurrentActor`."""
 
     _module: RecurrentActorCritic
 

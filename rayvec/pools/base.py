@@ -24,7 +24,7 @@ from rayvec.errors import ConfigError, check_choice
 
 if TYPE_CHECKING:
     from rayvec.data import Rollout, Topology
-    from rayvec.pools.memory import ArrayLayout
+    from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = [
     "MOST_CHUNKS",

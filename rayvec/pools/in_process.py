@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from rayvec.data import StepBatch, Tree
 from rayvec.errors import RemoteFailure
 from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout, index_tree, split_actions
 from rayvec.pools.plan import Keys
 from rayvec.pools.restarts import ENV_ARRAYS
+from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
 __all__ = ["EnvsFailed", "InProcessPool"]
 

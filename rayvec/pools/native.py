@@ -17,9 +17,9 @@ from rayvec.envs.sub_batch import SubBatch, copied_info
 from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed, InProcessPool
-from rayvec.pools.memory import ArrayLayout
 from rayvec.pools.plan import not_whole, whole_units
 from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.sub_batches import made, spaces_of
 
 __all__ = ["NativePool"]

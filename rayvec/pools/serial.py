@@ -18,8 +18,8 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.in_process import EnvsFailed, InProcessPool
-from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
 from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed, store_seed
+from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["SerialPool"]
 

@@ -10,7 +10,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError
 from rayvec.pools.base import PoolSpaces
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["made", "spaces_of"]
 

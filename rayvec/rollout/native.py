@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.data.columns import info_blocks
 from rayvec.data.infos import InfoBlock
-from rayvec.pools.memory import tree_writer
 from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.shared_memory import tree_writer
 from rayvec.rollout.recorder import Recorder
 from rayvec.wrappers import MASK_KEY
 

@@ -13,8 +13,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_leaves, tree_map
 from rayvec.errors import ConfigError
-from rayvec.pools.memory import ArrayLayout, index_tree, tree_writer
 from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["Empty", "Recorder"]
 

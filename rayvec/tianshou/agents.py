@@ -17,7 +17,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_nets import SACActor
+from rayvec.learners.sac_networks import SACActor
 from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN, Gaussian, TanhGaussian
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints

@@ -26,11 +26,11 @@ from rayvec.collect.quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data.batch import CollectStats, join_stats
 from rayvec.data.partition import even_bounds
-from rayvec.distributed.arrivals import Arrivals, Stragglers
 from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
+from rayvec.distributed.stragglers import Arrivals, Stragglers
 from rayvec.envs.factory import registered_specs
 from rayvec.learners.auto_compile import choice_of, decided
 from rayvec.learners.base import Learner
@@ -39,7 +39,7 @@ from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
-from rayvec.training.spaces import check_same_spaces, warn_of_wide_ranges
+from rayvec.training.space_checks import check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]

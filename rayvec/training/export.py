@@ -17,7 +17,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_networks import OwnSACActor
+from rayvec.learners.sac_own_network import OwnSACActor
 from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
 from rayvec.policies.masks import MaskedActorCritic

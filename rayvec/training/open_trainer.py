@@ -16,7 +16,7 @@ from rayvec.training.decentralized import open_decentralized
 from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
 from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
-from rayvec.training.spaces import warn_of_wide_ranges
+from rayvec.training.space_checks import warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 
 __all__ = ["open_trainer"]

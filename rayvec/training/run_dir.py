@@ -39,7 +39,7 @@ from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
-from rayvec.training.own_parts import resume_command
+from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.progress import Progress, check_state
 
 __all__ = [

@@ -25,7 +25,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.training.own_parts import environment_of
+from rayvec.training.own_env_and_network import environment_of
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
-from rayvec.distributed.arrivals import Stragglers
+from rayvec.distributed.stragglers import Stragglers
 from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
 from rayvec.training.progress import Progress, begin_collecting

@@ -18,7 +18,7 @@ from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.pools.base import ActingPool, Cut, NotReady
 from rayvec.pools.weights import WeightStore
 from rayvec.rollout.loop import as_policy
-from rayvec.vector.engine import open_pool
+from rayvec.vector.open_pool import open_pool
 
 __all__ = ["PendingCall", "PoolAdapter"]
 
@@ -57,7 +57,7 @@ class PoolAdapter:
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
-        """Opens the pool; `settings` are those of :func:`rayvec.vector.engine.open_pool`."""
+        """Opens the pool; `settings` are those of :func:`rayvec.vector.open_pool.open_pool`."""
         self._creator = os.getpid()
         self._pool = open_pool(factory, **settings)
         self.closed = False

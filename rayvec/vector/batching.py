@@ -15,7 +15,7 @@ from rayvec.data import RawInfo, SubBatchInfo, Tree
 from rayvec.data.columns import merge_columns
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import PoolSpaces
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = [
     "ActionTypeError",

@@ -21,7 +21,7 @@ from rayvec.data import Chunk, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.weights import WeightStore
 from rayvec.vector.adapter import PoolAdapter, Wait
 from rayvec.vector.batching import (
@@ -33,7 +33,7 @@ from rayvec.vector.batching import (
     in_batch_order,
     parse_autoreset_mode,
 )
-from rayvec.vector.driver import DriverActing
+from rayvec.vector.driver_inference import DriverInference
 
 __all__ = ["RayVecEnv"]
 
@@ -133,7 +133,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
         self._everyone = np.arange(self.num_envs)
         self._everyone.setflags(write=False)
-        self._driver = self._guarded(lambda: DriverActing(self._pool, groups))
+        self._driver = self._guarded(lambda: DriverInference(self._pool, groups))
         shape = None if self._action_layout is None else self.single_action_space.shape
         sizes = {self.num_envs, *map(len, self.groups)}
         self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}

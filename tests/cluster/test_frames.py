@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.data import RawInfo, StepBatch, tree_leaves, tree_map
 from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.testing import assert_identical
 
 

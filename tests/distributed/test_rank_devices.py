@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from rayvec.distributed.collective import CollectiveRanks
+from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.errors import RankLostError
 
 
@@ -39,7 +39,7 @@ def test_a_timeout_of_nccl_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     LateGroup.Options = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", LateGroup, raising=False)
-    monkeypatch.setattr("rayvec.distributed.collective.check_device", lambda device: None)
+    monkeypatch.setattr("rayvec.distributed.allreduce_torch.check_device", lambda device: None)
     with FakeTensorMode():  # tensors of a GPU without one
         ranks = CollectiveRanks(0, 2, store=None, device="cuda", timeout_s=3)
         group = ranks._group

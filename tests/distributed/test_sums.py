@@ -10,7 +10,7 @@ from helpers.rank_processes import fall_before_second_sum, on_processes, sum_at_
 from helpers.waiting import shm_names, wait_until
 from torch import Tensor
 
-from rayvec.distributed.shared_memory import SharedMemoryRanks
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.errors import RankLostError
 from rayvec.learners.ranks import ALONE, gather_counts, global_moments
 
@@ -114,7 +114,7 @@ def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypa
             ranks._marks[8] = 1
         return now_s
 
-    monkeypatch.setattr("rayvec.distributed.shared_memory.time.monotonic", look)
+    monkeypatch.setattr("rayvec.distributed.allreduce_shared_memory.time.monotonic", look)
     with pytest.raises(RankLostError, match=r"rank 2 in a sum.*only rank\(s\) 0, 1 in time"):
         ranks.sum_(torch.ones(3))
     assert now_s < 1.1

@@ -13,7 +13,7 @@ import torch
 from helpers.device_cases import CASES
 from helpers.thread_ranks import shard
 
-from rayvec.distributed.collective import CollectiveRanks
+from rayvec.distributed.allreduce_torch import CollectiveRanks
 
 __all__ = ["LIMIT_S", "learn", "lose_a_rank", "on_two_ranks"]
 

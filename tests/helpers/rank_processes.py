@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from helpers.rank_objects import fall
-from rayvec.distributed.collective import CollectiveRanks
-from rayvec.distributed.shared_memory import SharedMemoryRanks
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
+from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.learners.ranks import ClosableRanks
 
 _ANSWER_S = 100

@@ -594,7 +594,7 @@ def heirs(*args: Any) -> ProcessPool:
 def wait_for_successor(pool: ProcessPool) -> None:
     def is_starting() -> bool:
         within(DEADLINE_S, pool.completed_ids)
-        return pool._links[0].is_starting
+        return pool._clients[0].is_starting
 
     wait_until(is_starting, "the first worker has a successor")
 
@@ -617,7 +617,7 @@ def test_a_successor_that_nobody_looks_at_while_it_starts_is_not_taken_to_hang(t
         wait_for_successor(pool)
         time.sleep(2.5)
         (tmp_path / "go").touch()
-        wait_until(lambda: not pool._links[0].is_starting, "its environment is made")
+        wait_until(lambda: not pool._clients[0].is_starting, "its environment is made")
         batch = within(DEADLINE_S, partial(pool.recv, min_completed=2))
         assert batch.truncated.tolist() == [True, False] and pool._block.arrays["restarts"].tolist() == [1, 0]
 

@@ -244,7 +244,7 @@ def test_a_policy_that_is_loaded_behind_a_chunk_reaches_a_replacement(tmp_path: 
         pool.begin_rollout(0, 6, 0, 0)
         loading = threading.Thread(target=pool.acting.load, args=(1, cloudpickle.dumps(TablePolicy())))
         loading.start()
-        wait_until(lambda: pool._links[0].num_posted == 3, "the second policy is posted")
+        wait_until(lambda: pool._clients[0].num_posted == 3, "the second policy is posted")
         os.kill(next(iter(pool.worker_pids().values()))[1], signal.SIGKILL)
         gate.touch()
         loading.join(DEADLINE_S)
@@ -394,8 +394,8 @@ class InterruptsItsClose(CountingEnv):
 
 def open_files() -> Counter[str]:
     """Returns how many files of each kind this process has open."""
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return Counter(link.split(":")[0] for link in links)
+    clients = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return Counter(client.split(":")[0] for client in clients)
 
 
 def test_ctrl_c_while_it_closes_leaves_nothing() -> None:

@@ -16,7 +16,7 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.config.references import refer
 from rayvec.data import tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.networks import make_module
+from rayvec.learners.actor_critic_networks import make_module
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.networks import flat_weights, make_actor_critic
 

@@ -16,8 +16,8 @@ from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.bench.harness.task import Adapter, Task
 from rayvec.collect.collector import Collector
 from rayvec.data.partition import even_bounds
-from rayvec.distributed.arrivals import Arrivals
 from rayvec.distributed.decentralized import DecentralizedGroup
+from rayvec.distributed.stragglers import Arrivals
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -20,8 +20,8 @@ from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.processes import Processes
 from rayvec.config import CONFIGS
 from rayvec.data import Batch, CollectStats
-from rayvec.distributed.collective import CollectiveRanks
-from rayvec.distributed.shared_memory import SharedMemoryRanks
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
+from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.envs.factory import EnvFactory
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.policies.policy import Policy

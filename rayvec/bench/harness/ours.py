@@ -21,7 +21,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.node.process_pool import ProcessPool
 from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.base import Autoreset
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["BarePool", "Ours", "TimedPolicy"]

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from rayvec.pools.memory import ArrayLayout
+from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["APART", "FLOAT", "AnySpace", "PoolEnv"]
 
@@ -163,7 +163,7 @@ def fits(space: Space[Any], *, inner: bool = False) -> Callable[[Any], bool]:
     """Returns a function that says whether an observation stays exactly the same in arrays of this space.
 
     Args:
-        space: A space that has an :class:`~rayvec.pools.memory.ArrayLayout`.
+        space: A space that has an :class:`~rayvec.pools.shared_memory.ArrayLayout`.
         inner: Whether it is part of another space. A number by itself is stacked, and only its data type matters.
             One in a dict is kept as it is, and comes back from an array as a NumPy scalar.
     """

@@ -1,4 +1,4 @@
-"""The pool's link to one worker. It posts commands and waits for them in order."""
+"""The pool's client of one worker process: it posts commands to the worker and waits for them in order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
-from rayvec.node.wire import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
+from rayvec.node.protocol import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
 from rayvec.node.workers import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.plan import Part
 
-__all__ = ["Reports", "WorkerLink"]
+__all__ = ["Reports", "WorkerClient"]
 
 _REPLY_S = 60.0
 """How long a worker may take to send a whole reply."""
@@ -73,7 +73,7 @@ class Reports:
                 self.objects[index] = obs
 
 
-class WorkerLink:
+class WorkerClient:
     """The commands to one worker and their results.
 
     Args:

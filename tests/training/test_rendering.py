@@ -12,7 +12,7 @@ from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.cli import main
-from rayvec.training.showing import show
+from rayvec.training.rendering import show
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of imageio

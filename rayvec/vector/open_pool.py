@@ -10,7 +10,7 @@ from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.node.local_pool import LocalPool
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import ActingPool, RestartPolicy
-from rayvec.pools.memory import keep_freed_memory
+from rayvec.pools.shared_memory import keep_freed_memory
 
 __all__ = ["open_pool"]
 
@@ -61,7 +61,7 @@ def open_pool(
             remedy="Leave first_id out, or pass num_nodes=0.",
         )
     # Programs without Ray do not import it: that takes a third of a second.
-    from rayvec.cluster.open_pool import open_ray_pool
+    from rayvec.cluster.open_ray_pool import open_ray_pool
 
     return open_ray_pool(
         factory,

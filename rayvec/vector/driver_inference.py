@@ -13,13 +13,13 @@ from rayvec.data.topology import split_groups
 from rayvec.pools.base import ActingPool, Cut
 from rayvec.rollout.loop import Stopwatch, as_policy, rollout
 
-__all__ = ["DriverActing"]
+__all__ = ["DriverInference"]
 
 _TRIALS = (1, 2, 1, 2)
 """Number of groups in the first chunks with ``groups="auto"``. The first two chunks are warm-up."""
 
 
-class DriverActing:
+class DriverInference:
     """Collects chunks with a policy in the driver, and tracks in which environments the policy must begin an episode.
 
     Args:

@@ -15,7 +15,7 @@ from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import Acting, Cut, EnvPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
-__all__ = ["ProcessActing"]
+__all__ = ["NodeInference"]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _PendingChunk:
     by_reference: bool
 
 
-class ProcessActing(Acting):
+class NodeInference(Acting):
     """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in.
 
     Args:

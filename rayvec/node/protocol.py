@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, Tree
 from rayvec.errors import RemoteFailure
-from rayvec.pools.memory import ArrayLayout, Field, Semaphore, SharedBlock
 from rayvec.pools.restarts import ENV_ARRAYS
+from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock
 
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "travels"]
 

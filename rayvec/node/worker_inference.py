@@ -14,14 +14,14 @@ from rayvec.data import Chunk
 from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
-from rayvec.node.process_acting import ProcessActing
+from rayvec.node.node_inference import NodeInference
+from rayvec.node.protocol import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.node.wire import CHUNK_STEP_BITS, WeightsRef
-from rayvec.node.worker_link import WorkerLink
+from rayvec.node.worker_client import WorkerClient
 from rayvec.node.workers import Workers
 from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
-__all__ = ["WorkerActing"]
+__all__ = ["WorkerInference"]
 
 _CUT_LOOK_S = 0.001
 """The interval at which a wait asks whether to cut the chunk, in seconds."""
@@ -67,12 +67,12 @@ class _PendingChunk:
     commands: list[int]
 
 
-class WorkerActing(Acting):
+class WorkerInference(Acting):
     """The policies of a process pool and its pending chunks, at most `MOST_CHUNKS` of each worker.
 
     Args:
         workers: The worker processes.
-        links: The link to each worker.
+        clients: The client of each worker.
         arrays: The arrays of the shared block.
         call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
         wait_all: Waits until each worker has completed the command with its number, or until a deadline.
@@ -84,23 +84,23 @@ class WorkerActing(Acting):
     def __init__(
         self,
         workers: Workers,
-        links: Sequence[WorkerLink],
+        clients: Sequence[WorkerClient],
         arrays: Mapping[str, NDArray[Any]],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],
         wait_all: Callable[[Sequence[int], float], None],
     ) -> None:
         self._workers = workers
-        self._links = links
+        self._clients = clients
         self._call_all = call_all
         self._wait_all = wait_all
         self._policies: dict[int, _Policy] = {}
         self._pending: list[_PendingChunk] = []
         self._num_begun = 0
-        self._num_begun_of = [0] * len(links)
+        self._num_begun_of = [0] * len(clients)
         self._arrays = arrays
         units: NDArray[np.int64] | None = workers.spaces.unit_bounds
         groups = 2 if units is None or len(units) > 2 else 1
-        self.own = ProcessActing(split_groups(Topology.of_driver(workers.bounds), groups, units))
+        self.own = NodeInference(split_groups(Topology.of_driver(workers.bounds), groups, units))
 
     @property
     def by_reference(self) -> bool:
@@ -122,7 +122,7 @@ class WorkerActing(Acting):
         if on_node:
             self.own.load(key, policy, version)
             return
-        held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._links)))
+        held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._clients)))
         try:
             self._call_all("load_policy", (key, policy), [held.memory.fd])
         except BaseException:
@@ -154,8 +154,8 @@ class WorkerActing(Acting):
             if self._pending:
                 chunk = self._oldest(worker)
                 self._pending.remove(chunk)
-                for link in self._links_of(chunk):
-                    link.take_reply(chunk.commands[link.index])
+                for client in self._clients_of(chunk):
+                    client.take_reply(chunk.commands[client.index])
 
     def begin(
         self,
@@ -176,15 +176,15 @@ class WorkerActing(Acting):
         self.own.note_absence()
         policy, number = self._policies[key], self._num_begun + 1
         args = (key, num_steps, first_step, noise_seed, policy.weights, number)
-        commands = [_NOT_REQUESTED] * len(self._links)
+        commands = [_NOT_REQUESTED] * len(self._clients)
         chunk = _PendingChunk(key, policy.weights, by_reference, number, num_steps, worker, commands)
         num_pending = sum(each.worker in (None, worker) for each in self._pending)
         assert num_pending < MOST_CHUNKS, "a chunk more than there is memory for"
         with Uninterrupted():
-            for link in self._links_of(chunk):
-                piece = self._num_begun_of[link.index] % MOST_CHUNKS
-                commands[link.index] = link.post_call("rollout", *args, piece, num_steps=num_steps)
-                self._num_begun_of[link.index] += 1
+            for client in self._clients_of(chunk):
+                piece = self._num_begun_of[client.index] % MOST_CHUNKS
+                commands[client.index] = client.post_call("rollout", *args, piece, num_steps=num_steps)
+                self._num_begun_of[client.index] += 1
             self._pending.append(chunk)
             self._num_begun = number
 
@@ -192,11 +192,11 @@ class WorkerActing(Acting):
         return next(chunk for chunk in self._pending if chunk.worker == worker)
 
     def has_finished(self, worker: int) -> bool:
-        """Whether a worker has finished its oldest pending chunk, as far as its link has been polled."""
-        return self._oldest(worker).commands[worker] < self._links[worker].num_done
+        """Whether a worker has finished its oldest pending chunk, as far as its client has been polled."""
+        return self._oldest(worker).commands[worker] < self._clients[worker].num_done
 
-    def _links_of(self, chunk: _PendingChunk) -> Sequence[WorkerLink]:
-        return self._links if chunk.worker is None else self._links[chunk.worker : chunk.worker + 1]
+    def _clients_of(self, chunk: _PendingChunk) -> Sequence[WorkerClient]:
+        return self._clients if chunk.worker is None else self._clients[chunk.worker : chunk.worker + 1]
 
     def finish(
         self, timeout_s: float | None = None, cut: Cut | None = None, worker: int | None = None
@@ -217,7 +217,7 @@ class WorkerActing(Acting):
         if cut is not None:
             self._wait_or_cut(chunk, deadline, cut)
         self._wait_all(chunk.commands, deadline)
-        replies = [link.reply(chunk.commands[link.index]) for link in self._links_of(chunk)]
+        replies = [client.reply(chunk.commands[client.index]) for client in self._clients_of(chunk)]
         for _, failure in (each for reply in replies for each in reply.failures):
             self.release(worker)
             raise failure.rebuild()
@@ -242,11 +242,11 @@ class WorkerActing(Acting):
         steps = np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.num_steps, 0))
         return int((steps * np.diff(self._workers.bounds)).sum())
 
-    def done_chunks(self, link: WorkerLink) -> list[Chunk]:
+    def done_chunks(self, client: WorkerClient) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
-        commands = [chunk.commands[link.index] for chunk in self._pending]
-        replies = [link.reply(command) for command in commands if _NOT_REQUESTED < command < link.num_done]
-        memory = self._workers.memories[link.index]
+        commands = [chunk.commands[client.index] for chunk in self._pending]
+        replies = [client.reply(command) for command in commands if _NOT_REQUESTED < command < client.num_done]
+        memory = self._workers.memories[client.index]
         return [reply.value.unpack(memory) for reply in replies if not reply.failures]
 
     def close(self) -> None:

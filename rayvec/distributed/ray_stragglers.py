@@ -45,7 +45,7 @@ def start_counter() -> Any:
 
 
 class RayArrivals:
-    """Arrivals of ranks anywhere in a Ray cluster; see :class:`~rayvec.distributed.arrivals.Arrivals`.
+    """Arrivals of ranks anywhere in a Ray cluster; see :class:`~rayvec.distributed.stragglers.Arrivals`.
 
     Args:
         counter: What `start_counter` returned.
@@ -60,11 +60,11 @@ class RayArrivals:
         self._look_at_s = 0.0
 
     def arrive(self, iteration: int) -> None:
-        """See :class:`~rayvec.distributed.arrivals.Arrivals`."""
+        """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
         self._counter.arrive.remote(iteration)
 
     def num_arrived(self, iteration: int) -> int:
-        """See :class:`~rayvec.distributed.arrivals.Arrivals`."""
+        """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
         if iteration != self._iteration:
             self._iteration, self._known = iteration, 0
             self._next = self._counter.beyond.remote(iteration, 0)

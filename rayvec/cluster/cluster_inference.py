@@ -23,7 +23,7 @@ from rayvec.errors import NodeLostError
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.pools.base import MOST_CHUNKS, Acting, NotReady, deadline_in, seconds_until
 
-__all__ = ["ActingNodes"]
+__all__ = ["ClusterInference"]
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _PendingChunk:
             self.waited_s += time.monotonic() - began_s
 
 
-class ActingNodes(Acting):
+class ClusterInference(Acting):
     """The policies that nodes hold, their weights, and up to `MOST_CHUNKS` pending chunks of each node.
 
     Args:

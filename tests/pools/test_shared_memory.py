@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.data import tree_map
-from rayvec.pools.memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
+from rayvec.pools.shared_memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
 from rayvec.testing import assert_identical
 
 FIELDS = {"a": (np.int64, (3, 2)), "odd": (np.bool_, (5,)), "scalar": (np.float32, ()), "none": (np.int8, (0, 4))}

@@ -17,7 +17,7 @@ There are two ways to sum:
 Either way numbers are added in the order of ranks, by one operation for each rank, so that all ranks get the same bits.
 
 x86 processors promise that another core sees a mark only after what was written before it. On other processors, use
-:class:`~rayvec.distributed.collective.CollectiveRanks`.
+:class:`~rayvec.distributed.allreduce_torch.CollectiveRanks`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.distributed.arrivals import SharedArrivals, Stragglers, shared_arrivals
 from rayvec.distributed.rank_actor import pack
 from rayvec.distributed.rank_state import shared_state
+from rayvec.distributed.stragglers import SharedArrivals, Stragglers, shared_arrivals
 from rayvec.training.decentralized import RankTrainer
 from rayvec.training.progress import Progress
 from rayvec.training.runs import LEARNERS

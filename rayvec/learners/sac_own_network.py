@@ -1,0 +1,173 @@
+"""Your own networks as those of soft actor-critic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rayvec.config.references import resolve
+from rayvec.data import Tree, tree_map
+from rayvec.errors import ConfigError
+from rayvec.learners.sac_networks import Networks
+from rayvec.policies.actors import Actor
+from rayvec.policies.distributions import Categorical, Distribution
+from rayvec.policies.encoders import make_encoder
+from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
+from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
+
+if TYPE_CHECKING:
+    from rayvec.config import SACConfig
+
+__all__ = ["OwnSACActor", "own_networks"]
+
+
+def own_networks(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: Distribution,
+    config: SACConfig,
+    device: torch.device,
+) -> Networks:
+    """Returns your own networks: a module with ``actor`` and ``critics``.
+
+    They read observations as float32: ``[B, *obs_shape]`` where the space is a Box, else rows ``[B, D]`` of numbers
+    (choices one-hot, parts side by side). ``actor(obs)`` returns the parameters of the distribution, ``[B, P]``. For a
+    Box of actions, each of the ``critics`` returns values ``critic(obs, act)``, ``[B]`` or ``[B, 1]``, for actions
+    ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices, ``critic(obs)``, ``[B, C]``.
+
+    Raises:
+        ConfigError: They are something else, or can't be trained or pickled.
+    """
+    assert config.network is not None
+    module = build_network(resolve("network", config.network), observation_space, action_space, config)
+    actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
+    if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
+        raise ConfigError(
+            "SAC trains an actor and critics.",
+            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
+            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
+            remedy="Assign both in the module that network returns.",
+        )
+    read = Reader(observation_space)
+    obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
+    is_discrete = isinstance(distribution, Categorical)
+    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
+    for net in (actor, *critics):
+        check_module(net.eval())
+    check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
+    for critic in critics:
+        name = "one value for each action" if is_discrete else "one value"
+        check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
+    layouts = _ModuleLayout(critics), _ModuleLayout([actor])
+    initial = layouts[0].parameters(), layouts[1].parameters()
+    module.to(device)  # with the buffers
+    return Networks(
+        *layouts,
+        initial,
+        lambda flat: OwnSACActor(read, distribution, actor, flat),
+        tuple(obs.shape[1:]),
+    )
+
+
+class Reader:
+    """What your own networks see of observations, ``float32 [..., *obs_shape]``.
+
+    Args:
+        space: Of observations.
+
+    Attributes:
+        encoder: Turns observations into rows of numbers; None where the space is a Box, which is read as it is.
+    """
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.encoder = None if isinstance(space, spaces.Box) else make_encoder(space)
+
+    def __call__(self, obs: Tree) -> NDArray[np.float32]:
+        return np.asarray(obs, np.float32) if self.encoder is None else self.encoder(obs)
+
+
+class _ModuleLayout:
+    """Modules whose parameters lie one after another in a flat vector, each in the order of ``parameters()``."""
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        self._nets = nets
+        self._places = [
+            [(name, each.shape, each.requires_grad) for name, each in net.named_parameters()] for net in nets
+        ]
+
+    @property
+    def num_params(self) -> int:
+        """See :class:`NetLayout`."""
+        return sum(math.prod(shape) for _, shape, _ in itertools.chain(*self._places))
+
+    def parameters(self) -> Tensor:
+        """Returns a copy of the modules' parameters."""
+        return torch.cat([each.detach().reshape(-1) for net in self._nets for each in net.parameters()])
+
+    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
+        """See :class:`NetLayout`."""
+        parts = iter(torch.split(flat, [math.prod(shape) for _, shape, _ in itertools.chain(*self._places)]))
+        results = []
+        for net, places in zip(self._nets, self._places, strict=True):
+            parameters = {}
+            for name, shape, is_trained in places:
+                part = next(parts)
+                parameters[name] = (part if is_trained else part.detach()).view(shape)
+            result: Tensor = functional_call(net, parameters, inputs)
+            results.append(result if result.ndim == 2 else result.unsqueeze(-1))
+        return torch.stack(results)
+
+
+class OwnSACActor(nn.Module):
+    """Your own actor.
+
+    Args:
+        reader: From observations to what the actor reads.
+        distribution: Of actions.
+        net: The actor; its parameters become views of the flat vector.
+        flat: That vector, and whatever follows the parameters in it.
+    """
+
+    def __init__(self, reader: Reader, distribution: Distribution, net: nn.Module, flat: Tensor) -> None:
+        super().__init__()
+        self.encoder = self.reader = reader
+        self.distribution, self.net = distribution, net.to(flat.device, flat.dtype)
+        start = 0
+        for parameter in net.parameters():
+            parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+            parameter.requires_grad_(False)
+            start += parameter.numel()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]``."""
+        params: Tensor = self.net(rows)
+        return params
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of the parameters and buffers, flat."""
+        return flat_weights(self.net)
+
+    def make_actor(self) -> Actor:
+        """Returns the actor with the present weights. It acts through torch."""
+        return _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
+
+
+class _ReadingActor(ModuleActor):
+    """Acts with a module that reads what an encoder returns."""
+
+    def __init__(self, module: nn.Module, distribution: Distribution, encoder: Callable[[Tree], Any]) -> None:
+        super().__init__(module, distribution)
+        self._encoder = encoder
+
+    def _evaluate(self, obs: Tree) -> Tensor:
+        return super()._evaluate(self._encoder(obs))
