@@ -8,33 +8,30 @@ import os
 import pickle
 import select
 import socket
-import subprocess
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import psutil
 
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.errors import ConfigError
-from rayvec.node.fork_server import python_command
+from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
 
-__all__ = ["ProcessHost", "serve"]
+__all__ = ["ProcessHost", "rank_main"]
 
 _MESSAGE_S = 60.0
 """A rank that takes more seconds than this to send the rest of a message is lost."""
-_START = """
-from rayvec.distributed.process_host import serve
-serve({fd}, {owner})
-"""
+_PRELOAD = ("rayvec.distributed.rank_actor",)
+"""The fork server imports torch once for all ranks, also for those that replace lost ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +58,12 @@ class _Process:
     """A rank's process, and its pending calls.
 
     Attributes:
-        process: The process.
         pipe: The pipe to it.
         watch: The watch on it.
         calls: The pending calls, oldest first.
         has_ended: Whether the process has ended.
     """
 
-    process: subprocess.Popen[bytes]
     pipe: MessagePipe
     watch: ProcessWatch
     calls: deque[_Ref] = field(default_factory=deque)
@@ -78,8 +73,11 @@ class _Process:
 class ProcessHost:
     """Runs ranks as processes of this machine; see :class:`~rayvec.distributed.rank_host.RankHost`.
 
-    A rank ends with this process, however that ends.
+    A fork server starts them. A rank ends with this process, however that ends.
     """
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Places all ranks here."""
@@ -87,20 +85,19 @@ class ProcessHost:
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        environment = {**os.environ, **_own_gpu(placement.rank, device)}
+        main = functools.partial(rank_main, _own_gpu(placement.rank, device), placement, device, threads, timeout_s)
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                python_command(_START.format(fd=theirs.fileno(), owner=os.getpid())),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
-                env=environment,
-            )
-        watch = ProcessWatch(process.pid)
-        rank = RunningRank(placement, _Process(process, MessagePipe(ours, watch), watch), process.pid)
-        rank.handle.pipe.send(cloudpickle.dumps((placement, device, threads, timeout_s)))
-        return rank
+        try:
+            with theirs:
+                if self._server is None:
+                    self._server = ForkServer.branch(_PRELOAD)
+                pid, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, (EOFError, NotReady, OSError)):
+                raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
+            raise
+        return RunningRank(placement, _Process(MessagePipe(ours, watch), watch), pid)
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -151,7 +148,7 @@ class ProcessHost:
             return pickle.loads(ref.data)
         self.wait([ref], 1, None)
         if not ref.has_ended:
-            raise lost(ref.rank, f"its process has ended (exit code {ref.rank.handle.process.poll()})")
+            raise lost(ref.rank, "its process has ended (killed, out of memory, or its own exit)")
         return ref.result
 
     def signs(
@@ -177,13 +174,16 @@ class ProcessHost:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         for rank in ranks:
             rank.handle.watch.kill()
-            rank.handle.process.wait()
             rank.handle.pipe.close()
             rank.handle.watch.close()
             rank.handle.has_ended = True
 
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()  # and whatever processes the ranks have left
+
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: the fork server has ended with the ranks."""
 
 
 def _own_gpu(rank: int, device: str) -> dict[str, str]:
@@ -219,30 +219,32 @@ def _file_store(path: Path, timeout_s: float) -> Any:
     return store
 
 
-def serve(fd: int, owner: int) -> None:
-    """Runs a rank until its owner closes the pipe or ends. It is the main function of a rank's process.
+def rank_main(
+    environment: Mapping[str, str],
+    placement: RankPlacement,
+    device: str,
+    threads: int,
+    timeout_s: float,
+    fds: Sequence[int],
+) -> None:
+    """Runs a rank until its owner closes the pipe. The fork server calls this function in a new process.
 
     Args:
-        fd: Of the pipe to the owner.
-        owner: The owner's process.
+        environment: Environment variables of this rank alone.
+        placement: Where this rank is; with the next three, the arguments of its `RankActor`.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: Number of threads that torch may use.
+        timeout_s: How long ranks wait for each other, in seconds.
+        fds: File descriptor of the pipe to the owner.
     """
-    sock = socket.socket(fileno=fd)
-    threading.Thread(target=_end_with, args=(sock, owner), daemon=True).start()
     from rayvec.distributed.rank_actor import RankActor  # imports torch
 
-    pipe = MessagePipe(sock)
-    actor = RankActor(*pickle.loads(pipe.receive()[0]))
-    while True:
-        method, args = pickle.loads(pipe.receive()[0])
-        pipe.send(cloudpickle.dumps(getattr(actor, method)(*args)))
-
-
-def _end_with(sock: socket.socket, owner: int) -> None:
-    """Ends this process, also in the midst of a call, once its owner has closed the pipe or has ended."""
-    poll = select.poll()
-    poll.register(sock.fileno(), 0)  # only the hang-up, which is always reported
-    watch = ProcessWatch(owner)
-    if watch.fileno() >= 0:
-        poll.register(watch.fileno(), select.POLLIN)
-        poll.poll()
-    os._exit(1)
+    os.environ.update(environment)
+    Path("/proc/self/comm").write_text("rayvec-rank")  # what ps and top show
+    np.random.seed()  # else every rank inherits the fork server's state
+    pipe = MessagePipe(socket.socket(fileno=fds[0]))
+    actor = RankActor(placement, device, threads, timeout_s)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe
+        while True:
+            method, args = pickle.loads(pipe.receive()[0])
+            pipe.send(cloudpickle.dumps(getattr(actor, method)(*args)))

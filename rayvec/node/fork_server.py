@@ -1,8 +1,8 @@
-"""Fork servers. They import what a worker needs once, so that a worker starts in milliseconds.
+"""Fork servers. They import what a process needs once, so that workers and ranks start in milliseconds.
 
 Each process has at most one *root* fork server for each set of preloaded modules. It starts on demand and exits a few
 seconds after the last pool is closed. The root forks a *branch* for each pool, and the branch forks that pool's
-workers. All of them communicate through unnamed sockets.
+workers. The ranks of this machine have a branch in the same way. All of them communicate through unnamed sockets.
 
 No process outlives its pool. A branch exits when its pool is closed or when the owner's process ends for any reason.
 Before it exits, it kills its workers and all processes that their environments started. When a worker exits, the
@@ -137,12 +137,13 @@ class ForkServer:
         """Whether the server has exited. Its workers exit with it."""
         return self._watch.ended()
 
-    def fork(self, spec: bytes, fds: Sequence[int], timeout_s: float = _START_S) -> tuple[int, ProcessWatch]:
-        """Forks a worker. On the root, forks a branch.
+    def fork(self, main: bytes, fds: Sequence[int], timeout_s: float = _START_S) -> tuple[int, ProcessWatch]:
+        """Forks a process. On the root, forks a branch.
 
         Args:
-            spec: The pickled :class:`~rayvec.node.worker.WorkerSpec`, or no bytes for a branch.
-            fds: File descriptors for :func:`~rayvec.node.worker.worker_main`. For a branch, its socket.
+            main: The pickled function that the process runs with the list of its file descriptors. No bytes for a
+                branch.
+            fds: File descriptors for the process. For a branch, its socket.
             timeout_s: How long the fork may take, in seconds.
 
         Returns:
@@ -155,7 +156,7 @@ class ForkServer:
         """
         with self._turn, Uninterrupted():  # else the next call would read this one's answer
             pipe = MessagePipe(self._socket, self._watch)
-            pipe.send(spec, fds)
+            pipe.send(main, fds)
             try:
                 answer, pidfds = pipe.receive(time.monotonic() + timeout_s)
             except NotReady:
@@ -224,7 +225,7 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         if pipe.fileno() not in ready:
             continue
         try:
-            spec, fds = pipe.receive()
+            main, fds = pipe.receive()
         except EOFError:
             break
         except OSError as error:  # too many open files
@@ -240,7 +241,7 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (pipe.fileno(), watch.fileno(), died, dies):
                 os.close(each)
-            _run(server, partial(serve, fds[0], owner) if is_root else partial(_work, spec, fds))
+            _run(server, partial(serve, fds[0], owner) if is_root else partial(_work, main, fds))
         for each in fds:
             os.close(each)
         if pid > 0:
@@ -265,10 +266,8 @@ def _tell(pipe: MessagePipe, pid: int) -> None:
         os.close(each)
 
 
-def _work(spec: bytes, fds: Sequence[int]) -> None:
-    from rayvec.node.worker import worker_main
-
-    worker_main(pickle.loads(spec), fds)
+def _work(main: bytes, fds: Sequence[int]) -> None:
+    pickle.loads(main)(fds)
 
 
 def _reap(forked: set[int], *, wait: bool = False) -> None:

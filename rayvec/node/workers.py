@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,7 @@ from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.node.protocol import BlockShape, NodeBlock, Setup
-from rayvec.node.worker import STACK_SIGNAL, WorkerSpec
+from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
@@ -148,7 +149,9 @@ class Workers:
                 with theirs:
                     stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
                     undo.callback(os.close, stack_fd)
-                    pid, watch = self.server.fork(pickle.dumps(spec), [theirs.fileno(), stack_fd], limit_s)
+                    pid, watch = self.server.fork(
+                        pickle.dumps(partial(worker_main, spec)), [theirs.fileno(), stack_fd], limit_s
+                    )
                 undo.pop_all()
         except EOFError as error:
             raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error

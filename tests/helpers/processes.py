@@ -45,13 +45,21 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(DEADLINE_S)
 
-    def left(self) -> list[str]:
-        """Returns the command lines of the processes that it started, directly or not, and that live."""
+    def pids(self) -> list[int]:
+        """Returns the processes that it started, directly or not, and that live; its own is among them."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self._mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+                    found.append(int(entry.name))
+        return found
+
+    def left(self) -> list[str]:
+        """Returns the command lines of the processes that it started, directly or not, and that live."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         return found
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -120,8 +120,7 @@ def test_no_iteration_is_left_out_of_the_last_checkpoint(tmp_path: Path) -> None
 
 def ranks_of(command: Command) -> list[psutil.Process]:
     """Returns the processes of the ranks that a command has started."""
-    children = psutil.Process(command.process.pid).children()
-    return [each for each in children if "process_host" in " ".join(each.cmdline())]
+    return [psutil.Process(pid) for pid in sorted(command.pids()) if psutil.Process(pid).name() == "rayvec-rank"]
 
 
 def lines_of(run_dir: Path) -> int:
