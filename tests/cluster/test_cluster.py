@@ -153,7 +153,8 @@ FORKING = """
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("close", marks=pytest.mark.slow), "killed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["close", "killed"])
 def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver, how: str) -> None:
     """It holds every file that the driver held, the pipe to the reaper among them; so does who reads a log."""
     driver = run(

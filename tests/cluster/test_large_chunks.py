@@ -55,7 +55,9 @@ def serial_chunks(fns: list[Any], num_steps: list[int], seed: int) -> list[Chunk
 
 
 @pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
-@pytest.mark.parametrize(("nodes", "workers"), [(1, 2), (2, 1)], ids=["shm", "shm+tcp"])
+@pytest.mark.parametrize(
+    ("nodes", "workers"), [pytest.param(1, 2, marks=pytest.mark.slow, id="shm"), pytest.param(2, 1, id="shm+tcp")]
+)
 def test_chunks_stay_as_they_were(make_vec: MakeVec, nodes: int, workers: int, prefetch: bool) -> None:
     fns = [partial(SpaceEnv, spaces.Box(0, 255, (40, 40), np.uint8))] * 3
     lengths = [20, 20, 60, 30, 1, 40]

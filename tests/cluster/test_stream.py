@@ -231,6 +231,7 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_handshake")
 def test_a_thousand_silent_connections_cost_a_bounded_number_of_threads_and_no_memory(listener: Listener) -> None:
     before, threads = resident_bytes(), threading.active_count()

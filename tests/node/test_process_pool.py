@@ -90,8 +90,14 @@ def test_slices_are_in_order_and_differ_by_one_at_most(num_envs: int, parts: int
 
 
 class TestEquivalence:
-    @pytest.mark.parametrize("mode", list(Autoreset))
-    @pytest.mark.parametrize("kind", ALL_SPACES)
+    @pytest.mark.parametrize(
+        ("kind", "mode"),
+        [
+            pytest.param(kind, mode, marks=() if number == index % 3 else pytest.mark.slow)
+            for index, kind in enumerate(ALL_SPACES)
+            for number, mode in enumerate(Autoreset)
+        ],
+    )
     def test_equals_the_serial_pool_for_every_space(self, kind: str, mode: Autoreset) -> None:
         space = ALL_SPACES[kind]
         fns = env_fns(3, space, space)

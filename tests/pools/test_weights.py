@@ -44,7 +44,7 @@ def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("size", [1, 17, 300_000])
+@pytest.mark.parametrize("size", [1, pytest.param(17, marks=pytest.mark.slow), 300_000])
 def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
     env = make_vec([CountingEnv] * 4, 2, 2)
     store = env.publish(Weighs())

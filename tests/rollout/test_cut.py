@@ -66,9 +66,13 @@ def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return np.array(seen), np.array(rewards), np.array(ends)
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver", pytest.param("node", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "a worker for each" else name for name in ENGINES]
+    ("inference", "engine"),
+    [
+        pytest.param(inference, engine, marks=() if inference != "node" and engine == quick else pytest.mark.slow)
+        for inference, quick in (("worker", "two workers"), ("driver", "this process"), ("node", ""))
+        for engine in ENGINES
+    ],
 )
 def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
     limits = [3, 17, 1, 29, 1000, 12]

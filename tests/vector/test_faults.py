@@ -236,7 +236,9 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
 
 
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
-@pytest.mark.parametrize("fault", [pytest.param(RAISE, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(RAISE, marks=pytest.mark.slow, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW]
+)
 def test_the_log_names_them_for_what_happens_in_a_chunk_too(
     make_vec: Any, caplog: pytest.LogCaptureFixture, nodes: int, fault: int
 ) -> None:
@@ -250,7 +252,7 @@ def test_the_log_names_them_for_what_happens_in_a_chunk_too(
     assert len(said) == 1 and what in said[0], caplog.messages
 
 
-@pytest.mark.parametrize("fault", [RAISE, DIE, HANG], ids=["raise", "die", "hang"])
+@pytest.mark.parametrize("fault", [pytest.param(RAISE, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW])
 def test_without_restarts_the_fault_is_raised_and_everything_closed(make_vec: Any, fault: int) -> None:
     env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0 if fault == HANG else None)
     env.reset(seed=1)
@@ -377,8 +379,15 @@ def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
-@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
-@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "chunk"])
+@pytest.mark.parametrize(
+    ("fault", "stepwise"),
+    [
+        pytest.param(RAISE, True, id="raise-step"),
+        pytest.param(DIE, True, marks=pytest.mark.slow, id="die-step"),
+        pytest.param(RAISE, False, marks=pytest.mark.slow, id="raise-chunk"),
+        pytest.param(DIE, False, id="die-chunk"),
+    ],
+)
 def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
     make_vec: Any, nodes: int, fault: int, stepwise: bool
 ) -> None:
@@ -426,8 +435,15 @@ def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
     assert stats.lens.sum() < expected.lens.sum(), "the steps of the cut episode belong to none"
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-@pytest.mark.parametrize("fault", [RAISE, DIE], ids=["raise", "die"])
+@pytest.mark.parametrize(
+    ("fault", "inference"),
+    [
+        pytest.param(RAISE, "worker", id="raise-worker"),
+        pytest.param(DIE, "worker", marks=pytest.mark.slow, id="die-worker"),
+        pytest.param(RAISE, "driver", marks=pytest.mark.slow, id="raise-driver"),
+        pytest.param(DIE, "driver", id="die-driver"),
+    ],
+)
 def test_an_episode_that_was_cut_fills_no_quota(make_vec: Any, fault: int, inference: Any) -> None:
     def policy(obs: Any) -> Any:
         return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), fault, GO)

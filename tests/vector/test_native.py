@@ -51,7 +51,7 @@ def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
 
 
 class TestEquality:
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize(
         ("workers", "num_steps"),
         [(0, 1_000), (2, 100), pytest.param(1, 1_000, marks=SLOW), pytest.param(2, 1_000, marks=SLOW)],
@@ -126,7 +126,10 @@ class TestEquality:
 
 class TestChunks:
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize(("workers", "inference"), [(0, "worker"), (2, "worker"), (2, "driver")])
+    @pytest.mark.parametrize(
+        ("workers", "inference"),
+        [pytest.param(0, "worker", marks=SLOW), (2, "worker"), pytest.param(2, "driver", marks=SLOW)],
+    )
     def test_no_transition_is_false(self, mode: str, workers: int, inference: Any) -> None:
         with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=workers)) as env:
             chunks = [env.rollout(still, 9, inference, seed=5 if k == 0 else None) for k in range(4)]
@@ -207,7 +210,7 @@ class TestChunks:
 
 
 class TestFaults:
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize(("fault", "workers"), FAULTS)
     def test_a_sub_batch_restarts_as_a_whole(self, tmp_path: Path, mode: str, fault: str, workers: int) -> None:
         fns = [partial(Fails, mode, fault, str(tmp_path / "failed")), partial(counting, 2, mode)]

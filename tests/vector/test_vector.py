@@ -27,7 +27,12 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 ALONE = ["box32", "image", "zero_d", "discrete", "multidiscrete_2d", "multibinary", "tuple", *OBJECT_SPACES][:-2]
 """What stands at the top as well as in a dict."""
+SLOW = pytest.mark.slow
 EVERYTHING = {"arrays": spaces.Dict(ARRAY_SPACES), "objects": spaces.Dict(OBJECT_SPACES)}
+
+
+TOLD = {("arrays", "1x1"), ("arrays", "2x1"), ("arrays", "no Ray"), ("objects", "2x1"), ("objects", "none")}
+"""What `make test` runs of `test_every_space_at_once`."""
 
 
 class TestEquivalence:
@@ -35,8 +40,9 @@ class TestEquivalence:
     @pytest.mark.parametrize(
         ("kind", "topology"),
         [
-            *(("arrays", topology) for topology in TOPOLOGIES),
-            *(("objects", topology) for topology in ("2x1", "1x3", "none")),
+            pytest.param(kind, topology, marks=() if (kind, topology) in TOLD else SLOW)
+            for kind in EVERYTHING
+            for topology in TOPOLOGIES
         ],
     )
     def test_every_space_at_once(self, make_vec: MakeVec, kind: str, topology: str, mode: AutoresetMode) -> None:
@@ -46,7 +52,9 @@ class TestEquivalence:
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(env, sync, 12, options={"level": 2}) > 10
 
-    @pytest.mark.parametrize("kind", ALONE)
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=SLOW if index % 3 else ()) for index, kind in enumerate(ALONE)]
+    )
     def test_every_kind_alone_over_shared_memory_and_stream(self, make_vec: MakeVec, kind: str) -> None:
         mode = MODES[ALONE.index(kind) % 3]
         fns = env_fns(3, ALL_SPACES[kind], ALL_SPACES[kind])

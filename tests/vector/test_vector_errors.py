@@ -42,7 +42,14 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 class TestErrors:
-    @pytest.mark.parametrize(("kind", "nodes"), [("plain", 1), ("timeout", 1), *((kind, 2) for kind in ERRORS)])
+    @pytest.mark.parametrize(
+        ("kind", "nodes"),
+        [
+            *(("plain", 1), ("eof", 2), ("two arguments", 2)),
+            *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("plain", "timeout", "pipe", "key")),
+            pytest.param("timeout", 1, marks=pytest.mark.slow),
+        ],
+    )
     def test_an_error_in_a_step_keeps_its_type_and_message(self, make_vec: MakeVec, kind: str, nodes: int) -> None:
         fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", "step", 1, ERRORS[kind])]
         env = make_vec(fns, nodes, 3 - nodes)
@@ -161,7 +168,7 @@ class TestErrors:
 class TestCtrlC:
     """What is under way is answered some time, so that later answers could be taken for those of other steps."""
 
-    @pytest.mark.parametrize("nodes", [1, 2])
+    @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
     @pytest.mark.parametrize("how", ["step", "group", "driver"])
     def test_whoever_waits_for_a_step_loses_the_environments(self, make_vec: MakeVec, nodes: int, how: str) -> None:
         env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
@@ -182,7 +189,13 @@ class TestCtrlC:
 
 
 class TestEnd:
-    @pytest.mark.parametrize(("nodes", "pending"), [(1, "step"), (2, "step"), (2, "reset"), (1, "call"), (2, None)])
+    @pytest.mark.parametrize(
+        ("nodes", "pending"),
+        [
+            *((1, "call"), (2, "step"), (2, "reset")),
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "step"), (2, None))),
+        ],
+    )
     def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
         make_vec([CountingEnv]).close()  # starts the fork server, which stays for some seconds
         fds, names = len(os.listdir("/proc/self/fd")), shm_names()
@@ -294,7 +307,10 @@ class TestInput:
 
     @pytest.mark.parametrize(
         ("inference", "shape"),
-        [("worker", (1,)), ("worker", (3, 1)), ("worker", ()), ("driver", (1,)), ("driver", (6, 1)), ("driver", (7,))],
+        [
+            *(("worker", (1,)), ("worker", ()), ("driver", (6, 1)), ("driver", (7,))),
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in (("worker", (3, 1)), ("driver", (1,)))),
+        ],
     )
     def test_policies_that_return_a_wrong_number_of_actions(
         self, make_vec: MakeVec, inference: Any, shape: tuple[int, ...]
