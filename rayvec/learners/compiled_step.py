@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.learners.adam import FlatOptimizer
+from rayvec.learners.base import FlatModule
 from rayvec.learners.compiling import Compiled, CUDAGraph, GraphPool, can_capture
 
 __all__ = ["CompiledStep", "Loss"]
@@ -52,11 +54,8 @@ class CompiledStep:
         *,
         capture: bool = True,
     ) -> None:
-        self._module, self._loss, self._optimizer = module, loss, optimizer
+        self._module, self._loss, self._optimizer = FlatModule(module), loss, optimizer
         self._max_grad_norm, self._num_statistics, self._capture = max_grad_norm, num_statistics, capture
-        self._places = [
-            (name, each.shape, each.numel(), each.requires_grad) for name, each in module.named_parameters()
-        ]
         self._changed = optimizer.tensors
         self._rate = self._changed[0].new_zeros(1)
         self._fields: Tree = ()
@@ -154,16 +153,7 @@ class CompiledStep:
         flat, fields = state
 
         def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
-            parts = torch.split(flat, [size for _, _, size, _ in self._places])
-            parameters = {
-                name: (part if is_trained else part.detach()).view(shape)
-                for (name, shape, _, is_trained), part in zip(self._places, parts, strict=True)
-            }
-
-            def call(inputs: Tree) -> Any:
-                return functional_call(self._module, parameters, (inputs,))
-
-            return self._loss(call, fields, weight, *rows)
+            return self._loss(functools.partial(self._module, flat), fields, weight, *rows)
 
         gradient, statistics = grad(loss, has_aux=True)(flat)
         return gradient, statistics
