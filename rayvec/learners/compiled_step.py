@@ -41,7 +41,6 @@ class CompiledStep:
         optimizer: Of the flat parameters, in the order of ``module.parameters()``.
         max_grad_norm: Largest norm of a gradient.
         num_statistics: S.
-        capture: Whether to capture graphs on CUDA.
     """
 
     def __init__(
@@ -51,11 +50,9 @@ class CompiledStep:
         optimizer: FlatOptimizer,
         max_grad_norm: float,
         num_statistics: int,
-        *,
-        capture: bool = True,
     ) -> None:
         self._module, self._loss, self._optimizer = FlatModule(module), loss, optimizer
-        self._max_grad_norm, self._num_statistics, self._capture = max_grad_norm, num_statistics, capture
+        self._max_grad_norm, self._num_statistics = max_grad_norm, num_statistics
         self._changed = optimizer.tensors
         self._rate = self._changed[0].new_zeros(1)
         self._fields: Tree = ()
@@ -110,7 +107,7 @@ class CompiledStep:
 
     @property
     def _is_captured(self) -> bool:
-        return self._capture and can_capture(self._rate.device)
+        return can_capture(self._rate.device)
 
     def _call(self, graph: Compiled, state: Any, *rows: Tensor) -> Any:
         rows = tuple(map(self._padded, rows))
