@@ -9,20 +9,18 @@ interleaved.
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tyro
-from stragglers import _MEDIAN_S, _SLOW_FACTOR, _SLOW_PLACE
+from stragglers import run as run_slowly
+from stragglers import seconds
 
 import rayvec
-from rayvec.training.loggers import read_metrics
 
+_NUM_ENVS = 16
 WAYS: dict[str, dict[str, Any]] = {
     "8 equal workers, lockstep": {"factor": 1, "max_staleness": None},
     "one 5 x slower, lockstep": {"factor": 5, "max_staleness": None},
@@ -34,30 +32,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def run(factor: float, max_staleness: int | None, iterations: int) -> tuple[float, float, list[int]]:
     """Returns steps/s, updates/s, and how many columns had each staleness."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ |= {_SLOW_PLACE: f"{directory}/slow", _SLOW_FACTOR: str(factor), _MEDIAN_S: "0.002"}
-        config = rayvec.IMPALAConfig(
-            env_id="stragglers:Sleeping-v0",
-            num_envs=16,
-            num_steps=16,
-            num_nodes=0,
-            workers_per_node=8,
-            eval_episodes=0,
-            max_staleness=max_staleness,
-            run_dir=Path(directory, "run"),
-        )
-        config = replace(config, total_steps=iterations * config.steps_per_iteration)
-        rayvec.train(config)
-        lines = list(read_metrics(config.run_dir / "metrics.jsonl"))[2:-1]  # type: ignore[operator]
-    elapsed_s = sum(
-        value
-        for line in lines[1:]
-        for name, value in line.items()
-        if name.startswith("time_s/") and name.count("/") == 1
-    )
+    settings = {"num_envs": _NUM_ENVS, "num_steps": 16, "workers_per_node": 8, "max_staleness": max_staleness}
+    lines = run_slowly(rayvec.IMPALAConfig, factor=factor, median_s=0.002, iterations=iterations, **settings)[:-1]
+    elapsed_s = sum(map(seconds, lines[1:]))
     counts = np.zeros(max_staleness + 1 if max_staleness else 2, np.int64)
     for line in lines[1:]:
-        found = line.get("staleness_counts") or [0, config.num_envs]
+        found = line.get("staleness_counts") or [0, _NUM_ENVS]
         counts[: len(found)] += found
     return (lines[-1]["steps"] - lines[0]["steps"]) / elapsed_s, (len(lines) - 1) / elapsed_s, counts.tolist()
 

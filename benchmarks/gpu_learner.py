@@ -22,115 +22,40 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 
-from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
-from rayvec.data import Batch, Chunk, CollectStats
-from rayvec.learners.impala import IMPALALearner
-from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.sac import SACLearner
+from rayvec.bench.harness.learners import LearnerTask
 from rayvec.policies import networks
 from rayvec.policies.precision import autocast
+from rayvec.training.runs import LEARNERS
 
 D, A = 17, 6
-FRAMES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-NUMBERS = spaces.Box(-np.inf, np.inf, (D,), np.float32)
-EPOCHS = 4
-STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), 0, 0, 0, 1.0, 1.0, {}, (0, 0))
+CHOICES = 2
+"""Actions where observations are images."""
 
 Updates = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is updated.
-
-    Attributes:
-        algorithm: ``"ppo"``, ``"impala"`` or ``"sac"``.
-        images: Whether observations are four frames of 84x84 pixels and there are 4 actions, instead of 17 numbers and
-            6 components.
-        minibatch: Samples in a minibatch.
-        width: Of both hidden layers.
-        num_envs: Environments.
-        num_steps: Steps of each in a batch.
-    """
-
-    algorithm: str
-    images: bool
-    minibatch: int
-    width: int = 64
-    num_envs: int = 64
-    num_steps: int = 64
-
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        net = "Nature-CNN" if self.images else f"{self.width}x{self.width}"
-        return f"{self.algorithm.upper()}, {net}, {self.minibatch}"
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that an update learns from, each as often as it does."""
-        rows = self.num_envs * self.num_steps
-        return {"ppo": rows * EPOCHS, "impala": rows, "sac": rows * self.minibatch}[self.algorithm]
-
-    @property
-    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        """Of observations and actions."""
-        return (FRAMES, spaces.Discrete(4)) if self.images else (NUMBERS, spaces.Box(-1, 1, (A,), np.float32))
-
-    def learner(self, device: str, precision: str, *, compile: bool) -> Any:
-        """Returns our learner."""
-        sizes: dict[str, Any] = {"num_envs": self.num_envs, "num_steps": self.num_steps, "total_steps": 10**9}
-        common = {**sizes, "hidden_sizes": (self.width, self.width), "precision": precision}
-        if self.algorithm == "ppo":
-            ppo = PPOConfig(**common, minibatch_size=self.minibatch, num_epochs=EPOCHS, compile=compile)
-            return PPOLearner(*self.spaces, ppo, device=device)
-        if self.algorithm == "impala":
-            share = max(1, self.num_envs * self.num_steps // self.minibatch)
-            return IMPALALearner(*self.spaces, IMPALAConfig(**common, num_minibatches=share), device=device)
-        sac = SACConfig(**common, batch_size=self.minibatch, learning_starts=1, replay_size=10**5, compile=compile)
-        return SACLearner(*self.spaces, sac, device=device)
-
-    def batch(self) -> Batch:
-        """Returns random steps."""
-        rng = np.random.default_rng(0)
-        lead = (self.num_steps, self.num_envs)
-        is_byte = self.images
-        obs = rng.integers(0, 256, (lead[0] + 1, lead[1], *FRAMES.shape), np.uint8) if is_byte else None
-        obs = rng.normal(size=(lead[0] + 1, lead[1], D)).astype(np.float32) if obs is None else obs
-        act = rng.integers(0, 4, lead) if is_byte else rng.uniform(-1, 1, (*lead, A)).astype(np.float32)
-        logp = np.full(lead, -np.log(4) if is_byte else -8.0, np.float32)
-        extras = {"logp": logp} if is_byte else {"logp": logp, "raw_act": act}
-        none = np.zeros(lead, bool)
-        chunk = Chunk(
-            env_ids=np.arange(lead[1]),
-            obs=obs[:-1],
-            act=act,
-            rew=rng.normal(size=lead),
-            terminated=none,
-            truncated=none,
-            valid=~none,
-            last_obs=obs[-1],
-            final_index=np.zeros((0, 2), np.int64),
-            final_obs=obs[0, :0],
-            extras=extras,
-        )
-        return Batch((chunk,), STATS)
+def name_of(task: LearnerTask) -> str:
+    """Returns what the table calls a task."""
+    net = "Nature-CNN" if task.images else "x".join(map(str, task.hidden_sizes))
+    return f"{task.algorithm.upper()}, {net}, {task.minibatch_size}"
 
 
-def ours(task: Task, device: str, precision: str, kind: str) -> Updates:
+def ours(task: LearnerTask, precision: str, kind: str) -> Updates:
     """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
     without = without_capture if kind == "compiled" else contextlib.nullcontext
     with without():
-        learner, batch = task.learner(device, precision, compile=kind != "eager"), task.batch()
+        config = replace(task.config(), precision=precision, compile=kind != "eager", total_steps=10**9)
+        env = task.env()
+        learner = LEARNERS[type(config)](env.observation_space, env.action_space, config)
+        batch = task.batch(learner)
 
     def update() -> Any:
         with without():
@@ -152,16 +77,16 @@ def without_capture() -> Iterator[None]:
 class Agent(nn.Module):
     """A policy and a value as CleanRL's scripts write them."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: LearnerTask) -> None:
         super().__init__()
         relu, flat = nn.ReLU, nn.Flatten
         cnn = (nn.Conv2d(4, 32, 8, 4), relu(), nn.Conv2d(32, 64, 4, 2), relu(), nn.Conv2d(64, 64, 3, 1), relu(), flat())
         self.images = task.images
         self.trunk = nn.Sequential(*cnn, nn.Linear(3136, 512), relu()) if task.images else nn.Identity()
         if task.images:
-            self.actor, self.critic = nn.Linear(512, 4), nn.Linear(512, 1)
+            self.actor, self.critic = nn.Linear(512, CHOICES), nn.Linear(512, 1)
         else:
-            self.actor, self.critic = self.mlp(task.width, A), self.mlp(task.width, 1)
+            self.actor, self.critic = (self.mlp(task.hidden_sizes[0], outs) for outs in (A, 1))
             self.log_std = nn.Parameter(torch.zeros(A))
 
     @staticmethod
@@ -180,14 +105,15 @@ class Agent(nn.Module):
         return normal.log_prob(act).sum(-1), normal.entropy().sum(-1) + 0 * value, value
 
 
-def plain(task: Task, device: str, precision: str, *, lean: bool) -> Updates:
+def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
     """Returns the update of a script: the samples on the device, minibatches, loss, autograd, clip, Adam."""
+    device, epochs = task.device, task.config().num_epochs
     agent = Agent(task).to(device)
     on_gpu = device == "cuda"
     rate: Any = torch.tensor(2.5e-4, device=device) if lean and on_gpu else 2.5e-4
     adam = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, capturable=lean and on_gpu, fused=lean or None)
-    (chunk,) = task.batch().chunks
-    rows = task.num_envs * task.num_steps
+    (chunk,) = task.batch(task.learner()()).chunks
+    rows = task.rows
     logp = chunk.extras["logp"].reshape(-1)
     numbers = np.random.default_rng(1).normal(size=(3, rows)).astype(np.float32)
 
@@ -212,26 +138,27 @@ def plain(task: Task, device: str, precision: str, *, lean: bool) -> Updates:
         obs = torch.from_numpy(chunk.obs).to(device).flatten(0, 1)
         act = torch.from_numpy(chunk.act).to(device).flatten(0, 1)
         others = [torch.from_numpy(each).to(device) for each in (logp, *numbers)]
-        for _ in range(EPOCHS):
-            for index in torch.randperm(rows, device=device).split(task.minibatch):
+        for _ in range(epochs):
+            for index in torch.randperm(rows, device=device).split(task.minibatch_size):
                 call(obs[index], act[index], *(each[index] for each in others))
         return next(agent.parameters()).sum().item()
 
     return update
 
 
-def bound(task: Task, device: str, precision: str) -> float:
+def bound(task: LearnerTask, precision: str) -> float:
     """Returns the most samples per second that the device's measured rates allow."""
     if task.images:  # multiplications of the three convolutions and of the layers after them
-        products = 20 * 20 * 32 * 4 * 64 + 9 * 9 * 64 * 32 * 16 + 7 * 7 * 64 * 64 * 9 + 3136 * 512 + 512 * 5
+        products = 20 * 20 * 32 * 4 * 64 + 9 * 9 * 64 * 32 * 16 + 7 * 7 * 64 * 64 * 9 + 3136 * 512 + 512 * (CHOICES + 1)
         num_weights, sample_bytes = 1_690_000, 4 * 84 * 84
     else:
         nets = {"ppo": 2, "impala": 2, "sac": 7}[task.algorithm]  # SAC: two critics, two targets, twice the actor, ...
-        products = nets * (D * task.width + task.width**2 + task.width * A)
+        width = task.hidden_sizes[0]
+        products = nets * (D * width + width**2 + width * A)
         num_weights, sample_bytes = products, 4 * (2 * D + A + 4)
-    flops, bandwidth = rates(device, precision)
+    flops, bandwidth = rates(task.device, precision)
     compute_s = 3 * 2 * products / flops  # once forward, twice backward
-    memory_s = (sample_bytes + 4 * 8 * num_weights / task.minibatch) / bandwidth  # weights, gradients, moments
+    memory_s = (sample_bytes + 4 * 8 * num_weights / task.minibatch_size) / bandwidth  # weights, gradients, moments
     return 1 / max(compute_s, memory_s)
 
 
@@ -283,34 +210,37 @@ def lines(options: argparse.Namespace) -> Iterator[list[str]]:
         ways: dict[str, Updates] = {}
         for precision in options.precisions:
             for name in here:
-                ways[f"{name} {precision}"] = ours(task, options.device, precision, name)
+                ways[f"{name} {precision}"] = ours(task, precision, name)
             for name in scripts:
-                ways[f"{name} {precision}"] = plain(task, options.device, precision, lean=name == "leanrl")
-        found = measure(ways, task.num_samples, options.repeats)
+                ways[f"{name} {precision}"] = plain(task, precision, lean=name == "leanrl")
+        found = measure(ways, task.samples, options.repeats)
         if options.device == "cuda" and "pageable" in options.kinds:
-            pageable = {f"pageable {each}": ours(task, "cuda", each, here[-1]) for each in options.precisions}
+            pageable = {f"pageable {each}": ours(task, each, here[-1]) for each in options.precisions}
             with mock.patch.object(networks, "PAGE_LOCKED", frozenset()):
-                found |= measure(pageable, task.num_samples, options.repeats)
+                found |= measure(pageable, task.samples, options.repeats)
         for precision in options.precisions:
-            limit = bound(task, options.device, precision)
+            limit = bound(task, precision)
             best = max(statistics.median(found[f"{name} {precision}"]) for name in here)
             cells = [spread(found.get(f"{name} {precision}")) for name in COLUMNS]
-            yield [f"{task.name}, {precision}", *cells, f"{limit:,.0f}", f"{best / limit:.0%}"]
+            yield [f"{name_of(task)}, {precision}", *cells, f"{limit:,.0f}", f"{best / limit:.0%}"]
 
 
 COLUMNS = ["eager", "compiled", "captured", "pageable", "cleanrl", "leanrl"]
 TASKS = ["ppo", "ppo-cnn", "impala", "impala-cnn", "sac"]
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def tasks(options: argparse.Namespace) -> Iterator[LearnerTask]:
     """Yields what is updated."""
     for name in options.tasks:
         algorithm, _, images = name.partition("-")
+        shape: dict[str, Any] = {"num_envs": 64, "num_steps": options.num_steps, "images": bool(images)}
+        sizes: list[dict[str, Any]] = [{"minibatch_size": each} for each in options.minibatches]
         if algorithm == "sac":
-            yield from (Task("sac", False, 256, width=width, num_envs=4, num_steps=8) for width in options.widths)
-        else:
-            sizes = options.minibatches
-            yield from (Task(algorithm, bool(images), each, num_steps=options.num_steps) for each in sizes)
+            shape = {"num_envs": 4, "num_steps": 8, "minibatch_size": 256}
+            sizes = [{"hidden_sizes": (each, each)} for each in options.widths]
+        for size in sizes:
+            act_size = 0 if images else A
+            yield LearnerTask(algorithm, **shape, **size, obs_size=D, act_size=act_size, device=options.device)
 
 
 def spread(values: list[float] | None) -> str:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -265,37 +263,24 @@ def main(
         repeats: Turns of each peer.
         only: Which peers.
     """
-    from measure import heading, interleaved, share_modules
+    from measure import heading, show_updates
 
-    from rayvec.bench.peers import marked_environment, peer_process
-    from rayvec.bench.terminal import ratio, show_table, spread
-
-    share_modules()
     print(heading())
     print(f"load: {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    environment = {**marked_environment(), "OMP_NUM_THREADS": "1", "XLA_FLAGS": flags}
     for size in rows:
-        ways: dict[str, Callable[[], float]] = {}
         names = [name for name in only if "IMPALA" not in name or size == rows[0]]
-        with ExitStack() as stack:
-            for name in names:  # one after another, so that none compiles while another is measured
-                python = venvs / "jax" / "bin" / "python" if "Jax" in name else Path(sys.executable)
-                if python.exists():
-                    task = {"name": name, "rows": size, "time": 32 if name.startswith("arithmetic") else 1}
-                    start = peer_process("learner_updates:Peer", environment, task, str(python), "builtins:dict")
-                    process, started = stack.enter_context(start)
-                    if "missing" not in started:
-                        cpu_ms(process)
-                        ways[name] = lambda process=process: cpu_ms(process)
-            found = interleaved(ways, repeats)
-        ours = {False: found.get("rayvec compiled"), True: found.get("rayvec IMPALA compiled")}
-        lines = []
-        for name, ms in found.items():
-            base = ours["IMPALA" in name]
-            lines.append([name, spread(ms, ".2f"), ratio(ms, base) if base else ""])
-        lines += [[name, "not installed", ""] for name in names if name not in found]
-        show_table(f"minibatches of {size}", ["", "ms of CPU time", "over rayvec compiled"], lines)
+        show_updates(
+            "learner_updates:Peer",
+            {name: {"name": name, "rows": size, "time": 32 if name.startswith("arithmetic") else 1} for name in names},
+            {"PureJaxRL-style": venvs / "jax"},
+            {"OMP_NUM_THREADS": "1", "XLA_FLAGS": flags},
+            cpu_ms,
+            repeats,
+            f"minibatches of {size}",
+            ["", "ms of CPU time", "over rayvec compiled"],
+            lambda name: "rayvec IMPALA compiled" if "IMPALA" in name else "rayvec compiled",
+        )
 
 
 if __name__ == "__main__":

@@ -29,18 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from measure import heading
 from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
+from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.learning_curve import episode_mean
 
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
 INTERRUPTED = 130
-COLOURS = ("#4477aa", "#ee7733")
 
 
 @dataclass(frozen=True)
@@ -162,10 +159,8 @@ def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
     """Draws the curve of every seed and the mean, of each name that has runs."""
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for (name, runs), colour in zip(outcomes.items(), COLOURS, strict=False):
+    figure, (axes,) = curves_figure()
+    for (name, runs), colour in zip(outcomes.items(), COLORS, strict=False):
         if not runs:
             continue
         grid = np.linspace(0, max(item.steps for item in runs), 101)
@@ -175,10 +170,7 @@ def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
         label = f"{name}, mean of {len(runs)} seeds" if len(runs) > 1 else f"{name}, one seed"
         axes.plot(grid[known], curves[:, known].mean(0), color=colour, linewidth=2.5, label=label)
     axes.set(title=title, xlabel="environment steps", ylabel="return of the exploring policy")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(frameon=False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 

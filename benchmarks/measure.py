@@ -7,13 +7,17 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from rayvec.bench.peers import PeerProcess, marked_environment, peer_process
 from rayvec.bench.results import machine, versions
+from rayvec.bench.terminal import ratio, show_table, spread
 
 
 def share_modules() -> None:
@@ -34,6 +38,53 @@ def interleaved(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str,
         for name, measure in ways.items():
             found[name].append(measure())
     return found
+
+
+def show_updates(
+    adapter: str,
+    tasks: Mapping[str, Any],
+    venvs: Mapping[str, Path],
+    settings: Mapping[str, str],
+    measured: Callable[[PeerProcess], float],
+    repeats: int,
+    title: str,
+    header: list[str],
+    base: Callable[[str], str],
+) -> None:
+    """Lets peers make updates, each in a process of its own, and prints a table.
+
+    Args:
+        adapter: ``module:name`` of the harness's adapter that makes the updates of a peer.
+        tasks: By peer, what the adapter is made with.
+        venvs: Virtual environments of peers that do not run in this one.
+        settings: Environment variables.
+        measured: Returns a figure of some updates of a process.
+        repeats: How often each is measured.
+        title: Of the table.
+        header: Its columns: peer, figure, figure over that of its base.
+        base: Returns the base of a peer.
+    """
+    share_modules()
+    ways: dict[str, Callable[[], float]] = {}
+    with contextlib.ExitStack() as stack:
+        for name, task in tasks.items():  # one after another, so that none compiles while another is measured
+            python = venvs[name] / "bin" / "python" if name in venvs else Path(sys.executable)
+            if python.exists():
+                environment = {**marked_environment(), **settings}
+                start = peer_process(adapter, environment, task, str(python), "builtins:dict")
+                process, started = stack.enter_context(start)
+                if "missing" not in started:
+                    measured(process)
+                    ways[name] = partial(measured, process)
+        found = interleaved(ways, repeats)
+    rows = []
+    for name in tasks:
+        if name in found:
+            over = ratio(found[name], found[base(name)]) if base(name) in found else ""
+            rows.append([name, spread(found[name], ".2f"), over])
+        else:
+            rows.append([name, "not installed", ""])
+    show_table(title, header, rows)
 
 
 def heading() -> str:

@@ -16,9 +16,7 @@ import ctypes
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -33,6 +31,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numpy.typing import NDArray
 
 from rayvec import RayVecEnv
+from rayvec.bench.harness.processes import Processes
+from rayvec.bench.terminal import ratio, show_table, spread
 
 CHUNK_STEPS = 32
 
@@ -68,51 +68,38 @@ class Network:
         return (hidden @ self._layers[-1]).argmax(1)
 
 
-def alone(make: Callable[[int], Any], num_envs: int, pipe: Any) -> None:
-    """Steps a vector environment for as many seconds as the pipe says, with a policy or with ready actions."""
+def alone(make: Callable[[int], Any], num_envs: int) -> Callable[[tuple[float, bool]], tuple[int, float]]:
+    """Returns what steps a vector environment for as many seconds as a request says, with a policy or ready actions."""
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: no memory goes back to the system at each step
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
     env = make(num_envs)
     obs, _ = env.reset()
     network = Network(int(np.prod(obs.shape[1:])), int(env.single_action_space.n))
     actions = np.random.default_rng(0).integers(env.single_action_space.n, size=(64, num_envs))
-    while True:
-        seconds, with_policy = pipe.recv()
-        if seconds is None:
-            return
+
+    def step(request: tuple[float, bool]) -> tuple[int, float]:
+        nonlocal obs
+        seconds, with_policy = request
         until, steps = time.perf_counter() + seconds, 0
         began = time.perf_counter()
         while time.perf_counter() < until:
             obs = env.step(network(obs) if with_policy else actions[steps % 64])[0]
             steps += 1
-        pipe.send((steps * num_envs, steps * num_envs / (time.perf_counter() - began)))
+        return steps * num_envs, steps * num_envs / (time.perf_counter() - began)
+
+    return step
 
 
-class Independent:
-    """Two processes that know nothing of each other."""
+class Independent(Processes):
+    """Two processes that do not communicate."""
 
     def __init__(self, make: Callable[[int], Any], num_envs: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._pipes, self._processes = [], []
-        for _ in range(2):
-            ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=alone, args=(make, num_envs, theirs), daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(ours)
-        self.pids = [process.pid or 0 for process in self._processes]
+        super().__init__(alone, [(make, num_envs)] * 2)
 
-    def measure(self, seconds: float, with_policy: bool) -> tuple[int, float]:
+    def measure(self, with_policy: bool, seconds: float) -> tuple[int, float]:
         """Returns the steps and the steps/s of both together."""
-        for pipe in self._pipes:
-            pipe.send((seconds, with_policy))
-        taken, rates = zip(*[pipe.recv() for pipe in self._pipes], strict=True)
+        taken, rates = zip(*self.ask((seconds, with_policy)), strict=True)
         return sum(taken), sum(rates)
-
-    def close(self) -> None:
-        """Ends them."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send((None, False))
-            process.join()
 
 
 Running = Callable[[], bool]
@@ -209,18 +196,13 @@ def sides(name: str) -> Iterator[dict[str, Side]]:
         independent = stack.enter_context(closing(Independent(make, num_envs)))
         one, two = (stack.enter_context(closing(Ours(make, num_envs, groups))) for groups in (1, 2))
         yield {
-            "independent": (independent.pids, lambda seconds: independent.measure(seconds, False)),
+            "independent": (independent.pids, partial(independent.measure, False)),
             "by step": (one.pids, partial(rate, one.by_step)),
             "by step, two groups": (two.pids, partial(rate, two.by_group)),
-            "independent, policy": (independent.pids, lambda seconds: independent.measure(seconds, True)),
+            "independent, policy": (independent.pids, partial(independent.measure, True)),
             "in chunks": (one.pids, partial(rate, one.in_chunks)),
             "in chunks, prefetched": (one.pids, partial(rate, one.ahead)),
         }
-
-
-def median(values: list[float], digits: str = ",.0f") -> str:
-    """Returns the median, with the smallest and the largest value."""
-    return f"{statistics.median(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
 
 
 def main() -> None:
@@ -244,19 +226,20 @@ def main() -> None:
                     if repeat:  # the first is the warm-up
                         found[side].append([steps_per_s, steps / (cpu_s(pids) - before)])
         kept[name] = found
-        print(f"\n{name}, 2 x {ENVS[name][1]} environments; load average {os.getloadavg()[0]:.1f}\n")
-        print("| | steps/s | of the upper bound | steps per CPU-second, of the upper bound's |\n|---|---|---|---|")
+        rows = []
         for side, values in found.items():
-            shown = median([value[0] for value in values])
-            if side not in BOUNDS:
-                print(f"| upper bound: {side} | {shown} | 1.00 | 1.00 |")
-                continue
-            pairs = list(zip(values, found[BOUNDS[side]], strict=True))
-            wall, cpu = (median([mine[i] / best[i] for mine, best in pairs], ".2f") for i in (0, 1))
-            print(f"| rayvec {side} | {shown} | {wall} | {cpu} |", flush=True)
+            by_clock, by_cpu = zip(*values, strict=True)
+            of_bound = map(ratio, (by_clock, by_cpu), zip(*found[BOUNDS.get(side, side)], strict=True))
+            title = f"rayvec {side}" if side in BOUNDS else f"upper bound: {side}"
+            rows.append([title, spread(by_clock), *of_bound])
+        title = f"{name}, 2 x {ENVS[name][1]} environments; load average {os.getloadavg()[0]:.1f}"
+        header = ["", "steps/s", "of the upper bound", "steps per CPU-second, of the upper bound's"]
+        show_table(title, header, rows)
     if options.json is not None:
         options.json.write_text(json.dumps(kept))
 
 
 if __name__ == "__main__":
+    from native import main  # the processes import this module by its name
+
     main()

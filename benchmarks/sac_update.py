@@ -12,9 +12,7 @@ its own library. Libraries that rayvec does not depend on live in virtual enviro
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -294,32 +292,22 @@ def main(
         updates: In each of the three runs of a turn; a multiple of 32.
         only: Which peers.
     """
-    from measure import heading, interleaved, share_modules
+    from measure import heading, show_updates
 
-    from rayvec.bench.peers import marked_environment, peer_process
-    from rayvec.bench.terminal import ratio, show_table, spread
-
-    share_modules()
     print(heading())
     for count, width in product(threads, widths):
         eigen = f"--xla_cpu_multi_thread_eigen={str(count > 1).lower()} intra_op_parallelism_threads={count}"
-        environment = {**marked_environment(), "OMP_NUM_THREADS": str(count), "XLA_FLAGS": eigen}
-        ways: dict[str, Callable[[], float]] = {}
-        with ExitStack() as stack:
-            for name in only:  # one after another, so that none compiles while another is measured
-                python = venvs / VENVS[name] / "bin" / "python" if name in VENVS else Path(sys.executable)
-                if python.exists():
-                    task = {"name": name, "width": width, "threads": count, "updates": updates}
-                    start = peer_process("sac_update:Peer", environment, task, str(python), "builtins:dict")
-                    process, started = stack.enter_context(start)
-                    if "missing" not in started:
-                        ways[name] = lambda process=process: update_ms(process)
-            times_ms = interleaved(ways, repeats)
-        ours = times_ms.get("rayvec compiled")
-        rows = [[name, spread(ms, ".2f"), ratio(ms, ours) if ours else ""] for name, ms in times_ms.items()]
-        rows += [[name, "not installed", ""] for name in only if name not in times_ms]
-        title = f"{width}x{width}, {count} thread{'s' * (count > 1)}"
-        show_table(title, ["", "ms", "time / rayvec compiled"], rows)
+        show_updates(
+            "sac_update:Peer",
+            {name: {"name": name, "width": width, "threads": count, "updates": updates} for name in only},
+            {name: venvs / directory for name, directory in VENVS.items()},
+            {"OMP_NUM_THREADS": str(count), "XLA_FLAGS": eigen},
+            update_ms,
+            repeats,
+            f"{width}x{width}, {count} thread{'s' * (count > 1)}",
+            ["", "ms", "time / rayvec compiled"],
+            lambda name: "rayvec compiled",
+        )
 
 
 def update_ms(process: Any) -> float:

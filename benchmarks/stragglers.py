@@ -77,30 +77,27 @@ if "Sleeping-v0" not in gymnasium.registry:  # as a script, this module is impor
     gymnasium.register("Sleeping-v0", Sleeping)
 
 
-def run(*, factor: float, median_s: float, iterations: int, **settings: Any) -> list[dict[str, Any]]:
-    """Returns the metrics of each iteration of a run whose first process is `factor` times slower."""
+def run(
+    config_class: type[rayvec.TrainConfig], *, factor: float, median_s: float, iterations: int, **settings: Any
+) -> list[dict[str, Any]]:
+    """Returns the metrics of each iteration of a run whose first process is `factor` times slower, but for two."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {_SLOW_PLACE: f"{directory}/slow", _SLOW_FACTOR: str(factor), _MEDIAN_S: str(median_s)}
-        config = rayvec.PPOConfig(
-            env_id="stragglers:Sleeping-v0",
-            num_epochs=1,
-            eval_episodes=0,
-            num_nodes=0,
-            learners="decentralized",
-            run_dir=Path(directory, "run"),
-            **settings,
-        )
+        common: dict[str, Any] = {"env_id": "stragglers:Sleeping-v0", "eval_episodes": 0, "num_nodes": 0}
+        config = config_class(**common, **settings, run_dir=Path(directory, "run"))
         config = replace(config, total_steps=iterations * config.steps_per_iteration)
-        rayvec.train(config)
-        return list(read_metrics(config.run_dir / "metrics.jsonl"))[2:iterations]  # type: ignore[operator]
+        result = rayvec.train(config)
+        return list(read_metrics(result.run_dir / "metrics.jsonl"))[2:]
 
 
-def seconds(lines: list[dict[str, Any]]) -> float:
-    """Returns the median time of an iteration."""
-    return statistics.median(
-        sum(value for name, value in line.items() if name.count("/") == 1 and name.startswith("time_s/"))
-        for line in lines
-    )
+def run_ranks(**settings: Any) -> list[dict[str, Any]]:
+    """Returns the metrics of each iteration of decentralized ranks; see `run`."""
+    return run(rayvec.PPOConfig, num_epochs=1, learners="decentralized", **settings)
+
+
+def seconds(line: dict[str, Any]) -> float:
+    """Returns the time of an iteration."""
+    return sum(value for name, value in line.items() if name.count("/") == 1 and name.startswith("time_s/"))
 
 
 def ranks(repeats: int) -> None:
@@ -118,8 +115,8 @@ def ranks(repeats: int) -> None:
     shares: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
-            lines = run(**common, **way)  # type: ignore[arg-type]
-            times[name].append(seconds(lines))
+            lines = run_ranks(**common, **way)
+            times[name].append(statistics.median(map(seconds, lines)))
             cut[name].append(statistics.mean(line["ranks_cut"] for line in lines))
             steps = np.diff([line["steps"] for line in lines]).mean()
             shares[name].append(float(steps / 512))
@@ -149,7 +146,7 @@ def environments(repeats: int) -> None:
     returns: list[tuple[float, int]] = []
     for _ in range(repeats):
         for name, way in ways.items():
-            lines = run(**common, **way)  # type: ignore[arg-type]
+            lines = run_ranks(**common, **way)
             rates[name].append(statistics.median(line["steps_per_s"] for line in lines))
             if way["variable_lengths"]:
                 returns += [(episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]

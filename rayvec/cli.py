@@ -9,6 +9,7 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -60,13 +61,16 @@ _NODE_COUNTS = PrimitiveConstructorSpec(
 
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
     """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat their messages."""
-    doc = next(row.doc for row in describe(cls) if row.name == "num_nodes")
-    own = next(item for item in dataclasses.fields(cls) if item.name == "num_nodes").default
-    num_nodes = ("num_nodes", Annotated[Any, _NODE_COUNTS, tyro.conf.arg(help=doc)], field(default=own))
+    docs = {row.name: row.doc for row in describe(cls)}
+    types = {**get_type_hints(cls, include_extras=True), "num_nodes": Annotated[Any, _NODE_COUNTS]}
+    options = [
+        (item.name, Annotated[types[item.name], tyro.conf.arg(help=docs[item.name])], copy.copy(item))
+        for item in dataclasses.fields(cls)
+    ]
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
-        cls.__name__, [resume, num_nodes], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+        cls.__name__, [*options, resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
@@ -47,7 +46,6 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
     }
     for name, (title, height, draw) in figures.items():
         figure = Figure(figsize=(max(4.2 * len(durations), 6.0), height), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(1, len(durations), squeeze=False)[0]
         for axis, step_s in zip(axes, durations, strict=True):
             axis.spines[["top", "right"]].set_visible(False)

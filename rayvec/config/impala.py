@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rayvec.config.base import Count, Fraction, NonNegative, Positive
+from rayvec.config.base import Count, Fraction, Positive
 from rayvec.config.network import ActorCriticConfig
-from rayvec.config.recurrent import RecurrentSettings, check_recurrent
 from rayvec.errors import ConfigError
 
 __all__ = ["IMPALAConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
+class IMPALAConfig(ActorCriticConfig):
     """Importance-weighted actor-learner (Espeholt et al., 2018, arXiv:1802.01561): V-trace on steps of older weights.
 
     Raises:
@@ -23,8 +22,7 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
 
     algorithm: ClassVar[str] = "impala"
 
-    num_steps: Count = 32
-    """Steps that each environment takes in an iteration."""
+    normalize_reward: bool = True
 
     prefetch: bool | None = None
     """Collect the next iteration's steps while the learner learns from these, with weights one update old, if inference
@@ -45,15 +43,6 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     optimizer_eps: Positive = 1e-5
     """Number added to the denominator of the optimizer's step; the paper's RMSProp uses 0.1."""
 
-    learning_rate: Positive = 1e-3
-    """Step size of the optimizer at the start."""
-
-    anneal_lr: bool = True
-    """Lower the learning rate linearly to 0 over the run."""
-
-    gamma: Fraction = 0.99
-    """Discount for each step."""
-
     vtrace_lambda: Fraction = 1.0
     """Lambda of the traces: 0 trusts the value function, 1 the returns."""
 
@@ -63,36 +52,8 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     c_bar: Positive = 1.0
     """Upper limit of the importance weights of the traces."""
 
-    value_coef: NonNegative = 0.5
-    """Weight of the value loss."""
-
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
-
-    max_grad_norm: Positive = 0.5
-    """Largest global norm of the gradients."""
-
-    normalize_reward: bool = True
-    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
-
-    clip_reward: Positive | None = None
-    """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
-
-    hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
-
-    shared_trunk: bool = False
-    """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
-    before a recurrent cell."""
-
-    compile: Literal["auto", True, False] = "auto"
-    """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
-    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
-    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_recurrent(self)
         if self.prefetch and self.learner_mode == "decentralized":
             raise ConfigError(
                 "A decentralized rank collects with the newest weights, and ends its chunk when the others are ready.",
@@ -119,11 +80,6 @@ class IMPALAConfig(RecurrentSettings, ActorCriticConfig):
     def collects_ahead(self) -> bool:
         """Whether the next chunk is collected while the learner learns from this one, with weights one update old."""
         return self.learner_mode != "decentralized" if self.prefetch is None else self.prefetch
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Environment steps between two updates of the weights."""
-        return self.num_envs * self.num_steps
 
     @property
     def minibatches(self) -> tuple[int, int]:

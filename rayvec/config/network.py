@@ -1,28 +1,68 @@
-"""The settings of networks: your own, or what the default network consists of."""
+"""What the settings of algorithms that train networks have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rayvec.config.base import TrainConfig
+from rayvec.config.base import Count, Fraction, NonNegative, Positive, TrainConfig
 from rayvec.config.schema import Bounds
+from rayvec.errors import ConfigError
 
 __all__ = ["ActorCriticConfig", "NetworkConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig(TrainConfig):
-    """Settings of an algorithm that trains your own network, too."""
+    """Settings of an algorithm that trains the default network or your own."""
+
+    num_steps: Count = 32
+    """Steps that each environment takes in an iteration."""
+
+    gamma: Fraction = 0.99
+    """Discount for each step."""
 
     network: str | None = None
     """Function of (observation space, action space, settings) that returns the network to train, as "module:function";
     unset: the default network."""
 
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two updates of the weights."""
+        return self.num_envs * self.num_steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorCriticConfig(NetworkConfig):
     """Settings of an algorithm whose network has a policy and a value."""
+
+    learning_rate: Positive = 1e-3
+    """Step size of the optimizer at the start."""
+
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0 over the run."""
+
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+
+    entropy_coef: NonNegative = 0.01
+    """Weight of the entropy bonus."""
+
+    max_grad_norm: Positive = 0.5
+    """Largest global norm of the gradients."""
+
+    normalize_reward: bool = False
+    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
+
+    clip_reward: Positive | None = None
+    """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
+
+    hidden_sizes: tuple[Count, ...] = (64, 64)
+    """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
+
+    shared_trunk: bool = False
+    """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
+    before a recurrent cell."""
 
     activation: Literal["tanh", "relu", "elu", "gelu"] = "tanh"
     """Function after each hidden layer of the default network; convolutional layers always have ReLU."""
@@ -40,3 +80,59 @@ class ActorCriticConfig(NetworkConfig):
     action_masks: bool = True
     """Choose only among the actions that the environment allows: where infos or a Dict observation have an
     "action_mask" for a Discrete or MultiDiscrete action space."""
+
+    recurrent: Literal["gru", "lstm"] | None = None
+    """Recurrent cell that actor and critic share, for tasks in which one observation does not tell enough; unset: the
+    policy has no memory."""
+
+    recurrent_size: Count = 64
+    """Units of the recurrent cell."""
+
+    sequence_length: Count = 16
+    """Steps through which gradients flow back in the recurrent cell: chunks are cut into sequences of this length, and
+    a minibatch has whole sequences."""
+
+    burn_in: Annotated[int, Bounds(0)] = 0
+    """Steps before each sequence, without gradients, that bring its recorded hidden state up to the newest weights; the
+    first sequence of a chunk has none."""
+
+    compile: Literal["auto", True, False] = "auto"
+    """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
+    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
+    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_recurrent()
+
+    def _check_recurrent(self) -> None:
+        if self.recurrent is None:
+            return
+        if self.network is not None:
+            raise ConfigError(
+                "recurrent gives the default network a memory.",
+                expected="recurrent or network, not both",
+                got=f"recurrent={self.recurrent!r}, network={self.network!r}",
+                remedy="Leave one of them out.",
+            )
+        if self.compile is True:
+            raise ConfigError(
+                "The update of a recurrent policy can't be compiled.",
+                expected="compile=False with recurrent",
+                got=f"compile=True with recurrent={self.recurrent!r}",
+                remedy="Leave compile out.",
+            )
+        if self.sequence_length > self.num_steps:
+            raise ConfigError(
+                "A sequence is part of what an environment does in one iteration.",
+                expected=f"sequence_length at most num_steps = {self.num_steps}",
+                got=self.sequence_length,
+                remedy="Lower sequence_length, or raise num_steps.",
+            )
+        if self.burn_in >= self.sequence_length:
+            raise ConfigError(
+                "The steps of burn-in are the last ones of the sequence before.",
+                expected=f"burn_in below sequence_length = {self.sequence_length}",
+                got=self.burn_in,
+                remedy="Lower burn_in, or raise sequence_length.",
+            )

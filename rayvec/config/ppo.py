@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from rayvec.config.base import Count, Fraction, NonNegative, Positive, check_ranks
+from rayvec.config.base import Count, Fraction, Positive, check_ranks
 from rayvec.config.network import ActorCriticConfig
-from rayvec.config.recurrent import RecurrentSettings, check_recurrent
 from rayvec.errors import ConfigError
 
 __all__ = ["PPOConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(RecurrentSettings, ActorCriticConfig):
+class PPOConfig(ActorCriticConfig):
     """Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347) with a clipped objective.
 
     Raises:
@@ -24,16 +23,7 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
     algorithm: ClassVar[str] = "ppo"
 
     num_steps: Count = 128
-    """Steps that each environment takes in an iteration."""
-
     learning_rate: Positive = 2.5e-4
-    """Step size of Adam at the start."""
-
-    anneal_lr: bool = True
-    """Lower the learning rate linearly to 0 over the run."""
-
-    gamma: Fraction = 0.99
-    """Discount for each step."""
 
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
@@ -50,15 +40,6 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
     clip_value_loss: bool = True
     """Clip the change of the value by clip_coef too."""
 
-    value_coef: NonNegative = 0.5
-    """Weight of the value loss."""
-
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
-
-    max_grad_norm: Positive = 0.5
-    """Largest global norm of the gradients."""
-
     normalize_advantage: bool = True
     """Normalise the advantages of each minibatch to mean 0 and standard deviation 1."""
 
@@ -68,27 +49,8 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
     normalize_obs: bool = False
     """Normalise observed numbers by their running mean and standard deviation, and clip them to ±10."""
 
-    normalize_reward: bool = False
-    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
-
-    clip_reward: Positive | None = None
-    """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
-
-    hidden_sizes: tuple[Count, ...] = (64, 64)
-    """Units in each hidden layer of the policy and the value network; unused where the observation is one image."""
-
-    shared_trunk: bool = False
-    """Share the hidden layers between policy and value; convolutional layers are always shared, and so is everything
-    before a recurrent cell."""
-
-    compile: Literal["auto", True, False] = "auto"
-    """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
-    compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
-    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_recurrent(self)
         if self.minibatch_size > self.steps_per_iteration:
             raise ConfigError(
                 "A minibatch is part of one iteration.",
@@ -109,11 +71,6 @@ class PPOConfig(RecurrentSettings, ActorCriticConfig):
                 got=self.minibatch_size,
                 remedy="Raise minibatch_size, or lower sequence_length or num_learners.",
             )
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Environment steps between two updates of the weights."""
-        return self.num_envs * self.num_steps
 
     @property
     def minibatches(self) -> tuple[int, int]:

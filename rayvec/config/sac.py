@@ -25,17 +25,10 @@ class SACConfig(NetworkConfig):
     algorithm: ClassVar[str] = "sac"
 
     env_id: str = "Pendulum-v1"
-    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0". Or a class
-    or function that makes it: "module:Class"."""
-
-    total_steps: Count = 100_000
-    """Environment steps to train for, rounded up to whole iterations."""
-
     num_envs: Count = 4
-    """Environments that are stepped in parallel."""
-
     num_steps: Count = 4
-    """Steps that each environment takes between two publications of the weights."""
+    checkpoint_interval_s: NonNegative = 30.0
+    log_interval_steps: Count = 1_000
 
     learning_starts: Annotated[int, Bounds(0)] = 1_000
     """Random steps before the first update."""
@@ -50,18 +43,8 @@ class SACConfig(NetworkConfig):
     """Keep the replay buffer in checkpoints. Without it, or on another number of learners, a resumed run refills the
     buffer."""
 
-    checkpoint_interval_s: NonNegative = 30.0
-    """Seconds of training between checkpoints; 0 saves one after every iteration."""
-
-    log_interval_steps: Count = 1_000
-    """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
-    iterations."""
-
     batch_size: Count = 256
     """Steps in a minibatch."""
-
-    gamma: Fraction = 0.99
-    """Discount for each step."""
 
     tau: Fraction = 0.005
     """Share of the critics that is mixed into the target critics at every update."""
@@ -118,11 +101,6 @@ class SACConfig(NetworkConfig):
                 got=self.learning_starts,
                 remedy="Lower learning_starts, or raise total_steps.",
             )
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Environment steps between two publications of the weights."""
-        return self.num_envs * self.num_steps
 
     @property
     def minibatches(self) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Dataclass fields with bounds and docstrings: checking values, and describing the fields.
 
-The docstring of a field is the string literal below it. Its bounds are in its type, by `Annotated`. `check` enforces
-types and bounds, and `describe` yields all three for documents.
+The docstring of a field is the string literal below it; a subclass that changes a default need not repeat it. Bounds
+are in the type of a field, by `Annotated`. `check` enforces types and bounds, and `describe` yields all three for
+documents.
 """
 
 from __future__ import annotations

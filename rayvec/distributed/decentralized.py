@@ -20,7 +20,7 @@ __all__ = ["DecentralizedGroup"]
 _CLOSE_S = 10.0
 
 
-class DecentralizedGroup:
+class DecentralizedGroup(RankSet):
     """One object on each of several ranks, which the ranks let run ahead of the driver.
 
     The driver posts calls and gathers their results later, so that ranks need not wait for it. A lost rank ends all of
@@ -55,17 +55,16 @@ class DecentralizedGroup:
         threads: int = 1,
         timeout_s: float = 60.0,
     ) -> None:
-        self._host = host
-        self._set = RankSet(host, device, threads, timeout_s, may_idle=True)
+        super().__init__(host, device, threads, timeout_s, may_idle=True)
         self._stack = contextlib.ExitStack()
         self._stack.callback(host.close)
-        self._stack.callback(self._set.end)
+        self._stack.callback(self.end)
         try:
             placements = host.place(num_ranks, fewer=fewer)
             self.num_ranks = len(placements)
             arrivals = self._arrivals = self._make_arrivals(placements)  # an actor ends with its last handle
             late = RankLostError if fewer else ConfigError
-            self._set.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)), late)
+            self.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)), late)
         except BaseException:
             self._stack.close()
             raise
@@ -78,29 +77,6 @@ class DecentralizedGroup:
 
         return functools.partial(RayArrivals, start_counter())
 
-    @property
-    def placements(self) -> tuple[RankPlacement, ...]:
-        """Where the ranks are."""
-        return self._set.placements
-
-    def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Asks every rank to call a method of its object, after the calls before; `gather` returns the results.
-
-        Args:
-            name: Of the method.
-            args: Positional arguments for each rank; none by default.
-        """
-        return self._set.begin(name, args)
-
-    def gather(self, posted: Sequence[Any]) -> list[Any]:
-        """Waits for the results of a posted call, one of each rank.
-
-        Raises:
-            RankLostError: A rank exited or hangs.
-            Exception: What was raised on a rank, its ``__cause__`` a `LearnerError` with the remote traceback.
-        """
-        return self._set.gather(posted)
-
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Posts a call and gathers its results."""
         return self.gather(self.post(name, args))
@@ -111,9 +87,9 @@ class DecentralizedGroup:
         Args:
             terminate: Whether they end at once, without closing their objects.
         """
-        if self._set.ranks and not terminate:
+        if self.ranks and not terminate:
             with contextlib.suppress(Exception):  # they end in any case
-                self._set.gather(self.post("close"), _CLOSE_S)
+                self.gather(self.post("close"), _CLOSE_S)
         self._stack.close()
 
 

@@ -92,7 +92,7 @@ class LearnerGroup:
             address=address,
         )
 
-        self._has_rank_local = bool(self._group.ask("rank_local_names"))
+        self._rank_local_names: tuple[str, ...] = self._group.ask("rank_local_names")
 
     @property
     def group(self) -> RankGroup:
@@ -129,13 +129,12 @@ class LearnerGroup:
                 got="a batch in which an environment may have several columns, or none",
                 remedy="Leave max_staleness out, or learn in the driver.",
             )
-        metrics, self._weights = self._run("update", batch, keep=self._has_rank_local)
+        metrics, self._weights = self._run("update", batch, keep=bool(self._rank_local_names))
         if self._num_starts != self._group.num_starts:
             self._num_starts = self._group.num_starts
-            if names := self._group.ask("rank_local_names"):
-                logger.warning(
-                    "all ranks were restarted without their rank-local state: the %s refills", ", ".join(names)
-                )
+            if self._rank_local_names:
+                names = ", ".join(self._rank_local_names)
+                logger.warning("all ranks were restarted without their rank-local state: the %s refills", names)
         return dict(metrics)
 
     def measure(self, batch: Batch) -> None:
@@ -178,7 +177,7 @@ class LearnerGroup:
             CheckpointError: `state` is of another kind of learner or network.
         """
         self._weights = None
-        shared, rank_local = split_state(state, self._group.ask("rank_local_names"), self.num_learners)
+        shared, rank_local = split_state(state, self._rank_local_names, self.num_learners)
         self._group.load_state_dict(shared, rank_local)
         self._num_starts = self._group.num_starts
 

@@ -160,7 +160,7 @@ class RankGroup:
         call = name, args
 
         def work() -> tuple[list[Any], Any]:
-            calls = self._set.begin(*call)
+            calls = self._set.post(*call)
             checkpoint = self._state_of_rank_0() if keep or self._is_checkpoint_due() else None
             return self._set.gather(calls), checkpoint
 
@@ -176,7 +176,7 @@ class RankGroup:
 
     def ask_all(self, name: str) -> list[Any]:
         """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: self._set.answers(self._set.begin(name)))
+        return self._retry_on_rank_loss(lambda: self._set.answers(self._set.post(name)))
 
     def state_dict(self) -> Any:
         """Returns the state that all ranks share, in the driver's own memory. Raises as `run` does."""
@@ -257,7 +257,7 @@ class RankGroup:
                 self._finish_checkpoint()
             self._set.answers([self._host.call(rank, "load_state_dict", self._checkpoint) for rank in self._set.ranks])
             for call in self._calls_since_checkpoint:
-                self._set.gather(self._set.begin(*call))
+                self._set.gather(self._set.post(*call))
             if self._calls_since_checkpoint:
                 self._pending_checkpoint = self._state_of_rank_0()
             self._num_starts += 1

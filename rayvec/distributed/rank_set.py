@@ -90,8 +90,8 @@ class RankSet:
             ]
             self.gather(joined)
 
-    def begin(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Asks every rank to call a method of its object; returns references to the results.
+    def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Asks every rank to call a method of its object, after the calls before; returns references to the results.
 
         Args:
             name: Of the method.

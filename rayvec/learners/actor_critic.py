@@ -27,7 +27,7 @@ from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from rayvec.config import IMPALAConfig, PPOConfig
+    from rayvec.config.network import ActorCriticConfig
 
 __all__ = ["ActorCriticLearner"]
 
@@ -53,13 +53,13 @@ class ActorCriticLearner:
         ConfigError: There is no network for these spaces, or no such device.
     """
 
-    config: PPOConfig | IMPALAConfig
+    config: ActorCriticConfig
 
     def __init__(
         self,
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
-        config: PPOConfig | IMPALAConfig,
+        config: ActorCriticConfig,
         make_optimizer: Callable[[torch.nn.Parameter], FlatOptimizer],
         *,
         module: ActorCriticModule | None,

@@ -15,7 +15,7 @@ from rayvec.policies.own_network import OwnActorCritic, build_network
 from rayvec.policies.recurrent import make_recurrent_actor_critic
 
 if TYPE_CHECKING:
-    from rayvec.config import IMPALAConfig, PPOConfig
+    from rayvec.config.network import ActorCriticConfig
 
 __all__ = ["make_module"]
 
@@ -23,7 +23,7 @@ __all__ = ["make_module"]
 def make_module(
     observation_space: spaces.Space[Any],
     action_space: spaces.Space[Any],
-    config: PPOConfig | IMPALAConfig,
+    config: ActorCriticConfig,
     normalize_obs: bool,
 ) -> ActorCriticModule:
     """Returns the actor-critic that the settings ask for, with its initial weights.

@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import ConfigError, LearnerError
 
 __all__ = [
+    "FlatModule",
     "FlatParameters",
     "KeepsRankLocalState",
     "Learner",
@@ -174,15 +177,12 @@ class FlatParameters:
                 got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
                 remedy="Convert the module with module.to(device, dtype) first",
             )
-        self.param = nn.Parameter(torch.cat([leaf.detach().reshape(-1) for leaf in leaves]))
+        self.param = nn.Parameter(parameters_to_vector(leaves).detach())
+        vector_to_parameters(self.data, leaves)
         self.grad = torch.zeros_like(self.data)
         self.param.grad = self.grad
-        start = 0
-        for leaf in leaves:
-            place = slice(start, start + leaf.numel())
-            leaf.data = self.data[place].view_as(leaf)
-            leaf.grad = self.grad[place].view_as(leaf)
-            start = place.stop
+        for leaf, grad in zip(leaves, torch.split(self.grad, [leaf.numel() for leaf in leaves]), strict=True):
+            leaf.grad = grad.view_as(leaf)
 
     @property
     def data(self) -> Tensor:
@@ -198,3 +198,28 @@ class FlatParameters:
         norm: Tensor = torch.linalg.vector_norm(self.grad)
         self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+class FlatModule:
+    """A module that is called with parameters from a flat vector, where they lie in the order of ``parameters()``.
+
+    Args:
+        module: The module; its own parameters are not read.
+
+    Attributes:
+        num_params: P.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places = [(name, each.shape, each.requires_grad) for name, each in module.named_parameters()]
+        self._sizes = [each.numel() for each in module.parameters()]
+        self.num_params = sum(self._sizes)
+
+    def __call__(self, flat: Tensor, *inputs: Any) -> Any:
+        """Returns what the module returns for `inputs` with the parameters in `flat`, ``[P]``."""
+        parameters = {
+            name: (part if is_trained else part.detach()).view(shape)
+            for (name, shape, is_trained), part in zip(self._places, torch.split(flat, self._sizes), strict=True)
+        }
+        return functional_call(self._module, parameters, inputs)

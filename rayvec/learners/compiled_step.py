@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.learners.adam import FlatOptimizer
+from rayvec.learners.base import FlatModule
 from rayvec.learners.compiling import Compiled, CUDAGraph, GraphPool, can_capture
 
 __all__ = ["CompiledStep", "Loss"]
@@ -39,7 +41,6 @@ class CompiledStep:
         optimizer: Of the flat parameters, in the order of ``module.parameters()``.
         max_grad_norm: Largest norm of a gradient.
         num_statistics: S.
-        capture: Whether to capture graphs on CUDA.
     """
 
     def __init__(
@@ -49,14 +50,9 @@ class CompiledStep:
         optimizer: FlatOptimizer,
         max_grad_norm: float,
         num_statistics: int,
-        *,
-        capture: bool = True,
     ) -> None:
-        self._module, self._loss, self._optimizer = module, loss, optimizer
-        self._max_grad_norm, self._num_statistics, self._capture = max_grad_norm, num_statistics, capture
-        self._places = [
-            (name, each.shape, each.numel(), each.requires_grad) for name, each in module.named_parameters()
-        ]
+        self._module, self._loss, self._optimizer = FlatModule(module), loss, optimizer
+        self._max_grad_norm, self._num_statistics = max_grad_norm, num_statistics
         self._changed = optimizer.tensors
         self._rate = self._changed[0].new_zeros(1)
         self._fields: Tree = ()
@@ -111,7 +107,7 @@ class CompiledStep:
 
     @property
     def _is_captured(self) -> bool:
-        return self._capture and can_capture(self._rate.device)
+        return can_capture(self._rate.device)
 
     def _call(self, graph: Compiled, state: Any, *rows: Tensor) -> Any:
         rows = tuple(map(self._padded, rows))
@@ -154,16 +150,7 @@ class CompiledStep:
         flat, fields = state
 
         def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
-            parts = torch.split(flat, [size for _, _, size, _ in self._places])
-            parameters = {
-                name: (part if is_trained else part.detach()).view(shape)
-                for (name, shape, _, is_trained), part in zip(self._places, parts, strict=True)
-            }
-
-            def call(inputs: Tree) -> Any:
-                return functional_call(self._module, parameters, (inputs,))
-
-            return self._loss(call, fields, weight, *rows)
+            return self._loss(functools.partial(self._module, flat), fields, weight, *rows)
 
         gradient, statistics = grad(loss, has_aux=True)(flat)
         return gradient, statistics

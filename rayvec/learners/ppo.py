@@ -261,9 +261,10 @@ class PPOLearner(ActorCriticLearner):
         epochs = [self._shuffled(samples, own, total, generator) for _ in range(num_epochs)]
         places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
         index, is_own = (torch.from_numpy(each).to(self._device) for each in _as_matrix(places))
-        advantages = samples.advantage[index].masked_fill(~is_own, 0.0)
+        advantages = samples.advantage[index]
         targets = torch.stack([samples.target, samples.target - samples.value])
-        mean, variance = global_moments(self.ranks, [advantages, targets], [*counts, total, total])
+        all_count = torch.ones_like(targets, dtype=torch.bool)
+        mean, variance = global_moments(self.ranks, [(advantages, is_own), (targets, all_count)])
         if self.config.normalize_advantage:
             scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
             advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)

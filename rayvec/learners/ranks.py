@@ -129,24 +129,35 @@ def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
     return numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start
 
 
-def global_moments(ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def global_moments(ranks: Ranks, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Returns mean and variance of each of K samples that are spread over the ranks, ``float64 [K]`` each.
 
-    There is one sum over the ranks. In float64 the mean of the squares less the square of the mean is exact enough for
-    what was computed in float32.
+    Each rank computes the moments of its part. One sum over the ranks gathers them, and all ranks merge them alike
+    (Chan, Golub and LeVeque, 1979, equations 2.1), so that no digits are lost where the mean is large.
 
     Args:
         ranks: The ranks that hold the samples.
-        samples: What this rank holds of each, of any length, also none; a matrix is one sample for each row.
-        counts: Number of values of each sample on all ranks together.
+        samples: What this rank holds, one sample in each row: values, and which of them count, ``[k, L]`` both. A rank
+            may hold none.
 
-    >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
+    >>> global_moments(ALONE, [(torch.tensor([[1.0, 3.0, 0.0]]), torch.tensor([[True, True, False]]))])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    rows = [(sample[None] if sample.ndim == 1 else sample).double() for sample in samples]
-    sums = torch.cat([torch.stack([each.sum(1), each.square().sum(1)]) for each in rows], 1)
-    mean, square = ranks.sum_(sums) / sums.new_tensor(counts).clamp(min=1)
-    return mean, (square - mean.square()).clamp(min=0)
+    own = torch.cat([_moments(*each) for each in samples], 1)
+    of_all = own.new_zeros(ranks.size, *own.shape)
+    of_all[ranks.rank] = own
+    count, means, squares = ranks.sum_(of_all).unbind(1)
+    total = count.sum(0).clamp(min=1)
+    mean = (count * means).sum(0) / total
+    return mean, (squares + count * (means - mean).square()).sum(0) / total
+
+
+def _moments(values: Tensor, counts: Tensor) -> Tensor:
+    """Returns count, mean and sum of squared deviations of each row, ``float64 [3, k]``."""
+    values, count = values.double(), counts.sum(1).double()
+    mean = values.masked_fill(~counts, 0.0).sum(1) / count.clamp(min=1)
+    deviations = (values - mean[:, None]).masked_fill(~counts, 0.0)
+    return torch.stack([count, mean, deviations.square().sum(1)])
 
 
 def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:

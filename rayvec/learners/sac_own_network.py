@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,12 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
+from rayvec.learners.base import FlatModule
 from rayvec.learners.sac_networks import Networks
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Categorical, Distribution
@@ -69,7 +69,8 @@ def own_networks(
         name = "one value for each action" if is_discrete else "one value"
         check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
     layouts = _ModuleLayout(critics), _ModuleLayout([actor])
-    initial = layouts[0].parameters(), layouts[1].parameters()
+    of_critics = itertools.chain(*(critic.parameters() for critic in critics))
+    initial = parameters_to_vector(of_critics).detach(), parameters_to_vector(actor.parameters()).detach()
     module.to(device)  # with the buffers
     return Networks(
         *layouts,
@@ -97,35 +98,21 @@ class Reader:
 
 
 class _ModuleLayout:
-    """Modules whose parameters lie one after another in a flat vector, each in the order of ``parameters()``."""
+    """Modules whose parameters lie one after another in a flat vector."""
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
-        self._nets = nets
-        self._places = [
-            [(name, each.shape, each.requires_grad) for name, each in net.named_parameters()] for net in nets
-        ]
+        self._nets = [FlatModule(net) for net in nets]
 
     @property
     def num_params(self) -> int:
         """See :class:`NetLayout`."""
-        return sum(math.prod(shape) for _, shape, _ in itertools.chain(*self._places))
-
-    def parameters(self) -> Tensor:
-        """Returns a copy of the modules' parameters."""
-        return torch.cat([each.detach().reshape(-1) for net in self._nets for each in net.parameters()])
+        return sum(net.num_params for net in self._nets)
 
     def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
         """See :class:`NetLayout`."""
-        parts = iter(torch.split(flat, [math.prod(shape) for _, shape, _ in itertools.chain(*self._places)]))
-        results = []
-        for net, places in zip(self._nets, self._places, strict=True):
-            parameters = {}
-            for name, shape, is_trained in places:
-                part = next(parts)
-                parameters[name] = (part if is_trained else part.detach()).view(shape)
-            result: Tensor = functional_call(net, parameters, inputs)
-            results.append(result if result.ndim == 2 else result.unsqueeze(-1))
-        return torch.stack(results)
+        parts = torch.split(flat, [net.num_params for net in self._nets])
+        results = [net(part, *inputs) for net, part in zip(self._nets, parts, strict=True)]
+        return torch.stack([result if result.ndim == 2 else result.unsqueeze(-1) for result in results])
 
 
 class OwnSACActor(nn.Module):
@@ -142,11 +129,8 @@ class OwnSACActor(nn.Module):
         super().__init__()
         self.encoder = self.reader = reader
         self.distribution, self.net = distribution, net.to(flat.device, flat.dtype)
-        start = 0
-        for parameter in net.parameters():
-            parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
-            parameter.requires_grad_(False)
-            start += parameter.numel()
+        vector_to_parameters(flat, net.parameters())
+        net.requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Returns the distribution's parameters ``[B, P]``."""

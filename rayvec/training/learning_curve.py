@@ -10,11 +10,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.files import written_whole
 
 __all__ = ["episode_mean", "plot_learning_curve", "training_points"]
-
-BLUE, ORANGE = "#4477aa", "#ee7733"
 
 
 def plot_learning_curve(
@@ -31,29 +30,15 @@ def plot_learning_curve(
         title: The title.
         greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: loading it would delay a run's start
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
     lines = list(metrics)
     steps, returns, line_means = training_points(lines)
     evaluations = [
         (line["steps"], line["eval/return_mean"]) for line in lines if line.get("eval/return_mean") is not None
     ]
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = curves_figure()
     if len(steps):
-        axes.plot(
-            steps,
-            line_means,
-            ".",
-            color=BLUE,
-            alpha=0.35,
-            mew=0,
-            ms=7,
-            label="episodes of a line of metrics",
-        )
+        label = "episodes of a line of metrics"
+        axes.plot(steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label=label)
         axes.plot(steps, returns, color=BLUE, linewidth=2, label="smoothed")
     if evaluations:
         label = "greedy evaluations during training"
@@ -67,9 +52,6 @@ def plot_learning_curve(
         axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
     axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     with written_whole(path) if isinstance(path, Path) else contextlib.nullcontext(path) as file:
         figure.savefig(file, format="png")
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
+from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import training_points
 from rayvec.training.loggers import read_metrics
@@ -21,7 +22,6 @@ from rayvec.training.run_dir import load_config
 
 __all__ = ["Curves", "plot_runs", "read_runs"]
 
-COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#bbbbbb")
 _POINTS = 200
 _OWN = {"seed", "run_dir", "env_id", "num_envs", "init_from", *ADJUSTABLE}
 """Settings that do not tell groups of runs apart, or whose values say nothing to a reader."""
@@ -122,14 +122,9 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
         groups: The runs.
         path: The PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
     env_ids = list(dict.fromkeys(each.env_id for each in groups))
-    figure = Figure(figsize=(8, 4.2 * len(env_ids)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, env_id in zip(np.ravel(figure.subplots(len(env_ids), 1, squeeze=False)), env_ids, strict=True):
+    figure, panels = curves_figure(len(env_ids), height=4.2)
+    for axes, env_id in zip(panels, env_ids, strict=True):
         for number, group in enumerate(each for each in groups if each.env_id == env_id):
             color = COLORS[number % len(COLORS)]
             _draw(axes, group.training, color, "-", str(group))
@@ -137,10 +132,7 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
                 _draw(axes, group.evaluations, color, "--", None)
         axes.set(title=env_id, ylabel="return (sum of rewards in an episode)")
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(frameon=False, loc="best", fontsize=8)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("environment steps (solid: training; dashed: greedy evaluations during training)")
     with written_whole(path) as file:
         figure.savefig(file, format="png")

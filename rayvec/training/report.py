@@ -14,8 +14,9 @@ import numpy as np
 
 from rayvec.config.schema import describe, plain
 from rayvec.errors import ConfigError
+from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.files import written_whole
-from rayvec.training.learning_curve import BLUE, ORANGE, plot_learning_curve
+from rayvec.training.learning_curve import plot_learning_curve
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config, versions
 
@@ -113,7 +114,7 @@ def _evaluation(result: Mapping[str, Any]) -> str:
     returns = np.array(result.get("eval_returns", []))
     if not len(returns):
         return ""
-    figure, (axes,) = _figure(1, height=2.6)
+    figure, (axes,) = curves_figure(height=2.6)
     axes.hist(returns, bins=min(20, max(5, len(returns) // 3)), color=ORANGE, alpha=0.85)
     axes.set(xlabel="return of an episode", ylabel="episodes")
     quarters = np.percentile(returns, [0, 25, 50, 75, 100])
@@ -153,8 +154,8 @@ def _learner(lines: Sequence[Mapping[str, Any]]) -> str:
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
         return "<p>None.</p>"
-    figure, axes = _figure(len(curves), columns=3, height=2.0)
-    for each, (name, points) in zip(axes, curves.items(), strict=False):
+    figure, axes = curves_figure(len(curves), columns=3, height=2.0)
+    for each, (name, points) in zip(axes, curves.items(), strict=True):
         each.plot(*np.array(points, np.float64).T, color=BLUE, linewidth=1)
         each.set_title(name.removeprefix("learner/"), fontsize=8)
         each.tick_params(labelsize=7)
@@ -175,24 +176,6 @@ def _settings(config: Any) -> str:
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     cells = [f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows]
     return f"<table>{''.join(cells)}</table>"
-
-
-def _figure(count: int, *, columns: int = 1, height: float) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    num_rows = -(-count // columns)
-    figure = Figure(figsize=(8, height * num_rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(np.ravel(figure.subplots(num_rows, columns, squeeze=False)))
-    for each in axes[count:]:
-        each.set_visible(False)
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-        each.grid(alpha=0.25, linewidth=0.6)
-        each.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return figure, axes
 
 
 def _saved(figure: Any, description: str) -> str:

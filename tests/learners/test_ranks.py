@@ -1,12 +1,16 @@
-"""Which samples a minibatch has."""
+"""Which samples a minibatch has, and the moments of samples that are spread over ranks."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
+from helpers.thread_ranks import ThreadRanks, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from rayvec.learners.ranks import stratified_shuffle
+from rayvec.learners.ranks import ALONE, global_moments, stratified_shuffle
 
 
 @given(count=st.integers(0, 400), num_minibatches=st.integers(1, 300), seed=st.integers(0, 9))
@@ -40,3 +44,23 @@ def test_each_number_may_come_into_each_minibatch() -> None:
         for minibatch, numbers in enumerate(stratified_shuffle(5, 3, generator)):
             counts[numbers, minibatch] += 1
     assert (abs(counts / 3000 - 1 / 3) < 0.04).all()  # four and a half standard deviations
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6, 1e8])
+def test_moments_keep_their_digits_where_the_mean_is_large(shift: float) -> None:
+    """One rank has a few values near the minimum, one has none, and one has the others."""
+    generator = torch.Generator().manual_seed(0)
+    centred = torch.randn(1, 5000, generator=generator, dtype=torch.float64).sort().values
+    values, bounds = centred + shift, [0, 7, 7, 5000]
+
+    def moments(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
+        own = values[:, bounds[ranks.rank] : bounds[ranks.rank + 1]]
+        return global_moments(ranks, [(own, torch.ones_like(own, dtype=torch.bool))])
+
+    first, *others = on_ranks(3, moments)
+    alone = global_moments(ALONE, [(values, torch.ones_like(values, dtype=torch.bool))])
+    rounding = 1e-15 * max(1.0, shift)  # of the values themselves
+    for mean, variance in (first, alone):
+        torch.testing.assert_close(mean - shift, centred.mean(1), rtol=0.0, atol=2 * rounding)
+        torch.testing.assert_close(variance, centred.var(1, correction=0), rtol=10 * rounding, atol=0.0)
+    assert all(torch.equal(other[0], first[0]) and torch.equal(other[1], first[1]) for other in others)

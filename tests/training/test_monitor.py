@@ -276,10 +276,12 @@ def test_the_dashboard_of_grafana_shows_metrics_that_exist() -> None:
         assert refs and len(set(refs)) == len(refs)
         for target in panel["targets"]:
             names = re.findall(r'__name__=~"\(ray_\)\?(\w+)"', target["expr"])  # by the port of a run, and by Ray
-            if "sum by" in target["expr"]:  # of one of the two: a sum of both would be twice the value
+            if "increase(" in target["expr"]:  # summed over processes, of one of the two: both would be twice the value
                 port, by_ray = target["expr"].split(" or ")
                 names = re.findall(r"\b(rayvec_\w+)\{", port)
                 assert by_ray == port.replace("rayvec_", "ray_rayvec_")
+            else:  # one line where both have the value
+                assert f"max by ({', '.join(('run', *METRICS[names[0]].labels))}) (" in target["expr"]
             assert len(names) == 1 and 'run=~"$run"' in target["expr"]
             assert target["expr"].count("(") == target["expr"].count(")")
             labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))

@@ -19,6 +19,9 @@ class Processes:
     Args:
         make: Makes, in each process, a function from a request to an answer.
         arguments: Of `make`, for each process.
+
+    Attributes:
+        pids: The processes.
     """
 
     def __init__(self, make: Callable[..., Callable[[Any], Any]], arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -34,6 +37,7 @@ class Processes:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self.pids = [process.pid or 0 for process in self._processes]
         for pipe in self._pipes:
             _receive(pipe)
 
