@@ -22,7 +22,7 @@ from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.workers import Workers
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget
+from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget, stored_seed
 from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]
@@ -216,8 +216,7 @@ class Supervisor:
         episode[cut] = EpisodeState.CUT
         episode[episode == EpisodeState.RUNNING] = EpisodeState.ENDED
         self._arrays["restarts"][rows] += 1
-        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
-        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
+        seeds = [stored_seed(self._arrays, row) for row in ids.tolist()]
         logger.warning("restarted %s, seeds %s: %s", client.where, seeds, error)
         self.num_replaced += 1
         client.reconnect(self._workers.restart(client.index, client.num_done, self.acting.policies))

@@ -26,7 +26,7 @@ from rayvec.node.pipe import MessagePipe
 from rayvec.node.protocol import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.in_process import EnvsFailed
+from rayvec.pools.in_process import FAILURES, EnvsFailed, captured
 from rayvec.pools.make import make_pool
 from rayvec.pools.native import NativePool
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
@@ -78,7 +78,7 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
             worker.run()
         finally:
             if worker is not None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(*FAILURES):
                     worker.pool.close()
 
 
@@ -116,8 +116,8 @@ class Worker:
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])
             raise EOFError from failed
-        except Exception as error:
-            self._say(RemoteFailure.capture(error, self._where))
+        except FAILURES as error:
+            self._say(captured(error, self._where))
             raise EOFError from error
         if spaces is not None:
             self._pipe.send(spaces)
@@ -226,8 +226,8 @@ class Worker:
             return Reply(value, notes=notes)
         except EnvsFailed as failed:
             return Reply(failures=failed.failures)
-        except Exception as error:
-            return Reply(failures=((-1, RemoteFailure.capture(error, self._where)),))
+        except FAILURES as error:
+            return Reply(failures=((-1, captured(error, self._where)),))
 
     def _read_actions(self, rows: list[int], dtypes: list[int]) -> Any:
         """Copies actions out of the block, because environments may keep a reference to them."""
