@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,8 +86,12 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._block.event_fd)
 
-    def wait_all(self, numbers: Sequence[int], deadline: float) -> None:
-        """Waits until each worker has completed the command with its number. Ctrl-C leaves the state unchanged.
+    def wait_all(self, numbers: Mapping[int, int], deadline: float) -> None:
+        """Waits until workers have completed a command. Ctrl-C leaves the state unchanged.
+
+        Args:
+            numbers: Number of the command, by the worker's index.
+            deadline: A ``time.monotonic`` time.
 
         Raises:
             NotReady: The deadline was reached before all workers had completed.
@@ -95,9 +99,8 @@ class Supervisor:
         while True:
             with Uninterrupted():
                 self.poll_all()
-                missing = [
-                    client for client, number in zip(self._clients, numbers, strict=True) if client.num_done <= number
-                ]
+                clients = [(self._clients[index], number) for index, number in numbers.items()]
+                missing = [client for client, number in clients if client.num_done <= number]
                 if not missing:
                     self._arrays["wants_event"][0] = False
                     return
