@@ -230,7 +230,7 @@ class FaultyEnv(CountingEnv):
         fault: Literal["raise", "hang", "kill", "exit"],
         when: Literal["init", "reset", "step"] = "step",
         at: int = 0,
-        error: Callable[[], Exception] = lambda: ValueError("this environment is broken"),
+        error: Callable[[], BaseException] = lambda: ValueError("this environment is broken"),
     ) -> None:
         super().__init__(max_episode_steps=1000)
         self._fault, self._when, self._at, self._error = fault, when, at, error

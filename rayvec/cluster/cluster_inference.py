@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
 from rayvec.errors import NodeLostError
 from rayvec.node.interrupts import Uninterrupted
-from rayvec.pools.base import MOST_CHUNKS, Acting, NotReady, deadline_in, seconds_until
+from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ClusterInference"]
 
@@ -34,32 +34,35 @@ class _PendingChunk:
         key: Key of the policy that acts.
         args: Further arguments of the request to the nodes.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
-        numbers: The nodes that take part, by index.
-        requested: Each of these nodes, and the wait for its part.
-        parts: Parts received so far, by node index.
+        requested: Each node that takes part, by index, and the wait for its part of the chunk.
+        received: What has been received of it, by node index.
         waited_s: How long the driver has waited for the parts, in seconds.
     """
 
     key: int
     args: tuple[Any, ...]
     weights: Weights | None
-    numbers: Sequence[int]
-    requested: list[tuple[Node, Wait]] = field(default_factory=list)
-    parts: dict[int, NodePart] = field(default_factory=dict)
+    requested: dict[int, tuple[Node, Wait]] = field(default_factory=dict)
+    received: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def request(self, node: Node) -> Wait:
+    @property
+    def parts(self) -> Collection[int]:
+        """The nodes that take part."""
+        return self.requested.keys()
+
+    def request(self, number: int, node: Node) -> None:
         """Requests the part of a node."""
         weights = self.weights
         if weights is not None and weights.ref is None and node.transport != "shm":
             weights = self.weights = weights._replace(ref=ray.put(weights.array))
-        return node.begin_rollout(self.key, weights, *self.args)
+        self.requested[number] = node, node.begin_rollout(self.key, weights, *self.args)
 
     def wait(self, number: int, deadline: float) -> NodePart:
         """Waits for the part of one node."""
         began_s = time.monotonic()
         try:
-            part: NodePart = self.requested[self.numbers.index(number)][1](seconds_until(deadline))
+            part: NodePart = self.requested[number][1](seconds_until(deadline))
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
@@ -108,19 +111,19 @@ class ClusterInference(Acting):
         first_step: int,
         noise_seed: int,
         by_reference: bool = False,
-        number: int | None = None,
+        part: int | None = None,
     ) -> None:
         """Requests a chunk from every node, or from one: every worker steps its own slice with a policy.
 
         A chunk may be requested while one is pending. The workers then start it without waiting for the driver.
         """
-        numbers = range(len(self._nodes)) if number is None else [number]
-        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key), numbers)
-        assert sum(numbers[0] in each.numbers for each in self._pending) < MOST_CHUNKS, "more chunks than memory"
-        chunk.requested = [(self._nodes[each].node, chunk.request(self._nodes[each].node)) for each in numbers]
+        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key))
+        assert self.has_room(part), "more chunks than memory"
+        for number in range(len(self._nodes)) if part is None else [part]:
+            chunk.request(number, self._nodes[number].node)
         self._pending.append(chunk)
 
-    def finish(self, timeout_s: float | None = None, number: int | None = None) -> tuple[list[NodePart], float]:
+    def finish(self, timeout_s: float | None = None, part: int | None = None) -> tuple[list[NodePart], float]:
         """Waits for the oldest pending chunk, of all nodes or of one.
 
         If a node is lost during the chunk and nodes are replaced, its replacement repeats the node's part. It starts
@@ -133,27 +136,27 @@ class ClusterInference(Acting):
             NotReady: The timeout expired; the chunk stays pending.
             NodeLostError: A node was lost and not replaced.
         """
-        chunk = self._pending[0] if number is None else self._pending_of(number)[0]
+        chunk: _PendingChunk = self._pending_of(part)[0]
         deadline = deadline_in(timeout_s)
-        for each in chunk.numbers:
-            while each not in chunk.parts:
+        for number in chunk.parts:
+            while number not in chunk.received:
                 try:
-                    chunk.parts[each] = chunk.wait(each, deadline)
+                    chunk.received[number] = chunk.wait(number, deadline)
                 except NodeLostError as error:
-                    self._request_again(each, error)
+                    self._request_again(number, error)
         with Uninterrupted():
-            for each, (node, _) in zip(chunk.numbers, chunk.requested, strict=True):
-                if node is self._nodes[each].node:  # else its environments have moved since
+            for number, (node, _) in chunk.requested.items():
+                if node is self._nodes[number].node:  # else its environments have moved since
                     node.release_chunk()
             self._pending.remove(chunk)
-        return [chunk.parts[each] for each in chunk.numbers], chunk.waited_s
+        return [chunk.received[number] for number in chunk.parts], chunk.waited_s
 
     def has_finished(self, number: int) -> bool:
         """Whether a node has finished its oldest pending chunk. A node that is lost is replaced."""
-        chunk = self._pending_of(number)[0]
-        if number not in chunk.parts:
+        chunk: _PendingChunk = self._pending_of(number)[0]
+        if number not in chunk.received:
             try:
-                chunk.parts[number] = chunk.wait(number, 0.0)
+                chunk.received[number] = chunk.wait(number, 0.0)
             except NotReady:
                 return False
             except NodeLostError as error:
@@ -172,30 +175,22 @@ class ClusterInference(Acting):
         """
         part = None
         for chunk in self._pending_of(number):
-            if number not in chunk.parts:
+            if number not in chunk.received:
                 part = chunk.wait(number, math.inf)
                 if self._nodes[number].node.transport == "shm":  # views of memory that ends with the node
                     kept = deepcopy(part.chunk) if part.summary is None else part.chunk
                     part = part._replace(summary=deepcopy(part.summary), chunk=kept)
-                chunk.parts[number] = part
-            part = chunk.parts[number]
+                chunk.received[number] = part
+            part = chunk.received[number]
         return part
-
-    def _pending_of(self, number: int) -> list[_PendingChunk]:
-        return [chunk for chunk in self._pending if number in chunk.numbers]
 
     def _request_again(self, number: int, error: NodeLostError) -> None:
         """Repeats the requests for all pending chunks on the node that replaces a lost one, in the same order."""
-        pending = [chunk for chunk in self._pending_of(number) if number not in chunk.parts]
-        if self._nodes[number].node is pending[0].requested[pending[0].numbers.index(number)][0]:
+        pending = [chunk for chunk in self._pending_of(number) if number not in chunk.received]
+        if self._nodes[number].node is pending[0].requested[number][0]:
             self._replace(number, error)  # else it was replaced before
-        node = self._nodes[number].node
         for chunk in pending:
-            chunk.requested[chunk.numbers.index(number)] = node, chunk.request(node)
-
-    def _start_all(self, start: Callable[[Node], Wait]) -> list[tuple[Node, Wait]]:
-        """Starts a request on every node; the wait for a lost node raises ``NodeLostError``."""
-        return [(each.node, start(each.node)) for each in self._nodes]
+            chunk.request(number, self._nodes[number].node)
 
     def _call_all(self, start: Callable[[Node], Wait], *, installed: bool = False) -> None:
         """Starts a request on every node and waits for all.
@@ -203,7 +198,8 @@ class ClusterInference(Acting):
         A lost node is replaced. The request is repeated on the replacement unless `installed` says that
         :meth:`install` already covers it.
         """
-        for number, (node, wait) in enumerate(self._start_all(start)):
+        waits = [(each.node, start(each.node)) for each in self._nodes]
+        for number, (node, wait) in enumerate(waits):
             try:
                 wait(None)
             except NodeLostError as error:

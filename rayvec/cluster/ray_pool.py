@@ -26,7 +26,6 @@ from rayvec.cluster.merging import JoinedAnswers
 from rayvec.cluster.nodes import (
     Member,
     Node,
-    NodePart,
     Request,
     check_sizes,
     close_quietly,
@@ -261,16 +260,26 @@ class RayPool(PartedPool):
             self._nodes[part.owner].node.set_attr(name, part.take(list(values)), part.rows)
 
     def begin_rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
     ) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.
 
-        By reference, a part of the chunk stays on each node.
+        By reference, a part of the chunk stays on each node. A part of the pool is a node, or with elastic nodes what
+        moves as a whole.
         """
         self._follow_cluster()
-        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference, part)
 
-    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
+    def finish_rollout(
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
+    ) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`.
 
         Raises:
@@ -283,29 +292,20 @@ class RayPool(PartedPool):
                 got="one",
                 remedy="Leave it out, or pass num_nodes=0.",
             )
-        return self._rollout(slice(None), *self.acting.finish(timeout_s))
-
-    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`. A part is a node, or with elastic nodes what moves as a whole."""
-        self._follow_cluster()
-        self.acting.begin(key, num_steps, first_step, noise_seed, number=part)
+        of_nodes, waited_s = self.acting.finish(timeout_s, part)
+        for of_node in of_nodes:
+            self._replaced.update(of_node.replaced)
+            for note in of_node.notes:
+                logger.warning(note)
+        rollout = join_node_parts(of_nodes, waited_s)
+        self._note_rollout(slice(None) if part is None else self._rows(part), rollout.summary)
+        return rollout
 
     def _first_finished(self, parts: Sequence[int]) -> int | None:
         return next((part for part in parts if self.acting.has_finished(part)), None)
 
-    def _finish_part(self, part: int) -> Rollout:
-        rows = slice(self.parts[part].start, self.parts[part].stop)
-        return self._rollout(rows, *self.acting.finish(number=part))
-
-    def _rollout(self, rows: slice, parts: Sequence[NodePart], waited_s: float) -> Rollout:
-        """Joins the parts of a chunk, which is that of the environments in `rows`."""
-        for part in parts:
-            self._replaced.update(part.replaced)
-            for note in part.notes:
-                logger.warning(note)
-        rollout = join_node_parts(parts, waited_s)
-        self._note_rollout(rows, rollout.summary)
-        return rollout
+    def _rows(self, part: int) -> slice:
+        return slice(self.parts[part].start, self.parts[part].stop)
 
     def _note_rollout(self, rows: slice, summary: ChunkSummary) -> None:
         """Takes note of a chunk: a node that is lost from now on resumes from its end."""
@@ -367,8 +367,7 @@ class RayPool(PartedPool):
     def _resume_on(self, node: Node, number: int, node_slice: NodeSlice) -> None:
         """Starts a part of the environments on a node that has been opened, in the state that they last showed."""
         assert self._answers is not None
-        envs = self.parts[number]
-        rows = slice(envs.start, envs.stop)
+        envs, rows = self.parts[number], self._rows(number)
         self._num_moves[rows] += 1
         node.wait_until_placed(_PLACE_S)
         found = node.start(self._factory)(None)
@@ -413,8 +412,7 @@ class RayPool(PartedPool):
         except NodeLostError:  # who waits for the chunk replaces it
             return False
         if part is not None:
-            envs = self.parts[move.number]
-            self._note_rollout(slice(envs.start, envs.stop), join_node_parts([part], 0.0).summary)
+            self._note_rollout(self._rows(move.number), join_node_parts([part], 0.0).summary)
         return True
 
     def _move(self, move: Move, node: Node) -> None:

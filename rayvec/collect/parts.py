@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +18,12 @@ from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summar
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.weights import WeightStore
+from rayvec.vector.adapter import PoolAdapter
 
 __all__ = ["PartChunk", "PartsPipeline", "join_parts"]
 
 _PROMPT = 1
 """A part whose last chunk was at most this many versions old is requested ahead."""
-
-
-class _PartsEnv(Protocol):
-    """The part of :class:`rayvec.RayVecEnv` that takes chunks of parts."""
-
-    @property
-    def topology(self) -> Topology: ...
-
-    @property
-    def parts(self) -> tuple[range, ...]: ...
-
-    @property
-    def part_async(self) -> Callable[[int, WeightStore, int, int, int], None]: ...
-
-    @property
-    def part_wait(self) -> Callable[[Sequence[int]], tuple[int, Rollout]]: ...
 
 
 class PartChunk(NamedTuple):
@@ -105,7 +90,7 @@ class PartsPipeline:
         noise_seed: Seed of the policy's noise.
     """
 
-    def __init__(self, env: _PartsEnv, noise_seed: int, max_staleness: int) -> None:
+    def __init__(self, env: PoolAdapter, noise_seed: int, max_staleness: int) -> None:
         self._env = env
         self._max_staleness = max_staleness
         self._parts = [_Part(envs) for envs in env.parts]
@@ -172,7 +157,7 @@ class PartsPipeline:
     def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
         part = self._parts[number]
         first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
-        self._env.part_async(number, store, num_steps, first_step, self.noise_seed)
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, part=number)
         due = store.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
         part.pending.append(_PendingChunk(num_steps, store.version, due, self._env.topology))
         part.has_begun = True

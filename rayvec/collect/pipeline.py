@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
 from rayvec.pools.weights import WeightStore
+from rayvec.vector.adapter import PoolAdapter
 
 __all__ = ["ChunkPipeline", "PendingChunk"]
-
-
-class _RolloutEnv(Protocol):
-    """The part of :class:`rayvec.RayVecEnv` and :class:`rayvec.tianshou.RayVectorEnv` that takes chunks."""
-
-    @property
-    def topology(self) -> Topology: ...
-
-    @property
-    def rollout_async(self) -> Callable[..., None]: ...
-
-    @property
-    def rollout_wait(self) -> Callable[..., Rollout]: ...
 
 
 class PendingChunk(NamedTuple):
@@ -57,7 +45,7 @@ class ChunkPipeline:
         noise_seed: Seed of the policy's noise.
     """
 
-    def __init__(self, env: _RolloutEnv, noise_seed: int, **options: bool) -> None:
+    def __init__(self, env: PoolAdapter, noise_seed: int, **options: bool) -> None:
         self._env = env
         self._options = options
         self.pending: deque[PendingChunk] = deque()

@@ -57,12 +57,12 @@ class LocalPool:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.first_id = first_id
-        self.acting = NodeInference()
         try:
             self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
         self.num_envs = self._pool.num_envs
+        self.acting = NodeInference(self.num_envs)
         self.native_mode = self._pool.native_mode
         self.topology = Topology.of_driver((0, self.num_envs))
 
@@ -136,7 +136,14 @@ class LocalPool:
         self._pool.set_attr(name, [deepcopy(value) for value in values], env_ids)
 
     def begin_rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
     ) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`. Records the request and the current weights.
 
@@ -147,7 +154,9 @@ class LocalPool:
             check_object_store()
         self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
 
-    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
+    def finish_rollout(
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
+    ) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
         with self._logging():
             return self.acting.finish(self._pool, cut)
@@ -160,10 +169,6 @@ class LocalPool:
     def parts(self) -> tuple[range, ...]:
         """See :class:`~rayvec.pools.base.ActingPool`. There is one part."""
         return (range(self.num_envs),)
-
-    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`."""
-        self.begin_rollout(key, num_steps, first_step, noise_seed)
 
     def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
         """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""

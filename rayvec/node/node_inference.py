@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from rayvec.data import Rollout
 from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import Acting, Cut, EnvPool
-from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
+from rayvec.rollout.inference import Inference
+from rayvec.rollout.loop import ActingPolicy, as_policy
 
 __all__ = ["NodeInference"]
 
@@ -38,7 +39,6 @@ class _PendingChunk:
     """A requested chunk that has not been executed.
 
     Attributes:
-        key: Key of the policy.
         held: The policy that acts.
         weights: Version and weights to act with, or None if none were published before the request.
         num_steps: The number of steps T.
@@ -47,28 +47,27 @@ class _PendingChunk:
         by_reference: Whether the chunk goes to the object store.
     """
 
-    key: int
     held: _Held
     weights: tuple[int, NDArray[np.float32]] | None
     num_steps: int
     first_step: int
     noise_seed: int
     by_reference: bool
+    parts = (0,)
 
 
-class NodeInference(Acting):
+class NodeInference(Inference, Acting):
     """The policies that act in this process, and the pending chunks. Each policy is a copy of the one passed in.
 
     Args:
-        groups: Partition of the environments: the policy acts on one group while the next one steps.
+        num_envs: As of :class:`~rayvec.rollout.inference.Inference`.
+        groups: Likewise.
     """
 
-    def __init__(self, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
-        self._groups = groups
-        self._begun: set[int] = set()
+    def __init__(self, num_envs: int, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
+        super().__init__(num_envs, groups)
         self._policies: dict[int, _Held] = {}
         self._pending: list[_PendingChunk] = []
-        self._acted: int | None = None
 
     @property
     def has_policies(self) -> bool:
@@ -93,41 +92,20 @@ class NodeInference(Acting):
 
     def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
         """Records a requested chunk and the weights that it uses."""
-        assert self.has_room, "more chunks were requested than may be pending"
+        assert self.has_room(), "more chunks were requested than may be pending"
         held = self._policies[key]
-        self._pending.append(_PendingChunk(key, held, held.newest, num_steps, first_step, noise_seed, by_reference))
-
-    def note_begun(self, env_ids: NDArray[np.int64]) -> None:
-        """Records environments whose present episode begins or ends outside :meth:`finish`."""
-        self._begun.update(env_ids.tolist())
-
-    def note_absence(self) -> None:
-        """Records that another policy has acted, so that the next policy begins an episode in every environment."""
-        self._acted = None
+        self._pending.append(_PendingChunk(held, held.newest, num_steps, first_step, noise_seed, by_reference))
 
     def finish(self, pool: EnvPool, cut: Cut | None = None) -> Rollout:
         """Executes the oldest pending chunk and returns it."""
-        request, stopwatch = self._pending.pop(0), Stopwatch()
+        request = self._pending.pop(0)
         held = request.held
         if request.weights is not None and request.weights[0] != held.version:
             held.policy.load_weights(request.weights[1])
             held.version = request.weights[0]
-        begun = np.array(sorted(self._begun), np.int64) if request.key == self._acted else np.arange(pool.num_envs)
-        self._acted = request.key
-        chunk = rollout(
-            pool,
-            held.policy,
-            request.num_steps,
-            noise_seed=request.noise_seed,
-            first_step=request.first_step,
-            groups=self._groups,
-            weights_version=held.version,
-            begun=begun,
-            stopwatch=stopwatch,
-            cut=None if cut is None else lambda num_steps: cut(num_steps * pool.num_envs),
+        chunk, times = self.take(
+            pool, held.policy, request.num_steps, request.first_step, request.noise_seed, held.version, cut
         )
-        self._begun.clear()
         if pool.layout is None:  # objects that the pool's next steps may change
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        times = stopwatch.read()
         return as_rollout(chunk, request.by_reference, (times,), times.whole_s)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
 from rayvec.node.pipe import LOOK_S, readable
-from rayvec.pools.base import Autoreset, NotReady, deadline_in, seconds_until
+from rayvec.pools.base import Autoreset, Cut, NotReady, deadline_in, seconds_until
 from rayvec.pools.plan import Plan, Plans
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -90,8 +90,10 @@ class PartedPool:
         """Returns the first of some parts that has finished its oldest pending chunk; None if none of them has."""
         raise NotImplementedError
 
-    def _finish_part(self, part: int) -> Rollout:
-        """Returns the oldest pending chunk of a part, which has finished it."""
+    def finish_rollout(
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
+    ) -> Rollout:
+        """See :class:`~rayvec.pools.base.ActingPool`."""
         raise NotImplementedError
 
     def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
@@ -100,7 +102,7 @@ class PartedPool:
         while True:
             part = self._first_finished(parts)
             if part is not None:
-                return part, self._finish_part(part)
+                return part, self.finish_rollout(part=part)
             if time.monotonic() >= deadline:
                 raise NotReady("no part has finished its chunk in time")
             readable(self.event_fds, min(self._look_s, seconds_until(deadline)))

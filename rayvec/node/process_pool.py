@@ -175,7 +175,7 @@ class ProcessPool(PartedPool):
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self.acting.own.note_begun(env_ids)
+        self.acting.own.note_reset(env_ids)
         self._start(
             self._plans.of(env_ids),
             True,
@@ -227,7 +227,7 @@ class ProcessPool(PartedPool):
         self._raise_failures(plan)
         batch = self._batch(plan)
         if self.acting.own.has_policies:
-            self.acting.own.note_begun(self.take_begun(batch))
+            self.acting.own.note_ended(batch)
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
         return batch
@@ -264,46 +264,43 @@ class ProcessPool(PartedPool):
         )(None)
 
     def begin_rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
     ) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`. Every worker acts over its own slice."""
+        """See :class:`~rayvec.pools.base.ActingPool`. Every worker acts over its own slice. A part is a worker."""
         if by_reference:
             check_object_store()
-        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference, part)
 
-    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
+    def finish_rollout(
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
+    ) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
         if self.acting.own.num_pending:
             return self.acting.own.finish(self, cut)
         by_reference, began_s = self.acting.by_reference, time.monotonic()
-        chunks, times = self.finish_chunks(timeout_s, cut)
+        chunks, times = self.finish_chunks(timeout_s, cut, part)
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)
-        num_padded = chunk.valid.size - sum(part.valid.size for part in chunks)
+        num_padded = chunk.valid.size - sum(each.valid.size for each in chunks)
         rollout = as_rollout(chunk, by_reference, times, waited_s, num_padded)
-        self.acting.release()
+        self.acting.release(part)
         return rollout
-
-    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """See :class:`~rayvec.pools.base.ActingPool`. A part is a worker."""
-        self.acting.begin(key, num_steps, first_step, noise_seed, worker=part)
 
     def _first_finished(self, parts: Sequence[int]) -> int | None:
         self._supervisor.poll_all()
         return next((part for part in parts if self.acting.has_finished(part)), None)
 
-    def _finish_part(self, part: int) -> Rollout:
-        chunks, times = self.finish_chunks(worker=part)
-        rollout = as_rollout(join_chunks(chunks), False, times, 0.0)
-        self.acting.release(part)
-        return rollout
-
     def finish_chunks(
-        self, timeout_s: float | None = None, cut: Cut | None = None, worker: int | None = None
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
     ) -> tuple[tuple[Chunk, ...], tuple[RolloutTimes, ...]]:
         """Waits for the oldest pending chunk; the arguments are those of :meth:`finish_rollout`.
-
-        If `worker` is given, it is the oldest pending chunk of that worker only.
 
         Returns:
             The chunk of each worker, with global ids, and its times. The arrays are views of shared memory, which
@@ -312,13 +309,13 @@ class ProcessPool(PartedPool):
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.
         """
-        packed = self.acting.finish(timeout_s, cut, worker)
-        clients = self._clients if worker is None else [self._clients[worker]]
+        packed = self.acting.finish(timeout_s, cut, part)
+        clients = self._clients if part is None else [self._clients[part]]
         memories = [self._workers.memories[client.index] for client in clients]
-        chunks = tuple(part.unpack(memory) for part, memory in zip(packed, memories, strict=True))
+        chunks = tuple(each.unpack(memory) for each, memory in zip(packed, memories, strict=True))
         for client, chunk in zip(clients, chunks, strict=True):
             self._supervisor.note_chunk(client, chunk)
-        return chunks, tuple(part.times for part in packed)
+        return chunks, tuple(each.times for each in packed)
 
     def finish_on_node(
         self, with_summary: bool, timeout_s: float | None = None

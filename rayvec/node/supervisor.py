@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.workers import Workers
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget
+from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget, stored_seed
 from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]
@@ -86,8 +86,12 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._block.event_fd)
 
-    def wait_all(self, numbers: Sequence[int], deadline: float) -> None:
-        """Waits until each worker has completed the command with its number. Ctrl-C leaves the state unchanged.
+    def wait_all(self, numbers: Mapping[int, int], deadline: float) -> None:
+        """Waits until workers have completed a command. Ctrl-C leaves the state unchanged.
+
+        Args:
+            numbers: Number of the command, by the worker's index.
+            deadline: A ``time.monotonic`` time.
 
         Raises:
             NotReady: The deadline was reached before all workers had completed.
@@ -95,9 +99,8 @@ class Supervisor:
         while True:
             with Uninterrupted():
                 self.poll_all()
-                missing = [
-                    client for client, number in zip(self._clients, numbers, strict=True) if client.num_done <= number
-                ]
+                clients = [(self._clients[index], number) for index, number in numbers.items()]
+                missing = [client for client, number in clients if client.num_done <= number]
                 if not missing:
                     self._arrays["wants_event"][0] = False
                     return
@@ -216,8 +219,7 @@ class Supervisor:
         episode[cut] = EpisodeState.CUT
         episode[episode == EpisodeState.RUNNING] = EpisodeState.ENDED
         self._arrays["restarts"][rows] += 1
-        had, seed = self._arrays["has_seed"][rows].tolist(), self._arrays["seed"][rows].tolist()
-        seeds = [value if given else None for value, given in zip(seed, had, strict=True)]
+        seeds = [stored_seed(self._arrays, row) for row in ids.tolist()]
         logger.warning("restarted %s, seeds %s: %s", client.where, seeds, error)
         self.num_replaced += 1
         client.reconnect(self._workers.restart(client.index, client.num_done, self.acting.policies))

@@ -26,11 +26,12 @@ from rayvec.node.pipe import MessagePipe
 from rayvec.node.protocol import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.in_process import EnvsFailed
+from rayvec.pools.in_process import FAILURES, EnvsFailed, captured
 from rayvec.pools.make import make_pool
 from rayvec.pools.native import NativePool
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
-from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
+from rayvec.rollout.inference import Inference
+from rayvec.rollout.loop import ActingPolicy, as_policy
 
 __all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]
 
@@ -78,7 +79,7 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
             worker.run()
         finally:
             if worker is not None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(*FAILURES):
                     worker.pool.close()
 
 
@@ -104,7 +105,6 @@ class Worker:
         self._closed = False
         self._fds: list[int] = []
         self._policies: dict[int, _HeldPolicy] = {}
-        self._acted: int | None = None
         try:
             if spec.replacement:
                 self._take_setup()
@@ -116,8 +116,8 @@ class Worker:
         except EnvsFailed as failed:
             self._say(failed.failures[0][1])
             raise EOFError from failed
-        except Exception as error:
-            self._say(RemoteFailure.capture(error, self._where))
+        except FAILURES as error:
+            self._say(captured(error, self._where))
             raise EOFError from error
         if spaces is not None:
             self._pipe.send(spaces)
@@ -151,6 +151,7 @@ class Worker:
         self._actions = block.actions(rows)
         self._first_id_at = block.first_id_at
         self._all_rows = list(range(self.pool.num_envs))
+        self._inference = Inference(self.pool.num_envs)
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
@@ -196,7 +197,7 @@ class Worker:
         """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
         if op in (Op.STEP, Op.STEP_OBJECTS):
-            self._acted = None  # the policy that acts here next has not seen this step
+            self._inference.note_absence()  # the policy that acts here next has not seen this step
         if op == Op.STEP:
             actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
@@ -226,8 +227,8 @@ class Worker:
             return Reply(value, notes=notes)
         except EnvsFailed as failed:
             return Reply(failures=failed.failures)
-        except Exception as error:
-            return Reply(failures=((-1, RemoteFailure.capture(error, self._where)),))
+        except FAILURES as error:
+            return Reply(failures=((-1, captured(error, self._where)),))
 
     def _read_actions(self, rows: list[int], dtypes: list[int]) -> Any:
         """Copies actions out of the block, because environments may keep a reference to them."""
@@ -290,23 +291,11 @@ class Worker:
             number: Number of the chunk, from 1.
             piece: The piece of chunk memory to write into.
         """
-        stopwatch = Stopwatch()
         self._memory.begin(piece)
-        begun = np.arange(self.pool.num_envs) if key != self._acted else None
-        self._acted = key
-        chunk = rollout(
-            self.pool,
-            self._policies[key].at(weights),
-            num_steps,
-            noise_seed=noise_seed,
-            first_step=first_step,
-            weights_version=weights.version,
-            begun=begun,
-            stopwatch=stopwatch,
-            empty=self._memory.empty,
-            cut=partial(self._is_cut, number),
+        policy, cut = self._policies[key].at(weights), partial(self._is_cut, number)
+        chunk, times = self._inference.take(
+            self.pool, policy, num_steps, first_step, noise_seed, weights.version, cut, self._memory.empty
         )
-        times = stopwatch.read()
         return PackedChunk.of(chunk, self._memory, times)
 
     def _is_cut(self, number: int, num_steps: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ __all__ = ["WorkerInference"]
 
 _CUT_LOOK_S = 0.001
 """The interval at which a wait asks whether to cut the chunk, in seconds."""
-_NOT_REQUESTED = -1
-"""In place of the number of a command to a worker that does not take part in a chunk."""
 
 
 @dataclass(slots=True)
@@ -54,8 +52,7 @@ class _PendingChunk:
         by_reference: Whether the chunk goes to the object store.
         number: Number of the chunk, from 1.
         num_steps: The most steps that it may have.
-        worker: Index of the only worker that takes it; None if all workers do.
-        commands: Command number for each worker, or `_NOT_REQUESTED`.
+        commands: Number of the command to each worker that takes it, by the worker's index.
     """
 
     key: int
@@ -63,8 +60,12 @@ class _PendingChunk:
     by_reference: bool
     number: int
     num_steps: int
-    worker: int | None
-    commands: list[int]
+    commands: dict[int, int]
+
+    @property
+    def parts(self) -> Collection[int]:
+        """The workers that take it."""
+        return self.commands.keys()
 
 
 class WorkerInference(Acting):
@@ -75,7 +76,7 @@ class WorkerInference(Acting):
         clients: The client of each worker.
         arrays: The arrays of the shared block.
         call_all: Calls a method of every worker, with arguments and file descriptors, and waits.
-        wait_all: Waits until each worker has completed the command with its number, or until a deadline.
+        wait_all: Waits until workers, given by index, have completed the command with a number, or until a deadline.
 
     Attributes:
         own: The policies that act in this process, over the environments of all workers, in two groups.
@@ -87,7 +88,7 @@ class WorkerInference(Acting):
         clients: Sequence[WorkerClient],
         arrays: Mapping[str, NDArray[Any]],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],
-        wait_all: Callable[[Sequence[int], float], None],
+        wait_all: Callable[[Mapping[int, int], float], None],
     ) -> None:
         self._workers = workers
         self._clients = clients
@@ -100,7 +101,7 @@ class WorkerInference(Acting):
         self._arrays = arrays
         units: NDArray[np.int64] | None = workers.spaces.unit_bounds
         groups = 2 if units is None or len(units) > 2 else 1
-        self.own = NodeInference(split_groups(Topology.of_driver(workers.bounds), groups, units))
+        self.own = NodeInference(workers.bounds[-1], split_groups(Topology.of_driver(workers.bounds), groups, units))
 
     @property
     def by_reference(self) -> bool:
@@ -116,6 +117,10 @@ class WorkerInference(Acting):
     def num_pending(self) -> int:
         """See :class:`~rayvec.pools.base.Acting`."""
         return len(self._pending) + self.own.num_pending
+
+    def has_room(self, part: int | None = None) -> bool:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        return super().has_room(part) and self.own.has_room()
 
     def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
@@ -148,14 +153,13 @@ class WorkerInference(Acting):
         self._call_all("drop_policy", (key,), ())
         self._policies.pop(key).memory.close()
 
-    def release(self, worker: int | None = None) -> None:
+    def release(self, part: int | None = None) -> None:
         """Forgets the oldest pending chunk of all workers, or of one, which :meth:`finish` has returned."""
         with Uninterrupted():
-            if self._pending:
-                chunk = self._oldest(worker)
+            for chunk in self._pending_of(part)[:1]:
                 self._pending.remove(chunk)
-                for client in self._clients_of(chunk):
-                    client.take_reply(chunk.commands[client.index])
+                for index, command in chunk.commands.items():
+                    self._clients[index].take_reply(command)
 
     def begin(
         self,
@@ -164,7 +168,7 @@ class WorkerInference(Acting):
         first_step: int,
         noise_seed: int,
         by_reference: bool = False,
-        worker: int | None = None,
+        part: int | None = None,
     ) -> None:
         """Requests a chunk from every worker, or from one, each over its own slice.
 
@@ -176,50 +180,42 @@ class WorkerInference(Acting):
         self.own.note_absence()
         policy, number = self._policies[key], self._num_begun + 1
         args = (key, num_steps, first_step, noise_seed, policy.weights, number)
-        commands = [_NOT_REQUESTED] * len(self._clients)
-        chunk = _PendingChunk(key, policy.weights, by_reference, number, num_steps, worker, commands)
-        num_pending = sum(each.worker in (None, worker) for each in self._pending)
-        assert num_pending < MOST_CHUNKS, "a chunk more than there is memory for"
+        chunk = _PendingChunk(key, policy.weights, by_reference, number, num_steps, {})
+        assert self.has_room(part), "a chunk more than there is memory for"
         with Uninterrupted():
-            for client in self._clients_of(chunk):
+            for client in self._clients if part is None else [self._clients[part]]:
                 piece = self._num_begun_of[client.index] % MOST_CHUNKS
-                commands[client.index] = client.post_call("rollout", *args, piece, num_steps=num_steps)
+                chunk.commands[client.index] = client.post_call("rollout", *args, piece, num_steps=num_steps)
                 self._num_begun_of[client.index] += 1
             self._pending.append(chunk)
             self._num_begun = number
 
-    def _oldest(self, worker: int | None) -> _PendingChunk:
-        return next(chunk for chunk in self._pending if chunk.worker == worker)
-
-    def has_finished(self, worker: int) -> bool:
+    def has_finished(self, part: int) -> bool:
         """Whether a worker has finished its oldest pending chunk, as far as its client has been polled."""
-        return self._oldest(worker).commands[worker] < self._clients[worker].num_done
-
-    def _clients_of(self, chunk: _PendingChunk) -> Sequence[WorkerClient]:
-        return self._clients if chunk.worker is None else self._clients[chunk.worker : chunk.worker + 1]
+        return bool(self._pending_of(part)[0].commands[part] < self._clients[part].num_done)
 
     def finish(
-        self, timeout_s: float | None = None, cut: Cut | None = None, worker: int | None = None
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
     ) -> list[PackedChunk]:
         """Waits for the oldest pending chunk; returns each worker's, packed. It stays pending until :meth:`release`.
 
         Args:
             timeout_s: The longest wait. None waits without limit.
             cut: See :meth:`rayvec.pools.base.ActingPool.finish_rollout`.
-            worker: The only worker whose chunk is meant; None for a chunk of all workers.
+            part: The only worker whose chunk is meant; None for a chunk of all workers.
 
         Raises:
             NotReady: It takes longer.
             Exception: What the policy raised.
         """
-        chunk = self._oldest(worker)
+        chunk: _PendingChunk = self._pending_of(part)[0]
         deadline = deadline_in(timeout_s)
         if cut is not None:
             self._wait_or_cut(chunk, deadline, cut)
         self._wait_all(chunk.commands, deadline)
-        replies = [client.reply(chunk.commands[client.index]) for client in self._clients_of(chunk)]
+        replies = [self._clients[index].reply(command) for index, command in chunk.commands.items()]
         for _, failure in (each for reply in replies for each in reply.failures):
-            self.release(worker)
+            self.release(part)
             raise failure.rebuild()
         return [reply.value for reply in replies]
 
@@ -239,13 +235,14 @@ class WorkerInference(Acting):
     def _steps_taken(self, chunk: _PendingChunk) -> int:
         """Returns how many steps the environments of all workers together have taken in a chunk."""
         numbers, steps = np.divmod(self._arrays["chunk_step"], 1 << CHUNK_STEP_BITS)
-        steps = np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.num_steps, 0))
-        return int((steps * np.diff(self._workers.bounds)).sum())
+        whole = chunk.num_steps * np.diff(self._workers.bounds)
+        steps = np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, whole, 0))
+        return int(steps.sum())
 
     def done_chunks(self, client: WorkerClient) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""
-        commands = [chunk.commands[client.index] for chunk in self._pending]
-        replies = [client.reply(command) for command in commands if _NOT_REQUESTED < command < client.num_done]
+        commands = [chunk.commands[client.index] for chunk in self._pending_of(client.index)]
+        replies = [client.reply(command) for command in commands if command < client.num_done]
         memory = self._workers.memories[client.index]
         return [reply.value.unpack(memory) for reply in replies if not reply.failures]
 

@@ -336,10 +336,13 @@ class Acting(Protocol):
         """The number of pending chunks."""
         return len(self._pending)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another chunk may be requested."""
-        return len(self._pending) < MOST_CHUNKS
+    def has_room(self, part: int | None = None) -> bool:
+        """Whether another chunk may be requested of all parts, or of one."""
+        return len(self._pending_of(part)) < MOST_CHUNKS
+
+    def _pending_of(self, part: int | None) -> list[Any]:
+        """Returns the pending chunks of all parts, or of one, oldest first."""
+        return [chunk for chunk in self._pending if part is None or part in chunk.parts]
 
     def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
         """Loads a pickled policy.
@@ -392,9 +395,19 @@ class ActingPool(EnvPool, Protocol):
         ...
 
     def begin_rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self,
+        key: int,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
     ) -> None:
         """Requests a chunk of steps with a policy. :meth:`finish_rollout` returns the chunk.
+
+        Each part may have `MOST_CHUNKS` pending chunks, which it takes in order. While a part has pending chunks of its
+        own, no chunk of all parts may be requested.
 
         Args:
             key: The key of the policy.
@@ -402,16 +415,20 @@ class ActingPool(EnvPool, Protocol):
             first_step: The number of steps that the environments took in earlier chunks.
             noise_seed: The seed of the policy's noise.
             by_reference: Whether the chunk stays in Ray's object store. The driver then receives only the summary.
+            part: The part whose environments take the chunk, independently of other parts; None for all parts.
         """
         ...
 
-    def finish_rollout(self, timeout_s: float | None = None, cut: Cut | None = None) -> Rollout:
-        """Waits for the oldest pending chunk and returns it.
+    def finish_rollout(
+        self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
+    ) -> Rollout:
+        """Waits for the oldest pending chunk of all parts, or of one, and returns it.
 
         Args:
             timeout_s: The longest wait. None waits without limit.
             cut: Called about every millisecond. Once it returns True, every worker ends the chunk after its next step.
                 The chunk then has as many steps as the fastest worker took; the others' last ones are not `valid`.
+            part: The index of the part.
 
         Raises:
             NotReady: The timeout was reached. The chunk stays pending.
@@ -425,20 +442,6 @@ class ActingPool(EnvPool, Protocol):
     @property
     def parts(self) -> tuple[range, ...]:
         """The ids of the environments that each part steps: a worker of one machine, or a node of a cluster."""
-        ...
-
-    def begin_part(self, part: int, key: int, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Requests a chunk of one part only. Parts take their chunks independently of each other.
-
-        Each part may have `MOST_CHUNKS` pending chunks, which it takes in order, and no chunk of :meth:`begin_rollout`.
-
-        Args:
-            part: The index of the part.
-            key: As of :meth:`begin_rollout`, like the next three.
-            num_steps: The number of steps T.
-            first_step: The number of steps that the environments of this part took in earlier chunks.
-            noise_seed: The seed of the policy's noise.
-        """
         ...
 
     def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:

@@ -1,7 +1,8 @@
-"""What the pools that step environments in this process have in common: the pool contract, over rows."""
+"""What the pools that step environments in this process have in common: the pool contract, and restarts."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree
-from rayvec.errors import RemoteFailure
-from rayvec.pools.base import Autoreset
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import EnvError, RemoteFailure, message
+from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.plan import Keys
-from rayvec.pools.restarts import ENV_ARRAYS
+from rayvec.pools.restarts import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
-__all__ = ["EnvsFailed", "InProcessPool"]
+__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured"]
+
+FAILURES = (Exception, SystemExit)
+"""What environments and policies raise when they fail. ``KeyboardInterrupt`` is the user's Ctrl-C."""
+
+
+def captured(error: BaseException, where: str) -> RemoteFailure:
+    """Describes a failure. A ``SystemExit`` becomes an ``EnvError``, because it would end the process that gets it."""
+    if isinstance(error, SystemExit):
+        failure = EnvError(
+            "Environments and policies report failures by exceptions.",
+            expected="an exception such as RuntimeError",
+            got=f"SystemExit({error.code!r}), the exception of sys.exit()",
+            remedy="Raise another exception where the traceback below shows the call.",
+        )
+        failure.__cause__ = error
+        return RemoteFailure.capture(failure, where)
+    return RemoteFailure.capture(error, where)
 
 
 class EnvsFailed(Exception):
@@ -31,11 +50,15 @@ class EnvsFailed(Exception):
 
 
 class InProcessPool:
-    """Executes the commands of a pool in this process, inside :meth:`recv`.
+    """Executes the commands of a pool in this process, inside :meth:`recv`, and restarts what raises.
+
+    A *unit* is what fails and restarts as a whole: an environment, or a native sub-batch.
 
     Args:
-        num_envs: The number of environments N.
+        factory: Makes exactly the units of this pool.
         first_id: Global index of the first environment, for infos and errors.
+        where: Name of the process that runs this pool, for errors.
+        restart_policy: The restart policy for units that raise.
 
     Attributes:
         obs: Current observation of each environment, tree of ``[N, *obs_shape]``, or an object array.
@@ -46,26 +69,60 @@ class InProcessPool:
     """
 
     native_mode: Autoreset | None = None
-    _envs: list[Any]
-    obs: Tree
-    rew: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
+    _unit_kind = "environment"
+    action_layout: ArrayLayout | None
 
-    def __init__(self, num_envs: int, first_id: int) -> None:
-        self.num_envs = num_envs
+    def __init__(
+        self,
+        factory: EnvFactory,
+        first_id: int = 0,
+        where: str = "this process",
+        restart_policy: RestartPolicy = NO_RESTARTS,
+    ) -> None:
+        factory.register()
+        self.num_envs = factory.num_envs
         self.first_id = first_id
         self.notes: list[str] = []
+        self._factory = factory
+        self._where = where
+        self._restart = restart_policy.restart
+        self._budget = RestartBudget()
+        self._envs: list[Any] = []
         self._everyone: NDArray[np.int64] | None = None
         self._keys = Keys()
         self._progress = np.zeros(1, np.int64).data
         self._num_turns = 0
         self._pending: dict[bytes, tuple[NDArray[np.int64], Callable[..., list[Any]], tuple[Any, ...]]] = {}
+        try:
+            for unit in range(factory.num_envs):
+                self._envs.append(self._make(unit))
+            self._set_up()
+        except FAILURES as error:
+            unit = len(self._envs)
+            name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first_id + unit}"
+            with contextlib.suppress(*FAILURES):
+                self.close()
+            raise EnvsFailed([(0, captured(error, name))]) from error
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
 
     # What a pool defines. Rows are indices of its environments.
 
-    def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`."""
+    def _make(self, unit: int) -> Any:
+        """Makes a unit."""
+        raise NotImplementedError
+
+    def _set_up(self) -> None:
+        """Reads the spaces of the units that have been made, and allocates the arrays."""
+        raise NotImplementedError
+
+    def _identify(self, unit: int) -> tuple[int, str]:
+        """Returns the row of a unit's first environment, and the name of the unit and its seed, for errors."""
+        raise NotImplementedError
+
+    def _end_episodes(self, unit: int) -> None:
+        """Takes note that a unit is restarted: its episodes are cut, and its next reset has another seed."""
         raise NotImplementedError
 
     def step_rows(self, rows: Sequence[int], actions: Iterable[Any], autoreset: Autoreset) -> list[Any]:
@@ -94,11 +151,65 @@ class InProcessPool:
         """Returns what names some environments in :meth:`step_rows`, :meth:`reset_rows` and :meth:`begin_rows`."""
         raise NotImplementedError
 
+    def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
+        """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.
+
+        The arrays outlive this process. A replacement process resumes from the seed, the number of restarts and the
+        :class:`~rayvec.pools.restarts.EpisodeState` of each environment.
+        """
+        self.layout = layout
+        self._arrays = arrays
+        self._everyone = None
+        self.obs: Tree = arrays["obs"]
+        self.rew: NDArray[np.float64] = arrays["rew"]
+        self.terminated: NDArray[np.bool_] = arrays["terminated"]
+        self.truncated: NDArray[np.bool_] = arrays["truncated"]
+
     def attach_own(self, layout: ArrayLayout | None) -> None:
         """Allocates arrays in this process and writes results there."""
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(layout, {"obs": obs, **{name: np.zeros(n, dtype) for name, dtype in ENV_ARRAYS.items()}})
+
+    def _failure(self, unit: int, error: BaseException) -> tuple[int, RemoteFailure]:
+        row, name = self._identify(unit)
+        return row, captured(error, f"{self._where}, {name}")
+
+    def _recover(
+        self, unit: int, error: BaseException, failures: list[tuple[int, RemoteFailure]], resume: Callable[[], None]
+    ) -> None:
+        """Restarts a unit after an error and resumes with `resume`.
+
+        If that raises too, it tries again until it succeeds or the restart budget is spent.
+        """
+        while True:
+            row, failure = self._failure(unit, error)
+            if not self._restart:
+                failures.append((row, failure))
+                return
+            if not self._budget.spend(unit):
+                text = message(
+                    f"The same {self._unit_kind} is not restarted for ever.",
+                    expected=RestartBudget.rule(),
+                    got=f"one more, by {failure.type_name}: {failure.text}",
+                    remedy="Correct the environment; its traceback stands below.",
+                )
+                last = EnvError(f"{text}\n\n{failure.remote_traceback}")
+                failures.append((row, RemoteFailure.capture(last, failure.where)))
+                return
+            try:
+                with contextlib.suppress(*FAILURES):
+                    self._envs[unit].close()
+                self._end_episodes(unit)
+                self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
+                self._envs[unit] = self._make(unit)
+                resume()
+                return
+            except FAILURES as again:
+                error = again
+
+    def _restart_seed(self, row: int, env_id: int) -> int | None:
+        return restart_seed(stored_seed(self._arrays, row), env_id, int(self._arrays["restarts"][row]))
 
     def show_progress(self, progress: NDArray[np.int64]) -> None:
         """Reports the progress of a rollout in `progress`, ``int64 [1]``, which the waiting process reads.
@@ -192,11 +303,11 @@ class InProcessPool:
 
     def close(self) -> None:
         """Closes all that the pool steps. If some raise, it raises the first error after all are closed."""
-        errors = []
+        errors: list[BaseException] = []
         while self._envs:
             try:
                 self._envs.pop().close()
-            except Exception as error:
+            except FAILURES as error:
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
 from rayvec.data.columns import merge_reset
-from rayvec.envs.factory import EnvFactory
 from rayvec.envs.sub_batch import SubBatch, copied_info
-from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
-from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.in_process import EnvsFailed, InProcessPool
+from rayvec.errors import ConfigError, EnvError, RemoteFailure
+from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.plan import not_whole, whole_units
-from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed
+from rayvec.pools.restarts import RESTARTED, EpisodeState, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.pools.sub_batches import made, spaces_of
 
 __all__ = ["NativePool"]
 
@@ -33,66 +31,40 @@ class NativePool(InProcessPool):
     A sub-batch steps, fails and restarts as a whole. In :meth:`step_rows` and :meth:`begin_rows`, numbers name
     sub-batches.
 
-    Args:
-        factory: Makes exactly the sub-batches of this pool.
-        first_id: Global index of the first environment, for infos and errors.
-        where: Name of the process that runs this pool, for errors.
-        restart_policy: The restart policy for sub-batches that raise.
-
     Attributes:
         spaces: The spaces, sizes and metadata of the sub-batches.
     """
 
-    def __init__(
-        self,
-        factory: EnvFactory,
-        first_id: int = 0,
-        where: str = "this process",
-        restart_policy: RestartPolicy = NO_RESTARTS,
-    ) -> None:
-        factory.register()
-        super().__init__(0, first_id)
-        self._factory = factory
-        self._where = where
-        self._restart = restart_policy.restart
-        self._budget = RestartBudget()
-        self._envs: list[SubBatch] = []
-        self._bounds = [0]
-        for unit in range(factory.num_envs):
-            try:
-                self._envs.append(made(factory, unit))
-                self._bounds.append(self._bounds[-1] + self._envs[-1].num_envs)
-            except Exception as error:
-                failure = 0, RemoteFailure.capture(error, f"{where}, native sub-batch {unit}")
-                self.close()
-                raise EnvsFailed([failure]) from error
-            except BaseException:  # Ctrl-C
-                self.close()
-                raise
-        self.num_envs = self._bounds[-1]
-        self._slices = [slice(*pair) for pair in zip(self._bounds, self._bounds[1:], strict=False)]
-        try:
-            self.spaces = PoolSpaces.join([(each.num_envs, spaces_of(each)) for each in self._envs])
-        except ConfigError as error:
-            self.close()
-            raise EnvsFailed([(0, RemoteFailure.capture(error, where))]) from error
+    _envs: list[SubBatch]
+    _unit_kind = "native sub-batch"
+    _slices: Sequence[slice] = ()
+
+    def _make(self, unit: int) -> SubBatch:
+        env = SubBatch(self._factory.make(unit))
+        if self._slices and env.num_envs != self._envs[unit].num_envs:
+            raise EnvError(
+                "A native sub-batch that is restarted has as many environments as before.",
+                expected=self._envs[unit].num_envs,
+                got=env.num_envs,
+                remedy="Let the callable return the same vector environment every time.",
+            )
+        return env
+
+    def _set_up(self) -> None:
+        sizes = [env.num_envs for env in self._envs]
+        self.spaces = PoolSpaces.join(list(zip(sizes, map(_spaces_of, self._envs), strict=True)))
         self.native_mode = self.spaces.native_mode
+        self._bounds = np.cumsum([0, *sizes])
+        self._slices = [slice(*pair) for pair in pairwise(self._bounds.tolist())]
+        self.num_envs = sum(sizes)
         self.action_layout = ArrayLayout.of(self.spaces.action)
         self._units: dict[bytes, list[int]] = {}
         self.attach_own(ArrayLayout.of(self.spaces.observation))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """See :class:`~rayvec.pools.in_process.InProcessPool`. A replacement process begins with cut episodes.
-
-        The arrays outlive this process, with the seed and the number of restarts of each environment.
-        """
-        assert layout is not None  # checked for each sub-batch
-        self.layout: ArrayLayout | None = layout
-        self._everyone = None
-        self._arrays = arrays
-        self.obs: Tree = arrays["obs"]
+        """See :class:`~rayvec.pools.in_process.InProcessPool`. A replacement process begins with cut episodes."""
+        super().attach(layout, arrays)
         self._obs_leaves = list(tree_leaves(self.obs))
-        self.rew, self.terminated, self.truncated = arrays["rew"], arrays["terminated"], arrays["truncated"]
         self._begun = np.zeros(self.num_envs, bool)
         self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
         self._state = [NEW if (arrays["episode"][rows] == NEW).all() else CUT for rows in self._slices]
@@ -114,7 +86,7 @@ class NativePool(InProcessPool):
             at += size
             try:
                 self._step_unit(unit, part, autoreset, infos)
-            except Exception as error:
+            except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._end_cut, unit, autoreset, infos))
         if failures:
             raise EnvsFailed(failures)
@@ -223,7 +195,7 @@ class NativePool(InProcessPool):
                 self._store_seeds(of_unit, given)
             try:
                 self._reset_unit(unit, given, options, mask, infos)
-            except Exception as error:
+            except FAILURES as error:
                 if isinstance(error, ConfigError):
                     failures.append(self._failure(unit, error))
                     continue
@@ -255,7 +227,8 @@ class NativePool(InProcessPool):
         if seeds is None and self._state[unit] in (CUT, ENDED):
             seeds = self._restart_seeds(unit)
         if seeds is not None and env.ignores_seeds:
-            self.notes.append(f"{self._name(unit)} ignores the seeds of a reset; pass seeds to envpool.make")
+            where = f"{self._where}, {self._name(unit)}"
+            self.notes.append(f"{where} ignores the seeds of a reset; pass seeds to envpool.make")
         obs, info = self._reset_some(unit, seeds, options, mask)
         self._write_obs(unit, obs)
         self.rew[rows][mask] = 0.0
@@ -297,7 +270,7 @@ class NativePool(InProcessPool):
                     done = self._waiting[of_unit].copy()
                     if done.any():
                         self._reset_unit(unit, None, None, done, infos)
-            except Exception as error:
+            except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._reset_whole, unit, infos))
         if failures:
             raise EnvsFailed(failures)
@@ -324,70 +297,25 @@ class NativePool(InProcessPool):
         self.terminated[rows], self.truncated[rows] = False, True
         self._say(unit, mark, infos)
 
-    def _recover(
-        self, unit: int, error: Exception, failures: list[tuple[int, RemoteFailure]], resume: Callable[[], None]
-    ) -> None:
-        """Restarts a sub-batch after an error and resumes with `resume`, until that succeeds or the budget is spent."""
-        while True:
-            failure = self._failure(unit, error)
-            if not self._restart:
-                failures.append(failure)
-                return
-            if not self._budget.spend(unit):
-                text = message(
-                    "A native sub-batch that raises again and again is not restarted for ever.",
-                    expected=RestartBudget.rule(),
-                    got=f"one more, by {failure[1].type_name}: {failure[1].text}",
-                    remedy="Correct the vector environment; its traceback stands below.",
-                )
-                last = EnvError(f"{text}\n\n{failure[1].remote_traceback}")
-                failures.append((failure[0], RemoteFailure.capture(last, failure[1].where)))
-                return
-            try:
-                with contextlib.suppress(Exception):
-                    self._envs[unit].close()
-                rows = self._slices[unit]
-                self._arrays["restarts"][rows] += 1
-                self._state[unit] = CUT
-                self._arrays["episode"][rows] = CUT
-                self.notes.append(f"{failure[1].where} raised {failure[1].type_name}: {failure[1].text}; restarted")
-                self._envs[unit] = self._remade(unit)
-                resume()
-                return
-            except Exception as again:
-                error = again
+    def _identify(self, unit: int) -> tuple[int, str]:
+        start = self._slices[unit].start
+        return start, f"{self._name(unit)}, seed {stored_seed(self._arrays, start)}"
 
-    def _remade(self, unit: int) -> SubBatch:
-        again, old = made(self._factory, unit), self._envs[unit]
-        if again.num_envs != old.num_envs:
-            raise EnvError(
-                "A native sub-batch that is restarted has as many environments as before.",
-                expected=old.num_envs,
-                got=again.num_envs,
-                remedy="Let the callable return the same vector environment every time.",
-            )
-        return again
+    def _end_episodes(self, unit: int) -> None:
+        rows = self._slices[unit]
+        self._arrays["restarts"][rows] += 1
+        self._state[unit] = CUT
+        self._arrays["episode"][rows] = CUT
 
     def _restart_seeds(self, unit: int) -> list[int | None] | None:
         """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
-        rows = self._slices[unit]
-        arrays = self._arrays
-        if not arrays["has_seed"][rows.start] or arrays["restarts"][rows.start] == 0:
-            return None
-        seed = restart_seed(
-            int(arrays["seed"][rows.start]), self.first_id + rows.start, int(arrays["restarts"][rows.start])
-        )
+        start = self._slices[unit].start
+        seed = self._restart_seed(start, self.first_id + start) if self._arrays["restarts"][start] else None
         return None if seed is None else [seed + row for row in range(self._envs[unit].num_envs)]
 
     def _name(self, unit: int) -> str:
         rows = self._slices[unit]
-        first = self.first_id + rows.start
-        return f"{self._where}, native sub-batch of environments {first} to {first + rows.stop - rows.start - 1}"
-
-    def _failure(self, unit: int, error: Exception) -> tuple[int, RemoteFailure]:
-        start = self._slices[unit].start
-        seed = int(self._arrays["seed"][start]) if self._arrays["has_seed"][start] else None
-        return start, RemoteFailure.capture(error, f"{self._name(unit)}, seed {seed}")
+        return f"native sub-batch of environments {self.first_id + rows.start} to {self.first_id + rows.stop - 1}"
 
     def take_begun(self, batch: Any) -> NDArray[np.int64]:
         """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
@@ -415,7 +343,7 @@ class NativePool(InProcessPool):
             try:
                 if unit not in values:
                     values[unit] = self._envs[unit].call(name, args, kwargs)
-            except Exception as error:
+            except FAILURES as error:
                 raise EnvsFailed([self._failure(unit, error)]) from error
             results.append(values[unit][row - self._slices[unit].start])
         return results
@@ -432,7 +360,7 @@ class NativePool(InProcessPool):
         for unit, given in by_unit.items():
             try:
                 self._envs[unit].set_attr(name, given)
-            except Exception as error:
+            except FAILURES as error:
                 raise EnvsFailed([self._failure(unit, error)]) from error
 
     def _units_of(self, rows: Sequence[int]) -> list[int]:
@@ -444,7 +372,7 @@ class NativePool(InProcessPool):
     def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
         key = self._keys.of(env_ids)
         if key not in self._units:
-            units, whole = whole_units(env_ids, np.array(self._bounds))
+            units, whole = whole_units(env_ids, self._bounds)
             self._units[key] = units.tolist() if whole else []
         return self._units[key]
 
@@ -463,3 +391,22 @@ class NativePool(InProcessPool):
     def observe(self, env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(env_ids, lambda _: [])
+
+
+def _spaces_of(env: SubBatch) -> PoolSpaces:
+    """Returns the spaces of a sub-batch.
+
+    Raises:
+        ConfigError: No arrays hold their elements.
+    """
+    for name, space in (("observation", env.observation_space), ("action", env.action_space)):
+        if ArrayLayout.of(space) is None:
+            raise ConfigError(
+                f"A native sub-batch has {name}s in arrays.",
+                expected="a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of them",
+                got=space,
+                remedy="Make it an ordinary environment, or convert it by a wrapper.",
+            )
+    return PoolSpaces(
+        env.observation_space, env.action_space, env.metadata, env.render_mode, sub_batches=(env.num_envs,)
+    )

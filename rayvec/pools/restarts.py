@@ -24,6 +24,7 @@ __all__ = [
     "RestartBudget",
     "restart_seed",
     "store_seed",
+    "stored_seed",
 ]
 
 RESTARTED = "env_restarted"
@@ -106,6 +107,11 @@ class RestartBudget:
 def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
     """Stores an environment's seed in arrays that outlive the process that steps the environment."""
     arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
+
+
+def stored_seed(arrays: Mapping[str, NDArray[Any]], row: int) -> int | None:
+    """Returns the seed that :func:`store_seed` has stored, or None."""
+    return int(arrays["seed"][row]) if arrays["has_seed"][row] else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -13,12 +12,11 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, StepBatch, Tree
-from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
-from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.in_process import EnvsFailed, InProcessPool
-from rayvec.pools.restarts import RESTARTED, EpisodeState, RestartBudget, restart_seed, store_seed
+from rayvec.data import RawInfo, StepBatch
+from rayvec.errors import ConfigError, RemoteFailure
+from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
+from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["SerialPool"]
@@ -27,73 +25,36 @@ RUNNING, ENDED, CUT = int(EpisodeState.RUNNING), int(EpisodeState.ENDED), int(Ep
 
 
 class SerialPool(InProcessPool):
-    """Steps environments in a loop.
+    """Steps environments in a loop. It decides where an episode ends, and resets the environment."""
 
-    Args:
-        factory: Makes exactly the environments of this pool.
-        first_id: Global index of the first environment, for infos and errors.
-        where: Name of the process that runs this pool, for errors.
-        restart_policy: The restart policy for environments that raise.
+    _envs: list[gymnasium.Env[Any, Any]]
 
-    Attributes:
-        obs: Current observation of each environment, tree of ``[N, *obs_shape]``, or an object array.
-        rew: Last rewards, ``float64 [N]``.
-        terminated: ``bool [N]``.
-        truncated: ``bool [N]``.
-        notes: Messages about restarts for the log. The reader clears the list.
-    """
+    def _make(self, unit: int) -> Any:
+        env: Any = self._factory.make(unit)
+        if isinstance(env, VectorEnv):
+            raise ConfigError(
+                "Each callable makes one environment.",
+                expected="a gymnasium.Env",
+                got=f"{type(env).__qualname__}, a vector environment of {env.num_envs}",
+                remedy="Pass native=True, so that each callable makes a sub-batch.",
+            )
+        return env
 
-    def __init__(
-        self,
-        factory: EnvFactory,
-        first_id: int = 0,
-        where: str = "this process",
-        restart_policy: RestartPolicy = NO_RESTARTS,
-    ) -> None:
-        factory.register()
-        super().__init__(factory.num_envs, first_id)
-        self._factory = factory
-        self._where = where
-        self._restart = restart_policy.restart
-        self._budget = RestartBudget()
-        self._envs: list[gymnasium.Env[Any, Any]] = []
-        self._seeds: list[int | None] = [None] * self.num_envs
-        self._restart_seeds: dict[int, int | None] = {}
-        for row in range(self.num_envs):
-            try:
-                self._envs.append(_checked_env(factory.make(row)))
-            except Exception as error:
-                failure = self._failure(row, error)
-                self.close()
-                raise EnvsFailed([failure]) from error
-            except BaseException:  # Ctrl-C
-                self.close()
-                raise
+    def _set_up(self) -> None:
         self._begun: set[int] = set()
+        self._restart_seeds: dict[int, int | None] = {}
         self._all_rows = list(range(self.num_envs))
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
         self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.
-
-        The arrays outlive this process. A replacement process resumes from the seed, the number of restarts and the
-        :class:`~rayvec.pools.restarts.EpisodeState` of each environment.
-        """
-        self.layout = layout
-        self._everyone = None
-        self._arrays = arrays
-        self.obs: Tree = arrays["obs"]
-        self.rew: NDArray[np.float64] = arrays["rew"]
-        self.terminated: NDArray[np.bool_] = arrays["terminated"]
-        self.truncated: NDArray[np.bool_] = arrays["truncated"]
+        """See :class:`~rayvec.pools.in_process.InProcessPool`."""
+        super().attach(layout, arrays)
         self._episode: memoryview[int] = arrays["episode"].data
         self._write_obs: Callable[[int, Any], None] = tree_writer(self.obs)
         for row in range(self.num_envs):
-            if arrays["has_seed"][row]:
-                self._seeds[row] = int(arrays["seed"][row])
             if arrays["restarts"][row] > 0:
-                self._restart_seeds[row] = self._restart_seed(row)
+                self._restart_seeds[row] = self._restart_seed(row, self.first_id + row)
 
     @property
     def spaces(self) -> PoolSpaces:
@@ -146,7 +107,7 @@ class SerialPool(InProcessPool):
                 write_obs(row, obs)
                 if info or info is None:  # None is an error, as in Gymnasium
                     infos.append(RawInfo(self.first_id + row, _copied(info)))
-            except Exception as error:
+            except FAILURES as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
         if failures:
             raise EnvsFailed(failures)
@@ -166,12 +127,11 @@ class SerialPool(InProcessPool):
             if self._episode[row] == CUT:
                 self._episode[row] = ENDED
             if seed is not None:
-                self._seeds[row] = seed
                 store_seed(self._arrays, row, seed)
                 self._restart_seeds.pop(row, None)
             try:
                 self._reset_row(row, seed, options, infos)
-            except Exception as error:
+            except FAILURES as error:
                 self._recover(row, error, failures, partial(self._reset_row, row, None, options, infos))
         if failures:
             raise EnvsFailed(failures)
@@ -228,52 +188,17 @@ class SerialPool(InProcessPool):
         else:
             infos.append(RawInfo(self.first_id + row, {RESTARTED: True}))
 
-    def _recover(
-        self, row: int, error: Exception, failures: list[tuple[int, RemoteFailure]], resume: Callable[[], None]
-    ) -> None:
-        """Restarts an environment after an error and resumes with `resume`.
+    def _identify(self, unit: int) -> tuple[int, str]:
+        return unit, f"environment {self.first_id + unit}, seed {stored_seed(self._arrays, unit)}"
 
-        If that raises too, it tries again until it succeeds or the restart budget is spent.
-        """
-        while True:
-            failure = self._failure(row, error)
-            if not self._restart:
-                failures.append(failure)
-                return
-            if not self._budget.spend(row):
-                failures.append((row, self._exhausted(failure[1])))
-                return
-            try:
-                self._restart_env(row, failure[1])
-                resume()
-                return
-            except Exception as again:
-                error = again
-
-    def _restart_env(self, row: int, failure: RemoteFailure) -> None:
-        with contextlib.suppress(Exception):
-            self._envs[row].close()
-        self._arrays["restarts"][row] += 1
-        self._restart_seeds[row] = self._restart_seed(row)
-        self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
-        self._envs[row] = self._factory.make(row)
-
-    def _restart_seed(self, row: int) -> int | None:
-        return restart_seed(self._seeds[row], self.first_id + row, int(self._arrays["restarts"][row]))
+    def _end_episodes(self, unit: int) -> None:
+        self._arrays["restarts"][unit] += 1
+        self._restart_seeds[unit] = self._restart_seed(unit, self.first_id + unit)
 
     def _reset_arguments(self, row: int) -> dict[str, Any]:
         """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a new seed."""
         seed = self._restart_seeds.pop(row, None)
         return {} if seed is None else {"seed": seed}
-
-    def _exhausted(self, failure: RemoteFailure) -> RemoteFailure:
-        text = message(
-            "An environment that raises again and again is not restarted for ever.",
-            expected=RestartBudget.rule(),
-            got=f"one more, by {failure.type_name}: {failure.text}",
-            remedy="Correct the environment; its traceback stands below.",
-        )
-        return RemoteFailure.capture(EnvError(f"{text}\n\n{failure.remote_traceback}"), failure.where)
 
     def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
         return self._all_rows if env_ids is self._everyone else env_ids.tolist()
@@ -295,7 +220,7 @@ class SerialPool(InProcessPool):
             try:
                 attribute = self._envs[row].get_wrapper_attr(name)
                 results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
-            except Exception as error:
+            except FAILURES as error:
                 raise EnvsFailed([self._failure(row, error)]) from error
         return results
 
@@ -308,29 +233,8 @@ class SerialPool(InProcessPool):
         for row, value in zip(rows, values, strict=True):
             try:
                 self._envs[row].set_wrapper_attr(name, value)
-            except Exception as error:
+            except FAILURES as error:
                 raise EnvsFailed([self._failure(row, error)]) from error
-
-    def _failure(self, row: int, error: Exception) -> tuple[int, RemoteFailure]:
-        where = f"{self._where}, environment {self.first_id + row}, seed {self._seeds[row]}"
-        return row, RemoteFailure.capture(error, where)
-
-
-def _checked_env(env: Any) -> gymnasium.Env[Any, Any]:
-    """Returns an environment.
-
-    Raises:
-        ConfigError: It is a vector environment.
-    """
-    if isinstance(env, VectorEnv):
-        raise ConfigError(
-            "Each callable makes one environment.",
-            expected="a gymnasium.Env",
-            got=f"{type(env).__qualname__}, a vector environment of {env.num_envs}",
-            remedy="Pass native=True, so that each callable makes a sub-batch.",
-        )
-    checked: gymnasium.Env[Any, Any] = env
-    return checked
 
 
 def _kept(obs: Any) -> Any:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
-from rayvec.pools.base import Autoreset, EnvPool
+from rayvec.pools.base import Autoreset, Cut, EnvPool
 from rayvec.pools.restarts import RESTARTED
 from rayvec.rollout.native import NativeRecorder
 from rayvec.rollout.recorder import Empty, Recorder
@@ -132,7 +132,7 @@ def rollout(
     begun: NDArray[np.int64] | None = None,
     stopwatch: Stopwatch | None = None,
     empty: Empty = np.empty,
-    cut: Callable[[int], bool] | None = None,
+    cut: Cut | None = None,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment of `pool`, or fewer if `cut` says so.
 
@@ -152,8 +152,7 @@ def rollout(
             hidden state for them, and for each environment that is reset from now on.
         stopwatch: Receives the times.
         empty: Allocates the chunk's large arrays.
-        cut: Called after each step with the number of steps that every environment has taken. The rollout ends once
-            it returns True.
+        cut: Called after each step. The rollout ends once it returns True.
 
     Returns:
         The chunk; it shares no memory with the pool.
@@ -176,7 +175,7 @@ def rollout(
     if begin_episodes is not None:
         begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps + 1):
-        if t > 0 and cut is not None and cut(t):
+        if t > 0 and cut is not None and cut(t * pool.num_envs):
             recorder.num_steps = t
         for group, ids in enumerate(groups):
             if t > 0:

@@ -98,9 +98,18 @@ class PoolAdapter:
         return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
     def rollout_async(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self,
+        weights: WeightStore,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
     ) -> None:
-        """Starts a chunk of steps that the workers take with a published policy; :meth:`rollout_wait` returns it.
+        """Starts a chunk of steps that the workers take with a published policy.
+
+        :meth:`rollout_wait` returns it, and :meth:`part_wait` the chunk of a part.
 
         Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
         published meanwhile: the next chunk starts with them. Another chunk may be started before the wait; the workers
@@ -112,14 +121,17 @@ class PoolAdapter:
             first_step: How many steps the environments had taken in chunks before.
             noise_seed: Of the noise.
             by_reference: Whether the chunk stays in the object store.
+            part: Index in :attr:`parts` of the only part that takes the chunk; None for all of them together.
         """
         self._assert_running()
-        if self._pending is None or self._pending.name != "rollout" or not self._pool.acting.has_room:
+        if self._pending is None or self._pending.name != "rollout" or not self._pool.acting.has_room(part):
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
 
         def start() -> Wait:
-            self._pool.begin_rollout(weights.key, num_steps, first_step, noise_seed, by_reference=by_reference)
+            self._pool.begin_rollout(
+                weights.key, num_steps, first_step, noise_seed, by_reference=by_reference, part=part
+            )
             return self._pool.finish_rollout
 
         self._start("rollout", start)
@@ -142,29 +154,6 @@ class PoolAdapter:
     def parts(self) -> tuple[range, ...]:
         """The environments of each part that takes chunks by itself: a worker, or a node of a cluster."""
         return self._pool.parts
-
-    def part_async(self, part: int, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> None:
-        """Starts a chunk of the environments of one part; :meth:`part_wait` returns it.
-
-        Until all started chunks have been waited for, the environments are busy. Two chunks of a part may be pending.
-
-        Args:
-            part: Index of the part in :attr:`parts`.
-            weights: Of the policy.
-            num_steps: T.
-            first_step: How many steps the environments of this part had taken in chunks before.
-            noise_seed: Of the noise.
-        """
-        self._assert_running()
-        if self._pending is None or self._pending.name != "rollout":
-            self._assert_idle("rollout")
-        check_count("num_steps", num_steps)
-
-        def start() -> Wait:
-            self._pool.begin_part(part, weights.key, num_steps, first_step, noise_seed)
-            return self._pool.finish_rollout
-
-        self._start("rollout", start)
 
     def part_wait(self, parts: Sequence[int], timeout: float | None = None) -> tuple[int, Rollout]:
         """Waits until one of some parts has finished its oldest pending chunk, for up to `timeout` seconds.

@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Rollout, StepBatch
+from rayvec.data import Rollout
 from rayvec.data.chunk_ops import summarize
 from rayvec.data.topology import split_groups
 from rayvec.pools.base import ActingPool, Cut
-from rayvec.rollout.loop import Stopwatch, as_policy, rollout
+from rayvec.rollout.inference import Inference
+from rayvec.rollout.loop import as_policy
 
 __all__ = ["DriverInference"]
 
@@ -19,16 +20,15 @@ _TRIALS = (1, 2, 1, 2)
 """Number of groups in the first chunks with ``groups="auto"``. The first two chunks are warm-up."""
 
 
-class DriverInference:
-    """Collects chunks with a policy in the driver, and tracks in which environments the policy must begin an episode.
+class DriverInference(Inference):
+    """Collects chunks with a policy in the driver, and chooses the number of groups.
 
     Args:
         pool: The pool to step.
         groups: Number of groups. ``"auto"`` tries 1 and 2 in the first four chunks and keeps the faster.
-
-    Attributes:
-        groups: The environment ids of each group.
     """
+
+    groups: tuple[NDArray[np.int64], ...]
 
     def __init__(self, pool: ActingPool, groups: Literal[1, 2, "auto"]) -> None:
         self._pool = pool
@@ -36,10 +36,7 @@ class DriverInference:
         several = self._unit_bounds is None or len(self._unit_bounds) > 2
         self._undecided = groups == "auto" and several
         self._trials_s: list[float] = []  # seconds per step, one entry per chunk
-        self.groups: tuple[NDArray[np.int64], ...] = self._split(2 if groups == 2 else 1)
-        self._everyone = np.arange(pool.num_envs)
-        self._begun = np.ones(pool.num_envs, bool)
-        self._policy: Any = None
+        super().__init__(pool.num_envs, self._split(2 if groups == 2 else 1))
 
     def rollout(
         self,
@@ -51,24 +48,8 @@ class DriverInference:
         cut: Cut | None = None,
     ) -> Rollout:
         """Steps every environment `num_steps` times; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
-        pool = self._pool
-        begun = self._everyone if policy is not self._policy else np.flatnonzero(self._begun)
-        self._policy = policy
-        self._begun[:] = False
-        stopwatch = Stopwatch()
-        chunk = rollout(
-            pool,
-            as_policy(policy),
-            num_steps,
-            noise_seed=noise_seed,
-            first_step=first_step,
-            groups=self.groups,
-            weights_version=weights_version,
-            begun=begun,
-            stopwatch=stopwatch,
-            cut=None if cut is None else lambda taken: cut(taken * pool.num_envs),
-        )
-        times = stopwatch.read()
+        acting = as_policy(policy)
+        chunk, times = self.take(self._pool, acting, num_steps, first_step, noise_seed, weights_version, cut)
         if self._undecided:
             self._try_next(times.whole_s / chunk.num_steps)
         return Rollout(summarize(chunk), chunk, (), (times,), times.whole_s)
@@ -85,16 +66,3 @@ class DriverInference:
 
     def _split(self, groups: int) -> tuple[NDArray[np.int64], ...]:
         return split_groups(self._pool.topology, groups, self._unit_bounds)
-
-    def note_reset(self, env_ids: NDArray[np.int64]) -> None:
-        """Records environments that the caller resets outside :meth:`rollout`."""
-        self._begun[env_ids] = True
-
-    def note_ended(self, batch: StepBatch) -> None:
-        """Records episodes that ended in steps outside :meth:`rollout`."""
-        rows = slice(None) if len(batch.env_ids) == len(self._begun) else batch.env_ids
-        self._begun[rows] |= batch.terminated | batch.truncated
-
-    def note_absence(self) -> None:
-        """Records that another policy has acted, so that the next policy begins an episode in every environment."""
-        self._policy = None

@@ -1,0 +1,82 @@
+"""An environment that calls ``sys.exit()`` fails like one that raises an exception, on every engine."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+
+from rayvec.errors import EnvError
+from rayvec.testing import CountingEnv, FaultyEnv
+
+ENGINES = [
+    pytest.param(0, 0, id="this process"),
+    pytest.param(0, 1, id="one worker"),
+    pytest.param(2, 1, id="two nodes", marks=pytest.mark.slow),
+]
+
+
+def exits(when: Any, at: int = 0) -> partial[FaultyEnv]:
+    return partial(FaultyEnv, "raise", when, at, partial(SystemExit, 3))
+
+
+def exits_when_called(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    env.unwrapped.leave = partial(sys.exit, 3)  # type: ignore[attr-defined]
+    return env
+
+
+@pytest.mark.parametrize(("nodes", "workers"), ENGINES)
+class TestEngines:
+    def test_an_error_names_the_environment(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
+        env = make_vec([CountingEnv, exits("step"), CountingEnv], nodes, workers)
+        env.reset(seed=4)
+        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+            env.step(np.zeros(3, int))
+        assert "environment 1, seed 5" in str(caught.value.__cause__)
+
+    def test_only_that_environment_is_restarted(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
+        env = make_vec([CountingEnv, exits("step", 1), CountingEnv], nodes, workers, on_env_error="restart")
+        env.reset(seed=4)
+        env.step(np.zeros(3, int))
+        _, rew, _, truncated, info = env.step(np.zeros(3, int))
+        assert (rew.tolist(), truncated.tolist()) == ([2.0, 0.0, 2.0], [False, True, False])
+        assert info["env_restarted"].tolist() == [False, True, False]
+
+    def test_a_constructor(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
+        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+            make_vec([CountingEnv, exits("init")], nodes, workers)
+        assert "environment 1" in str(caught.value.__cause__)
+
+    def test_a_reset_and_a_method(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
+        env = make_vec([CountingEnv, exits("reset")], nodes, workers)
+        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)"):
+            env.reset(seed=4)
+        env = make_vec([CountingEnv] * 2, nodes, workers, wrappers=[exits_when_called])
+        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+            env.call("leave")
+        assert "environment 0" in str(caught.value.__cause__)
+
+
+class ExitingBatch(gymnasium.vector.SyncVectorEnv):
+    def step(self, actions: Any) -> Any:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_native_sub_batch(make_vec: MakeVec, workers: int) -> None:
+    env = make_vec([partial(ExitingBatch, [CountingEnv] * 2)], 0, workers, native=True)
+    env.reset(seed=4)
+    with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+        env.step(np.zeros(2, int))
+    assert "native sub-batch of environments 0 to 1, seed 4" in str(caught.value.__cause__)
+
+
+def test_a_policy_in_a_worker(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv] * 2, 0, 1)
+    with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)"):
+        env.rollout(lambda obs: sys.exit(3), 4, seed=4)
