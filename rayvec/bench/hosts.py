@@ -99,7 +99,7 @@ class Host:
     def __init__(self, number: int, switch: _Namespaces, environment: dict[str, str], shm_mib: int = 256) -> None:
         self.name, self.address = f"h{number}", f"{_PREFIX}.{number // 250}.{number % 250 + 1}"
         self.environment = dict(environment)
-        self._switch, self._cable = switch, f"v{number}"
+        self._switch, self._cable, self._is_blocked = switch, f"v{number}", False
         setup = f"hostname {self.name} && mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && ip link set lo up"
         self._space = _Namespaces("--net", "--pid", "--mount", "--mount-proc", "--uts", setup=setup)
         switch.ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._space.pid)
@@ -128,6 +128,15 @@ class Host:
         self._space.ip("rule", "add", "pref", "100", "lookup", "local")  # the kernel's own rule would come first
         self._space.ip("rule", "del", "pref", "0")
         self._space.ip("rule", "add", "pref", "50", "iif", "eth0", *ports, "blackhole")
+        self._is_blocked = True
+
+    def unblock(self) -> None:
+        """Ends what `block` does."""
+        if self._is_blocked:
+            self._space.ip("rule", "del", "pref", "50")
+            self._space.ip("rule", "add", "pref", "0", "lookup", "local")
+            self._space.ip("rule", "del", "pref", "100")
+            self._is_blocked = False
 
     def limit(self, cpu_max: str, memory_max: str) -> None:
         """Shows processes the limits of a control group, as those of a container see them. Nothing enforces them."""
@@ -224,7 +233,7 @@ class Cluster:
         network: Its hosts. Those that it has join.
         directory: For the files of Ray.
         cpus: Cores that each host has in Ray.
-        quick: Whether Ray notices after 20 s that a node is gone, instead of after a minute, as by default.
+        quick: Whether Ray notices after 24 s that a node is gone, instead of after a minute, as by default.
         store_mib: Memory for Ray's objects on each host.
     """
 
@@ -240,7 +249,8 @@ class Cluster:
             "RAY_worker_niceness": "0",
         }
         if quick:
-            network.environment |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+            checks = {"period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 6}
+            network.environment |= {f"RAY_health_check_{name}": str(value) for name, value in checks.items()}
         for host in network.hosts:
             self.join(host)
 

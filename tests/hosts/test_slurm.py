@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.hosts import DEADLINE_S, Network, kill_group, long, why_not
+from helpers.hosts import long, on_hosts
 
+from rayvec.bench.hosts import DEADLINE_S, Network, kill_group
 from rayvec.training.loggers import read_metrics
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(why_not()), reason=f"hosts in namespaces: {why_not()}"),
-]
+pytestmark = on_hosts
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "cluster" / "slurm.sh"
 SRUN = """#!/bin/bash
