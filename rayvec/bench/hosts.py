@@ -296,14 +296,16 @@ class Cluster:
         """Waits until Ray knows that a host is gone."""
         self.head.python(_AWAIT_END, host.address)
 
-    def replace(self, host: Host) -> Host:
-        """Replaces a host that a fault has broken by a new one, which joins the cluster."""
+    def cut_off(self, host: Host) -> None:
+        """Ends a host like a machine without power: it sends nothing more, not even that it ends."""
+        host.unplug()
         host.end()
         self.network.hosts.remove(host)
-        self.await_end(host)  # else Ray would place something there
-        new = self.network.add()
-        self.join(new)
-        return new
+
+    def remove(self, host: Host) -> None:
+        """Cuts a host off, and waits until Ray knows it: else it would place something there."""
+        self.cut_off(host)
+        self.await_end(host)
 
 
 @contextlib.contextmanager

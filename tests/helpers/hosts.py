@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from rayvec.bench.hosts import DEADLINE_S, Host, kill_group, why_not
+from rayvec.training.loggers import read_metrics
 
 on_hosts = [
     pytest.mark.slow,
@@ -97,3 +98,19 @@ class Program:
         kill_group(self.process)
         self._reader.join()
         self._errors.close()
+
+
+Record = Callable[[str, float], None]
+
+
+def until_error(program: Program) -> Any:
+    """Returns the line with the error that ends a program."""
+    line = program.line()
+    while "error" not in line:
+        line = program.line()
+    return line
+
+
+def lines_of(metrics: Path) -> int:
+    """Returns how many lines of metrics a run has written."""
+    return sum(1 for _ in read_metrics(metrics)) if metrics.exists() else 0

@@ -45,12 +45,16 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(DEADLINE_S)
 
+    def is_own(self, variables: list[bytes]) -> bool:
+        """Whether a process with these environment variables was started by the command."""
+        return self._mark in variables
+
     def left(self) -> list[str]:
         """Returns the command lines of the processes that it started, directly or not, and that live."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self.is_own((entry / "environ").read_bytes().split(b"\0")):
                     found.append((entry / "cmdline").read_text().replace("\0", " "))
         return found
 

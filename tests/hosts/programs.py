@@ -102,7 +102,7 @@ def train(run_dir: str, num_nodes: str) -> None:
     try:
         rayvec.train(config)
     except RayvecError as error:
-        say(error=" ".join([str(error), *error.__notes__]))
+        say(error=" ".join([str(error), *getattr(error, "__notes__", ())]))
         raise
 
 
