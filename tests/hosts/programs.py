@@ -76,7 +76,6 @@ def learn(run_dir: str) -> None:
     """Trains PPO for two iterations with learners in each place; says how many steps each took."""
     for learners, num_learners, num_nodes in (
         ("driver", 1, 3),
-        ("shared", 2, 3),
         ("dedicated", 1, 2),
         ("decentralized", 3, 3),
     ):
