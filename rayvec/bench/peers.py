@@ -103,9 +103,12 @@ class PeerProcess:
         peer: Which.
         environment: Variables in addition to those of this process.
         python: Interpreter; by default this one.
+        enter: Words before the command, which run it on another host of this machine.
     """
 
-    def __init__(self, peer: str, environment: Mapping[str, str], python: str = sys.executable) -> None:
+    def __init__(
+        self, peer: str, environment: Mapping[str, str], python: str = sys.executable, enter: Sequence[str] = ()
+    ) -> None:
         self.peer = peer
         self._directory = tempfile.TemporaryDirectory(prefix="rayvec-peer-", ignore_cleanup_errors=True)
         path = Path(self._directory.name)
@@ -114,13 +117,12 @@ class PeerProcess:
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, "-u", "-m", "rayvec.bench.harness.host"],
+                [*enter, "env", f"--chdir={path}", python, "-u", "-m", "rayvec.bench.harness.host"],
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                cwd=path,
                 start_new_session=True,  # Ctrl-C is for this process
             )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -191,6 +193,7 @@ def peer_process(
     python: str = sys.executable,
     task_type: str = _TASK,
     record: bool = False,
+    enter: Sequence[str] = (),
 ) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
     """Starts a peer on a task; yields it with its first answer, and ends it. ``missing`` says that it isn't installed.
 
@@ -201,11 +204,12 @@ def peer_process(
         python: Interpreter.
         task_type: Class of the task, ``module:name``.
         record: Whether environments record when they step, so that a window's time can be divided.
+        enter: Words before the command, which run it on another host of this machine.
 
     Raises:
         RayvecError: It is installed but can't be started.
     """
-    process = PeerProcess(short_name(peer), environment, python)
+    process = PeerProcess(short_name(peer), environment, python, enter)
     try:
         started = process.do("start", peer=peer, task=dict(task), task_type=task_type, record=record)
         yield process, started

@@ -14,7 +14,7 @@ from matplotlib.ticker import StrMethodFormatter
 from rayvec.bench.harness.split import STATES
 from rayvec.bench.results import old_design
 
-__all__ = ["plot_scaling"]
+__all__ = ["plot_scaling", "series"]
 
 Row = dict[str, Any]
 _COLORS = {
@@ -32,13 +32,18 @@ _COLORS = {
 _STATE_COLORS = ("#2a9d55", "#8fd694", "#f2c14e", "#56a3dd", "#c23b22", "#7b3294", "#bbbbbb")
 
 
+def series(row: Row) -> str:
+    """Returns the way of a row, and where it was measured if that is on hosts."""
+    return f"{row['way']}, hosts" if row.get("place") == "hosts" else str(row["way"])
+
+
 def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
     """Draws efficiency over nodes, steps/s over nodes, and the time split; returns the files."""
     durations = sorted({row["step_duration_s"] for row in rows}, reverse=True)
     hollow = "; hollow: more cores than this machine can emulate" if any(row["marked"] for row in rows) else ""
     most = max(row["nodes"] for row in rows)
     at_most = [row for row in rows if row["nodes"] == most]
-    ways = list(dict.fromkeys(row["way"] for row in at_most if row["way"] != "floor")) or ["floor"]
+    ways = sorted({series(row) for row in at_most if row["way"] != "floor"}) or ["floor"]
     figures: dict[str, tuple[str, float, Callable[[Any, float], None]]] = {
         "efficiency": (f"Steps/s over (cores / step duration){hollow}", 3.6, partial(_efficiency, rows)),
         "steps": (f"Steps/s over nodes{hollow}", 3.6, partial(_steps, rows)),
@@ -54,7 +59,8 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
             axis.set_title(f"step {step_s:g} s")
             draw(axis, step_s)
         handles, labels = axes[0].get_legend_handles_labels()
-        columns = min(len(labels), max(3, int(figure.get_figwidth() / 1.9)))
+        width = 0.7 + 0.075 * max(map(len, labels))  # inches of a column
+        columns = min(len(labels), max(2, int(figure.get_figwidth() / width)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         figure.suptitle(title)
         figure.savefig(directory / f"{name}.png", dpi=130)
@@ -62,14 +68,18 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
 
 
 def _over_nodes(rows: Sequence[Row], axis: Any, step_s: float, value: str, scale: float) -> None:
-    """Draws a value of each way over nodes."""
-    for way in dict.fromkeys(row["way"] for row in rows):
-        mine = [row for row in rows if row["way"] == way and row["step_duration_s"] == step_s]
+    """Draws a value of each way over nodes; the floor is the same on hosts."""
+    for name in dict.fromkeys(map(series, rows)):
+        way, _, on_hosts = name.partition(", ")
+        if way == "floor" and on_hosts:
+            continue
+        mine = [row for row in rows if series(row) == name and row["step_duration_s"] == step_s]
         mine, color = sorted(mine, key=lambda row: row["nodes"]), _COLORS.get(way, "#888888")
         points = [row["nodes"] for row in mine], [scale * row[value] for row in mine]
-        axis.plot(*points, "--" if way == "floor" else "-", label=way, color=color)
-        faces = ["white" if row["marked"] else color for row in mine]
-        axis.scatter(*points, s=0 if way == "floor" else 16, facecolors=faces, edgecolors=color, zorder=3)
+        axis.plot(*points, "--" if way == "floor" else "-." if on_hosts else "-", label=name, color=color)
+        faces, marker = ["white" if row["marked"] else color for row in mine], "s" if on_hosts else "o"
+        size = 0 if way == "floor" else 16
+        axis.scatter(*points, s=size, marker=marker, facecolors=faces, edgecolors=color, zorder=3)
     axis.set(xlabel="nodes")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -91,7 +101,7 @@ def _steps(rows: Sequence[Row], axis: Any, step_s: float) -> None:
 
 
 def _split(rows: Sequence[Row], ways: Sequence[str], axis: Any, step_s: float) -> None:
-    splits = {row["way"]: row["split"] for row in rows if row["step_duration_s"] == step_s}
+    splits = {series(row): row["split"] for row in rows if row["step_duration_s"] == step_s}
     left = np.zeros(len(ways))
     for state, color in zip(STATES, _STATE_COLORS, strict=True):
         shares = [100 * splits.get(way, {}).get(state, 0.0) for way in ways]

@@ -1,4 +1,8 @@
-"""``rayvec bench scaling``: steps/s over nodes and step durations, beside peers and independent processes."""
+"""``rayvec bench scaling``: steps/s over nodes and step durations, beside peers and independent processes.
+
+Nodes are simulated on this machine, or those of a cluster; hosts in network namespaces are measured beside simulated
+ones.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from typing import Any
 
 from rayvec.bench.harness.split import STATES
 from rayvec.bench.peers import SCALING_PEERS, PeerProcess, check_peers, peer_process, rates, short_name
-from rayvec.bench.plots import plot_scaling
+from rayvec.bench.plots import plot_scaling, series
 from rayvec.bench.results import Results
 from rayvec.bench.settings import Scaling, check_any, jitter_sigma
-from rayvec.bench.simulate import Nodes, check_memory, nodes
+from rayvec.bench.simulate import Nodes, Place, check_hosts, check_memory, nodes
 from rayvec.bench.terminal import number, show_split, show_table, spread, ticking
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError, RayvecError
@@ -37,16 +41,39 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
     check_peers(given.peer, SCALING_PEERS)
     settings, results = _begin(given, mentioned)
     check(settings)
+    places = _places(settings)
     if settings.address is None:
         most = max(settings.nodes)
         check_memory(most, ("rayvec", "floor", *settings.peer), most * settings.cores_per_node)
-    done = {(row["nodes"], row["way"], row["step_duration_s"]) for row in results.rows}
-    todo = [cell for cell in cells(settings) if (cell[0], short_name(cell[1]), cell[2]) not in done]
-    minutes = max(1, round(expected_total_s(settings, todo) / 60))
-    print(f"{len(todo)} cells to measure, {len(done)} done, about {minutes} minutes")
+    done = {(row.get("place", places[0]), row["nodes"], row["way"], row["step_duration_s"]) for row in results.rows}
+    todo = {
+        place: [cell for cell in cells(settings) if (place, cell[0], short_name(cell[1]), cell[2]) not in done]
+        for place in places
+    }
+    minutes = max(1, round(sum(expected_total_s(settings, each) for each in todo.values()) / 60))
+    print(f"{sum(map(len, todo.values()))} cells to measure, {len(done)} done, about {minutes} minutes")
     with results.shown(partial(_show, settings), f", continue with --resume {results.path}"):
-        if todo:
-            _measure(settings, results, todo)
+        for place in filter(todo.get, places):
+            _measure(settings, results, todo[place], place)
+
+
+def _places(settings: Scaling) -> tuple[Place, ...]:
+    """Returns what nodes are measured on, one after another.
+
+    Raises:
+        ConfigError: Hosts are asked for, and this machine can't make them, or a cluster is too.
+    """
+    if not settings.hosts:
+        return ("simulated",) if settings.address is None else ("cluster",)
+    if settings.address is not None:
+        raise ConfigError(
+            "--hosts measures on this machine, --address on a cluster.",
+            expected="one of the two",
+            got=f"--hosts and --address {settings.address}",
+            remedy="Leave one out.",
+        )
+    check_hosts()
+    return "simulated", "hosts"
 
 
 def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]:
@@ -86,8 +113,9 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
 
 def cells(settings: Scaling) -> Iterator[Cell]:
     """Yields nodes, way and step duration of each row; the floor's come last for each number of nodes."""
-    ways = [f"rayvec-{where}" for where in settings.inference if "driver" in settings.learners]
-    ways += ["rayvec-decentralized"] * ("decentralized" in settings.learners)
+    learners = settings.learners or (("driver", "decentralized") if settings.hosts else ("driver",))
+    ways = [f"rayvec-{where}" for where in settings.inference if "driver" in learners]
+    ways += ["rayvec-decentralized"] * ("decentralized" in learners)
     ways += [name for name in settings.peer if name != "floor"]
     for count in sorted(set(settings.nodes)):
         for way in [*ways, "floor"]:
@@ -131,8 +159,8 @@ def expected_total_s(settings: Scaling, todo: list[Cell]) -> float:
     return starts + sum(_expected_s(settings, cell) for cell in todo)
 
 
-def _measure(settings: Scaling, results: Results, todo: list[Cell]) -> None:
-    with nodes(settings.address) as found:
+def _measure(settings: Scaling, results: Results, todo: list[Cell], place: Place) -> None:
+    with nodes(settings.address, place) as found:
         found.check(max(settings.nodes), settings.cores_per_node)
         where = f"Measured on {found.describe(settings.cores_per_node)}."
         results.notes = list(dict.fromkeys([*results.notes, where]))
@@ -164,7 +192,7 @@ class _Stepper:
 
     def measure(self, todo: list[Cell]) -> None:
         """Measures cells."""
-        which = "floor" if self._nodes.simulated else "cluster-floor"
+        which = "floor" if self._nodes.share_machine else "cluster-floor"
         with self._started(which, "floor") as (floor, _):
             for way in dict.fromkeys(way for _, way, _ in todo if way != "floor"):
                 try:
@@ -179,7 +207,8 @@ class _Stepper:
 
     def _started(self, peer: str, way: str) -> AbstractContextManager[tuple[PeerProcess, dict[str, Any]]]:
         self._tick(f"{self._num_nodes} nodes, starting {short_name(way)}", _start_s(self._settings, self._num_nodes))
-        return peer_process(peer, self._nodes.environment, self._task(way), record=True)
+        enter = () if way == "floor" else self._nodes.enter
+        return peer_process(peer, self._nodes.environment, self._task(way), record=True, enter=enter)
 
     def _measure_way(self, floor: PeerProcess, way: str, todo: list[Cell]) -> None:
         settings = self._settings
@@ -187,7 +216,7 @@ class _Stepper:
             if "missing" in started:
                 self._note(f"{short_name(way)}: not installed ({started['missing']})")
                 return
-            if not self._nodes.simulated and not started["spans_nodes"]:
+            if self._nodes.place != "simulated" and not started["spans_nodes"]:
                 started["transport"] += ", driver's machine alone"
             for cell in todo:
                 step_s = cell[2]
@@ -257,7 +286,8 @@ class _Stepper:
                 "network_bytes_per_step": windows[-1].get("network_bytes_per_step", 0.0),
                 "split": {state: statistics.fmean(split.get(state, 0.0) for split in splits) for state in STATES},
                 "start_s": started["start_s"],
-                "simulated": self._nodes.simulated,
+                "simulated": self._nodes.place == "simulated",
+                "place": self._nodes.place,
             }
         )
 
@@ -266,6 +296,7 @@ def _show(settings: Scaling, results: Results) -> None:
     """Prints the table of the rows so far, and draws the plots."""
     order = {short_name(way): place for place, (_, way, _) in enumerate(cells(settings))}
     rows = sorted(results.rows, key=lambda r: (r["nodes"], -r["step_duration_s"], order.get(r["way"], len(order))))
+    ours = [row for row in rows if row["way"] != "floor"]
     work = "sleep" if settings.work == "sleep" else "use CPU time"
     jitter = f", jitter {settings.jitter}" if settings.jitter else ""
     show_table(
@@ -285,12 +316,17 @@ def _show(settings: Scaling, results: Results) -> None:
         ),
         [_texts(row) for row in rows],
     )
-    ours = [row for row in rows if row["way"] != "floor"]
     show_split(
         "Where the time of the emulated cores goes, percent",
         ("nodes", "step, s", ""),
-        [((row["nodes"], f"{row['step_duration_s']:g}", row["way"]), row["split"]) for row in ours],
+        [((row["nodes"], f"{row['step_duration_s']:g}", series(row)), row["split"]) for row in ours],
     )
+    if pairs := list(_pairs(ours)):
+        show_table(
+            "Hosts in network namespaces beside simulated nodes; overhead = time per step less the step's duration",
+            ("nodes", "step, s", "", "of floor, simulated", "of floor, hosts", "overhead, ms, simulated", "hosts"),
+            pairs,
+        )
     if any(row["marked"] for row in rows):
         print(
             f"* Independent processes themselves reach less than {ENOUGH:g} of the ideal here: this machine can't "
@@ -301,11 +337,26 @@ def _show(settings: Scaling, results: Results) -> None:
     print("drawn:", ", ".join(map(str, plots)))
 
 
+def _pairs(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yields a line for each cell that was measured both on simulated nodes and on hosts."""
+    simulated = {_cell(row): row for row in rows if series(row) == row["way"]}
+    for row in rows:
+        if series(row) != row["way"] and (other := simulated.get(_cell(row))):
+            overheads = (1e3 * (each["cores"] / each["steps_per_s"] - each["step_duration_s"]) for each in (other, row))
+            shares = (spread(each["of_floor_all"], ".3f") for each in (other, row))
+            times = (f"{overhead:.3f}" for overhead in overheads)
+            yield str(row["nodes"]), f"{row['step_duration_s']:g}", row["way"], *shares, *times
+
+
+def _cell(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["nodes"], row["way"], row["step_duration_s"], row["chunk_steps"]
+
+
 def _texts(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['nodes']} x {row['cores'] // row['nodes']}",
         f"{row['step_duration_s']:g}",
-        row["way"] + (f" T={row['chunk_steps']}" if row["chunk_steps"] else ""),
+        series(row) + (f" T={row['chunk_steps']}" if row["chunk_steps"] else ""),
         row["transport"],
         number(row["steps_per_s"]),
         number(row["steps_per_s_per_core"]),

@@ -22,7 +22,8 @@ PRICES = Path(__file__).with_name("prices_2023.yaml")
 class Scaling:
     """Measure steps/s over nodes and step durations, beside peers and independent processes.
 
-    Without --address the nodes are simulated on this machine: environments that sleep emulate cores.
+    Without --address the nodes are simulated on this machine: environments that sleep emulate cores. With --hosts,
+    hosts in network namespaces are measured beside them.
     """
 
     nodes: tuple[Count, ...] = (1, 2, 4)
@@ -37,9 +38,9 @@ class Scaling:
     inference: tuple[Literal["driver", "worker"], ...] = ("driver", "worker")
     """Where rayvec's policy acts: in the driver at every step, or in the workers for whole chunks."""
 
-    learners: tuple[Literal["driver", "decentralized"], ...] = ("driver",)
+    learners: tuple[Literal["driver", "decentralized"], ...] | None = None
     """Where steps go: to the driver, as inference says; or to one decentralized rank on each node, which sums
-    gradients with the others."""
+    gradients with the others; unset: to the driver, with --hosts both."""
 
     peer: tuple[str, ...] = ("gymnasium-async",)
     """Measured beside rayvec: gymnasium-sync, gymnasium-async, or module:name of an adapter that Python can import.
@@ -71,6 +72,10 @@ class Scaling:
 
     address: str | None = None
     """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
+
+    hosts: bool = False
+    """Also measure on hosts, beside simulated nodes: network namespaces of this machine, each with an address of its
+    own; needs root."""
 
     out: Path = Path("runs/bench-scaling")
     """Directory for scaling.json, scaling.csv and the plots."""
@@ -237,6 +242,10 @@ class Model:
     address: str | None = None
     """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
 
+    hosts: bool = False
+    """Measure on hosts in place of simulated nodes: network namespaces of this machine, each with an address of its
+    own; needs root. With --fit, compare a model that was fitted elsewhere."""
+
     out: Path = Path("runs/bench-model")
     """Directory for model.json and model.csv; existing files are replaced."""
 
@@ -311,13 +320,13 @@ def jitter_sigma(text: str | None) -> float:
 
 
 def check_any(settings: Any, *names: str) -> None:
-    """Refuses empty lists.
+    """Refuses empty lists; None is none.
 
     Raises:
         ConfigError: One of the named settings is empty.
     """
     for name in names:
-        if not getattr(settings, name):
+        if getattr(settings, name) == ():
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} lists what is measured.",

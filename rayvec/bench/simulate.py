@@ -1,4 +1,4 @@
-"""Where benchmarks run: an existing cluster, or nodes simulated on this machine."""
+"""Where benchmarks run: an existing cluster, nodes simulated on this machine, or hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from rayvec.bench.harness.host import MARK
-from rayvec.bench.peers import PeerProcess, peer_process
+from rayvec.bench.hosts import Cluster, Network, why_not
+from rayvec.bench.peers import peer_process
 from rayvec.cluster.session import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError
 
-__all__ = ["Nodes", "check_memory", "nodes", "reachable"]
+__all__ = ["Nodes", "Place", "check_hosts", "check_memory", "nodes", "reachable"]
+
+Place = Literal["simulated", "hosts", "cluster"]
+"""What the nodes are: simulated on this machine, hosts in namespaces of this machine, or those of a cluster."""
 
 _PROBE_S = 20.0
 _PROBE = """
@@ -37,36 +42,55 @@ _NODE_MIB = 260.0
 """Memory of a simulated node's own processes."""
 _ENV_MIB = {"rayvec": 14.0, "floor": 9.0, "gymnasium-sync": 1.0, "gymnasium-async": 30.0}
 _OTHER_ENV_MIB = 130.0
+_SHM_MIB, _STORE_MIB = 1024, 512
+"""Of a host: /dev/shm, and in it the memory for Ray's objects, which is used as objects come."""
 """Memory of the process of each environment, by peer; a Ray actor for each takes the most."""
 
 
 class Nodes:
     """The nodes of a benchmark.
 
-    Attributes:
+    Args:
         address: Of the Ray cluster.
-        simulated: Whether the nodes are simulated on this machine.
         environment: What a process needs in its environment to connect.
+        place: What the nodes are.
+        add: Adds a node of so many cores.
+        cpus: Cores of each node of a cluster.
+        enter: Words before a command that runs it where a driver can connect.
+
+    Attributes:
+        address: As given.
+        environment: As given.
+        place: As given.
+        enter: As given.
     """
 
     def __init__(
         self,
         address: str,
         environment: dict[str, str],
-        simulated: PeerProcess | None = None,
+        place: Place = "cluster",
+        *,
+        add: Callable[[int], object] | None = None,
         cpus: Sequence[float] = (),
+        enter: Sequence[str] = (),
     ) -> None:
-        self.address, self.simulated, self.environment = address, simulated is not None, environment
-        self._simulated, self._cpus, self._count = simulated, cpus, 0
+        self.address, self.environment, self.place, self.enter = address, environment, place, enter
+        self._add, self._cpus, self._count = add, cpus, 0
+
+    @property
+    def share_machine(self) -> bool:
+        """Whether all nodes are on this machine, and so share its cores."""
+        return self.place != "cluster"
 
     def check(self, count: int, cores: int) -> None:
-        """Refuses more nodes than the cluster has; simulated nodes are added as needed.
+        """Refuses more nodes than the cluster has; simulated nodes and hosts are added as needed.
 
         Raises:
             ConfigError: There are fewer.
         """
         fit = sum(cpus >= cores for cpus in self._cpus)
-        if not self.simulated and fit < count:
+        if self._add is None and fit < count:
             raise ConfigError(
                 "On a cluster, its own nodes are measured.",
                 expected=f"{count} nodes of at least {cores} cores",
@@ -75,38 +99,45 @@ class Nodes:
             )
 
     def cores(self, count: int, most: int) -> int:
-        """Returns how many cores so many nodes have each, up to a number; simulated ones have as many as that."""
-        if self.simulated:
+        """Returns how many cores so many nodes have each, up to a number; added ones have as many as that."""
+        if self._add is not None:
             return most
         return min(most, int(sorted(self._cpus, reverse=True)[count - 1]))
 
     def grow(self, count: int, cores: int) -> None:
-        """Makes sure that there are so many simulated nodes of so many cores; a real cluster stays as it is."""
-        while self._simulated is not None and self._count < count:
-            self._simulated.do("add", cores=cores)
+        """Makes sure that so many nodes of so many cores were added; a real cluster stays as it is."""
+        while self._add is not None and self._count < count:
+            self._add(cores)
             self._count += 1
 
     def describe(self, cores: int) -> str:
         """Returns in words what the benchmark runs on."""
-        if self.simulated:
-            return (
-                f"simulated nodes of {cores} cores on this machine ({os.cpu_count()} cores); "
-                "the driver has a node of its own, so that each is reached by TCP"
-            )
-        return f"the cluster at {self.address}, {cores} cores of each node"
+        if self.place == "cluster":
+            return f"the cluster at {self.address}, {cores} cores of each node"
+        kind = "simulated nodes" if self.place == "simulated" else "hosts in network namespaces, nodes"
+        return (
+            f"{kind} of {cores} cores on this machine ({os.cpu_count()} cores); "
+            "the driver has a node of its own, so that each is reached by TCP"
+        )
 
 
 @contextlib.contextmanager
-def nodes(address: str | None = None) -> Iterator[Nodes]:
+def nodes(address: str | None = None, place: Place = "simulated") -> Iterator[Nodes]:
     """Yields the cluster at an address, or else a private one, to which nodes can be added.
 
+    Args:
+        address: Of a cluster.
+        place: What is added without one: simulated nodes or hosts.
+
     Raises:
-        ConfigError: No cluster answers at the address.
+        ConfigError: No cluster answers at the address, or this machine can't make hosts.
     """
     mark = uuid.uuid4().hex
     if address is not None:
         yield Nodes(address, {MARK: mark}, cpus=reachable(address))
         return
+    if place == "hosts":
+        check_hosts()
     directory = tempfile.mkdtemp(prefix="rayvec-", dir="/tmp")
     Path(directory, "ray").mkdir()
     reaper = start_reaper(directory)
@@ -120,10 +151,43 @@ def nodes(address: str | None = None) -> Iterator[Nodes]:
         MARK: mark,
     }
     try:
-        with peer_process("simulated-nodes", settings, {}, task_type="builtins:dict") as (process, started):
-            yield Nodes(started["address"], settings, process)
+        if place == "hosts":
+            with Network(environment={CLUSTER_MARK: directory, MARK: mark}) as network:
+                yield _hosts(network, Path(directory, "ray"))
+        else:
+            with peer_process("simulated-nodes", settings, {}, task_type="builtins:dict") as (process, started):
+                add = lambda cores: process.do("add", cores=cores)  # noqa: E731
+                yield Nodes(started["address"], settings, "simulated", add=add)
     finally:
         end_reaper(reaper)
+
+
+def _hosts(network: Network, directory: Path) -> Nodes:
+    """Returns nodes that are hosts: the driver's has the head of the cluster and no cores, as with simulated nodes."""
+    network.add(shm_mib=_SHM_MIB)
+    cluster = Cluster(network, directory, cpus=0, quick=False, store_mib=_STORE_MIB)
+    return Nodes(
+        cluster.address,
+        network.environment,
+        "hosts",
+        add=lambda cores: cluster.join(network.add(shm_mib=_SHM_MIB), cpus=cores),
+        enter=cluster.head.enter,
+    )
+
+
+def check_hosts() -> None:
+    """Refuses hosts where this machine can't make them.
+
+    Raises:
+        ConfigError: It can't.
+    """
+    if problem := why_not():
+        raise ConfigError(
+            "--hosts makes hosts in network namespaces.",
+            expected="Linux, root, and the programs ip, unshare and nsenter",
+            got=problem,
+            remedy="Run it as root (in a container: with --privileged), or leave --hosts out to simulate nodes.",
+        )
 
 
 def reachable(address: str) -> list[float]:

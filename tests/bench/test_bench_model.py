@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import AssertRefused
 
+from rayvec.bench.cost_model import plan
 from rayvec.bench.cost_model.measuring import Measured, check_settings, fit_settings, measure_settings
 from rayvec.bench.cost_model.model import (
     Cluster,
@@ -29,7 +32,7 @@ from rayvec.bench.cost_model.model import (
 )
 from rayvec.bench.cost_model.plan import compare_overheads
 from rayvec.bench.results import Results
-from rayvec.bench.simulate import Nodes, nodes
+from rayvec.bench.simulate import Nodes, Place, nodes
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 
@@ -260,3 +263,49 @@ def test_a_cluster_s_model_is_not_checked_on_simulated_nodes(
     Results("model", {}, path, extra=extra).write()
     assert main(["bench", "model", "--fit", str(path), "--check", "--out", str(tmp_path / "out")]) == 2
     assert "checked where it was fitted" in capsys.readouterr().err
+
+
+def test_a_model_of_simulated_nodes_is_checked_on_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file holds was measured on simulated nodes, so it is measured again."""
+    places = []
+
+    def made(address: str | None, place: Place) -> Any:
+        places.append(place)
+        return nullcontext(Nodes("", {}, place, add=lambda cores: None))
+
+    def measured(todo: list[Setting], where: Nodes, cores: int, window: float, keep: Any) -> list[Observation]:
+        found = [machine(setting) for setting in todo]
+        keep(found)
+        return found
+
+    monkeypatch.setattr(plan, "nodes", made)
+    monkeypatch.setattr(plan, "measure_settings", measured)
+    monkeypatch.setattr(plan, "check_hosts", lambda: None)
+    checked = check_settings()
+    on_two = dict.fromkeys(replace(setting, nodes=2) for setting in checked)
+    path = tmp_path / "model.json"
+    extra = measured_content(observations=fit_settings(), check_observations=[*on_two, *checked])
+    Results("model", {}, path, extra=extra).write()
+    options = ["bench", "model", "--check", "--hosts", "--out", str(tmp_path / "out")]
+    assert main([*options, "--fit", str(path)]) == 0 and places == ["hosts"]
+    printed = capsys.readouterr().out
+    assert "checked on hosts in network namespaces" in printed and "12 of 12 cells within 25%" in printed
+    assert Measured.read(tmp_path / "out" / "model.json").checked_on == "hosts"
+    assert main(options) == 0 and places == ["hosts", "hosts"]  # fitted to hosts, too
+    assert json.loads((tmp_path / "out" / "model.json").read_text())["shared_cores"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--address 127.0.0.1:1", ["--hosts without --address", "--address 127.0.0.1:1"]),
+        ("--fit model.json", ["--fit model.json without --check"]),
+    ],
+)
+def test_where_hosts_can_not_be_measured(
+    arguments: str, words: list[str], assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "check_hosts", lambda: None)
+    assert_refused(["bench", "model", "--hosts", *arguments.split()], *words)

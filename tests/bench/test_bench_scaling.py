@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from helpers.processes import RAYVEC, assert_nothing_left, running
 
 from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.bench.harness.split import STATES
+from rayvec.bench.hosts import why_not
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
-from rayvec.bench.scaling import cells, chunk_length, expected_total_s
+from rayvec.bench.scaling import _show, cells, chunk_length, expected_total_s
 from rayvec.bench.settings import Scaling
 from rayvec.bench.simulate import Nodes, available_mib, check_memory
 from rayvec.cli import main
@@ -126,12 +128,45 @@ def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureF
         ("--jitter lognormal:zero", ["lognormal:SIGMA"]),
         ("--nodes 100000 --cores-per-node 1000", ["GiB", "memory"]),
         ("--address 127.0.0.1:1", ["127.0.0.1:1", "ray start --head"]),
+        ("--hosts --address 127.0.0.1:1", ["--hosts and --address", "one of the two"]),
+        ("--learners", ["--learners", "at least one"]),
         ("--resume nowhere.json", ["nowhere.json", "rayvec-bench-scaling"]),
         ("--resume nowhere.json --nodes 3", ["--resume FILE alone", "--nodes"]),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
     assert_refused(["bench", "scaling", *arguments.split()], *words)
+
+
+@pytest.mark.parametrize("command", ["scaling", "model"])
+def test_hosts_need_root(command: str, assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    why_not.cache_clear()
+    assert_refused(["bench", command, "--hosts"], "root", "leave --hosts out")
+    why_not.cache_clear()
+
+
+def test_hosts_are_shown_beside_simulated_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Scaling(nodes=(2,), step_duration=(0.1,), hosts=True, peer=())
+    ways = [way for _, way, _ in cells(settings)]
+    assert ways == ["rayvec-driver", "rayvec-worker", "rayvec-decentralized", "floor"]
+    rows = [
+        {
+            **{"nodes": 2, "cores": 16, "step_duration_s": 0.1, "way": way, "place": place, "transport": "tcp x 2"},
+            **{"chunk_steps": None, "steps_per_s": 16 / (0.1 + late_s), "steps_per_s_per_core": 8.0, "marked": False},
+            **{"ideal_steps_per_s": 160.0, "efficiency": 0.9, "of_floor": 0.9, "of_floor_all": [0.9 - late_s]},
+            "split": {"environment": 1.0},
+        }
+        for place, late_s in (("simulated", 0.002), ("hosts", 0.003))
+        for way in ways
+    ]
+    results = Results("scaling", plain(settings), tmp_path / "scaling.json", rows)
+    _show(settings, results)
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if "rayvec-worker " in line and "0.897" in line and "0.898" in line]
+    for words in ("0.898 (0.898 to 0.898)", "0.897 (0.897 to 0.897)", " 2.000 ", " 3.000 "):
+        assert words in line
+    assert printed.count("rayvec-driver, hosts") == 2
 
 
 @pytest.mark.slow

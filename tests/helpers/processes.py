@@ -54,12 +54,16 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(DEADLINE_S)
 
+    def is_own(self, variables: list[bytes]) -> bool:
+        """Whether a process with these environment variables was started by the command."""
+        return self._mark in variables
+
     def pids(self) -> list[int]:
         """Returns the processes that it started, directly or not, and that live; its own is among them."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self.is_own((entry / "environ").read_bytes().split(b"\0")):
                     found.append(int(entry.name))
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.hosts import Cluster, Program, cluster_of, why_not
+from helpers.hosts import Program, on_hosts
 
 import rayvec
+from rayvec.bench.hosts import Cluster, cluster_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(why_not()), reason=f"hosts in namespaces: {why_not()}"),
-]
+pytestmark = on_hosts
 DOCTOR = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())", "doctor"]
 
 
@@ -45,7 +41,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
-    done = cluster.head.run(*DOCTOR, "--address", cluster.address, check=False)
+    done = cluster.head.run(*DOCTOR, "--address", cluster.address, "--env-id=CartPole-v1", check=False)
     print(done.stdout)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
@@ -64,13 +60,11 @@ def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
         assert any(line.startswith(start) and all(word in line for word in words) for line in lines), (start, words)
     head = [line for line in lines if f"  {cluster.head.address} " in line]
     assert head and all(line.startswith("ok") for line in head)
-    environment = cluster.head.run(*DOCTOR, "--address", cluster.address, "--env-id=CartPole-v1", "--json", check=False)
-    report = json.loads(environment.stdout)
-    assert report["level"] == "error"
-    timed = [each["node"] for each in report["findings"] if each["check"] == "environment" and each["level"] == "ok"]
-    assert cluster.head.address in timed and narrow in timed
+    for address in (cluster.head.address, narrow):
+        assert any(line.startswith(f"{'ok':7}  {address:15}  environment") for line in lines)
     with Program(cluster.head, Path(__file__).with_name("programs.py"), "start") as program:
-        error = program.line()["error"]
+        line = program.line()
+    print(f"other versions: ConfigError at the start: {line['seconds']:.1f}")
     versions = (f"rayvec {rayvec.__version__}", "rayvec 0.0.9", f"numpy {np.__version__}", "numpy 1.26.4")
     for word in (*versions, other, "Remedy:"):  # a run refuses that node
-        assert word in error
+        assert word in line["error"]

@@ -14,7 +14,7 @@ import numpy as np
 from rayvec.bench.cost_model.model import Fit, Observation, Setting, fit, fit_line
 from rayvec.bench.peers import PeerProcess, peer_process
 from rayvec.bench.results import Results
-from rayvec.bench.simulate import Nodes
+from rayvec.bench.simulate import Nodes, Place
 from rayvec.bench.terminal import ticking
 from rayvec.errors import ConfigError
 
@@ -45,11 +45,12 @@ class Measured:
     """What a model is fitted to, as a result file keeps it.
 
     Attributes:
-        observations: Of nodes, simulated or of a cluster.
-        shared_cores: Of the machine that simulated them; None of a cluster.
+        observations: Of nodes: simulated, hosts, or of a cluster.
+        shared_cores: Of the machine that they share; None of a cluster.
         policy_s: Seconds of a forward pass of the policy, and of each of its rows.
         check_observations: What the fitted model is compared with, if that was measured.
         search_observations: Every setting for a few environments, likewise.
+        checked_on: What nodes these two were measured on.
     """
 
     observations: list[Observation]
@@ -57,6 +58,7 @@ class Measured:
     policy_s: tuple[float, ...] = (0.0, 0.0)
     check_observations: list[Observation] = field(default_factory=list)
     search_observations: list[Observation] = field(default_factory=list)
+    checked_on: Place = "simulated"
 
     def fit(self) -> Fit:
         """Fits the model."""
@@ -77,7 +79,9 @@ class Measured:
                 name: [Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content.get(name, [])]
                 for name in ("observations", "check_observations", "search_observations")
             }
-            return cls(shared_cores=content["shared_cores"], policy_s=tuple(content["policy_s"]), **lists)
+            place: Place = content.get("checked_on", "simulated")
+            policy_s = tuple(content["policy_s"])
+            return cls(shared_cores=content["shared_cores"], policy_s=policy_s, checked_on=place, **lists)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 "--fit names a model.json that holds measurements.",
@@ -123,7 +127,7 @@ def measure_settings(
 
     Args:
         settings: What to measure.
-        nodes: Simulated, or of a cluster.
+        nodes: Simulated, hosts, or of a cluster.
         cores: Of each node.
         window_s: Seconds of each setting at least; every turn holds some calls too.
         keep: Called with all observations so far, whenever there are more.
@@ -134,7 +138,8 @@ def measure_settings(
             alike = list(group)
             nodes.grow(alike[0].nodes, cores)
             turns: dict[Setting, list[Observation]] = {setting: [] for setting in alike}
-            with peer_process("rayvec", nodes.environment, _task(alike[0], nodes.address)) as (process, _):
+            task = _task(alike[0], nodes.address)
+            with peer_process("rayvec", nodes.environment, task, enter=nodes.enter) as (process, _):
                 for setting in alike * _TURNS:
                     tick(f"{setting.nodes} nodes x {setting.workers} x {setting.envs}, {setting.inference}", 1.0)
                     turns[setting].append(_observe(process, setting, window_s / _TURNS))

@@ -34,7 +34,7 @@ from rayvec.bench.cost_model.model import (
 )
 from rayvec.bench.results import Results, old_design
 from rayvec.bench.settings import Model, check_any, jitter_sigma
-from rayvec.bench.simulate import Nodes, check_memory, nodes
+from rayvec.bench.simulate import Nodes, Place, check_hosts, check_memory, nodes
 from rayvec.bench.terminal import show_table
 from rayvec.config.schema import check
 from rayvec.errors import ConfigError
@@ -46,6 +46,7 @@ _LATENCY_US, _GBIT = 100.0, 10.0
 _CHECK_LIMIT, _SEARCH_LIMIT = 0.25, 0.9
 _SEARCH, _SEARCH_ENVS = Setting(2, 4, step_s=0.001), 8
 """The nodes, workers at most and step duration of the search, and how many environments it places."""
+_PLACES = {"simulated": "simulated nodes", "hosts": "hosts in network namespaces", "cluster": "those of a cluster"}
 
 
 def run(settings: Model, mentioned: frozenset[str] = frozenset()) -> None:
@@ -59,6 +60,15 @@ def run(settings: Model, mentioned: frozenset[str] = frozenset()) -> None:
             got=f"--fit {settings.fit} and --address {settings.address}",
             remedy="Leave one out.",
         )
+    if settings.hosts:
+        check_hosts()
+        if settings.address is not None or (settings.fit is not None and not settings.check):
+            raise ConfigError(
+                "--hosts says where is measured.",
+                expected="--hosts without --address, and with --fit only together with --check",
+                got=f"--address {settings.address}" if settings.address else f"--fit {settings.fit} without --check",
+                remedy="Leave one out.",
+            )
     results = Results.of("model", settings)
     try:
         with ExitStack() as stack:
@@ -83,10 +93,14 @@ class _Plan:
         self._settings, self._results, self._stack = settings, results, stack
         self._sigma, self._obs_bytes = jitter_sigma(settings.jitter), 4 * settings.obs_size
         self._nodes: Nodes | None = None
+        self._place: Place = "hosts" if settings.hosts else "simulated" if settings.address is None else "cluster"
 
     def run(self) -> None:
         settings, results = self._settings, self._results
         measured = self._measured() if settings.fit is None else Measured.read(settings.fit)
+        if settings.hosts and measured.checked_on != "hosts":
+            measured.check_observations, measured.search_observations, measured.checked_on = [], [], "hosts"
+        self._place = measured.checked_on
         measured.policy_s = measure_policy(settings.obs_size, settings.hidden_size)
         found = measured.fit()
         results.extra = {**asdict(measured), "fit": asdict(found), "checks": []}
@@ -105,7 +119,7 @@ class _Plan:
             if self._settings.address is None:
                 most_envs = max(max(FIT_NODES) * max(FIT_WORKERS), max(CHECK_NODES) * CHECK_WORKERS)
                 check_memory(most_nodes, ("rayvec",), most_envs)
-            self._nodes = self._stack.enter_context(nodes(self._settings.address))
+            self._nodes = self._stack.enter_context(nodes(self._settings.address, self._place))
             self._nodes.check(most_nodes, CHECK_WORKERS)
             print(f"Measured on {self._nodes.describe(self._nodes.cores(max(FIT_NODES), max(FIT_WORKERS)))}.")
         return self._nodes, self._nodes.cores(max(FIT_NODES), max(FIT_WORKERS))
@@ -124,7 +138,8 @@ class _Plan:
         self._results.extra["interrupted"] = True
         observations = self._measure(fit_settings(self._sigma, self._obs_bytes, cores), "observations")
         del self._results.extra["interrupted"]
-        return Measured(observations, len(os.sched_getaffinity(0)) if where.simulated else None)
+        shared_cores = len(os.sched_getaffinity(0)) if where.share_machine else None
+        return Measured(observations, shared_cores, checked_on=self._place)
 
     def _checks(self, found: Fit, measured: Measured) -> list[dict[str, Any]]:
         """Measures what is missing, compares, and prints how good the model is."""
@@ -143,7 +158,8 @@ class _Plan:
         checks = compare_overheads(found, cells, cluster)
         names = ("setting", "step, ms", "measured", "slowest turn", "model", "off", "as on 2 nodes", "off")
         show_table(
-            f"Overhead per step, ms: fitted to 1 and 2 nodes; the aim is at most {_CHECK_LIMIT:.0%} off",
+            f"Overhead per step, ms: fitted to 1 and 2 nodes, checked on {_PLACES[self._place]}; "
+            f"the aim is at most {_CHECK_LIMIT:.0%} off",
             names,
             [
                 (

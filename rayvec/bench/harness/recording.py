@@ -38,7 +38,7 @@ class Recorder:
     def write(self, begin: float, is_reset: bool = False) -> None:
         """Records a step or a reset that ends now."""
         if self._file is None:  # not before: the process that makes an environment need not be the one that steps it
-            path = Path(self._directory, f"{os.getpid()}-{next(_made)}.clock")
+            path = Path(self._directory, f"{os.uname().nodename}-{os.getpid()}-{next(_made)}.clock")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(_COUNT.size + _REMEMBERED * _ROW.size))
             with path.open("r+b") as file:
@@ -77,15 +77,15 @@ class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def read_clocks(directory: str, within_steps: bool = False) -> dict[int, NDArray[np.float64]]:
-    """Returns when the steps of each process began and ended, ``float64 [m, 2]`` in order, by its process id.
+    """Returns when the steps of each process of this host began and ended, ``float64 [m, 2]`` in order, by process id.
 
     Args:
         directory: Where the environments write.
         within_steps: Whether a reset is a part of the step before it; else it counts as a step.
     """
     by_pid: dict[int, list[tuple[NDArray[np.float64], float]]] = {}
-    for path in Path(directory).glob("*.clock"):
-        by_pid.setdefault(int(path.name.partition("-")[0]), []).append(_read(path, within_steps))
+    for path in Path(directory).glob(f"{os.uname().nodename}-*.clock"):  # hosts may share the directory
+        by_pid.setdefault(int(path.name.split("-")[-2]), []).append(_read(path, within_steps))
     found = {}
     for pid, parts in sorted(by_pid.items()):
         rows = np.concatenate([part for part, _ in parts])

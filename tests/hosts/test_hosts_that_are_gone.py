@@ -1,0 +1,69 @@
+"""A host that is gone, first one of three, then the head; Ray notices after 24 s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.hosts import Program, Record, lines_of, long, on_hosts, until_error
+from helpers.waiting import wait_until
+
+from rayvec.bench.hosts import Cluster, cluster_of
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+pytestmark = on_hosts
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three hosts with four cores each in Ray."""
+    with cluster_of(3, cpus=4) as cluster:
+        yield cluster
+
+
+ACTORS = """
+import json, psutil
+commands = [(process.cmdline() or [""])[0] for process in psutil.process_iter()]
+print(json.dumps(sum(command.startswith("ray::NodeActor") for command in commands)))
+"""
+
+
+@long
+def test_a_host_that_is_gone_is_an_error_for_others_and_the_end_of_its_own_driver_s_actors(
+    cluster: Cluster, record: Record
+) -> None:
+    lost = cluster.others[1]
+    left = [host for host in cluster.network.hosts if host is not lost]
+    with (
+        Program(cluster.head, PROGRAMS, "go_on", "raise", "3") as uses,
+        Program(lost, PROGRAMS, "go_on", "raise", "3") as drives,
+    ):
+        uses.until(restarted=[]), drives.until(restarted=[])
+        assert all(host.python(ACTORS) for host in left)
+        began_s = time.monotonic()
+        cluster.cut_off(lost)
+        line = until_error(uses)
+        assert lost.address in line["error"] and "Remedy:" in line["error"]
+        record("host gone: NodeLostError", line["at_s"] - began_s)
+        wait_until(lambda: not any(host.python(ACTORS) for host in left))
+        record("the driver's host gone: its actors on other hosts have ended", time.monotonic() - began_s)
+
+
+@long
+def test_a_head_that_is_gone_is_a_clear_error(cluster: Cluster, tmp_path: Path, record: Record) -> None:
+    """For drivers on another host, one that steps and one that trains with decentralized ranks."""
+    metrics, head, host = tmp_path / "run" / "metrics.jsonl", cluster.head, cluster.others[0]
+    with (
+        Program(host, PROGRAMS, "go_on", "raise", "2") as steps,
+        Program(host, PROGRAMS, "train", str(metrics.parent), "2") as trains,
+    ):
+        steps.until(restarted=[])
+        trains.wait_until(lambda: lines_of(metrics) > 5)
+        began_s = time.monotonic()
+        cluster.cut_off(head)
+        for name, program in (("a driver that steps", steps), ("decentralized training", trains)):
+            line = until_error(program)
+            assert head.address in line["error"] and "Remedy:" in line["error"]
+            record(f"head gone, {name}: error", line["at_s"] - began_s)
