@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,7 @@ from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.weights import WeightStore
 from rayvec.vector.adapter import PoolAdapter
 
-__all__ = ["PartChunk", "PartsPipeline", "join_parts"]
+__all__ = ["PartChunk", "PartsPipeline", "in_rounds", "join_parts"]
 
 _PROMPT = 1
 """A part whose last chunk was at most this many versions old is requested ahead."""
@@ -123,7 +121,9 @@ class PartsPipeline:
             if not part.pending or (ahead and part.is_prompt and len(part.pending) < MOST_CHUNKS):
                 self._start(number, store, num_steps)
 
-    def finish(self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool) -> PartChunk | None:
+    def finish(
+        self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
+    ) -> PartChunk | None:
         """Waits for a chunk that belongs to the present batch, and starts the next one of its part.
 
         Chunks with older weights come first. An environment of a fast part may be in a batch several times, in the
@@ -134,11 +134,13 @@ class PartsPipeline:
             num_steps: T of the chunk to start.
             num_columns: How many columns the batch has so far.
             ahead: Whether to start one. If not, all pending chunks belong to the batch.
+            full: Parts of which the batch takes no further chunk, each by its environments.
 
         Returns:
             The chunk; None if the batch has a column for each environment and no pending chunk is due.
         """
-        by_age = sorted((each for each in self._parts if each.pending), key=lambda each: each.pending[0].due)
+        open_parts = [each for each in self._parts if each.pending and each.envs not in full]
+        by_age = sorted(open_parts, key=lambda each: each.pending[0].due)
         due = [each for each in by_age if not ahead or each.pending[0].due <= store.version]
         if num_columns + sum(len(each.envs) for each in due) < self._num_envs:
             due = by_age
@@ -177,6 +179,22 @@ class PartsPipeline:
             part.pending.clear()
 
 
+def in_rounds(chunks: Sequence[PartChunk]) -> list[list[PartChunk]]:
+    """Groups chunks: first the first one of each part, in the order of environments, then the second ones, and so on.
+
+    Args:
+        chunks: The chunks, those of each part in the order of time.
+    """
+    counts: Counter[range] = Counter()
+    rounds: list[list[PartChunk]] = []
+    for chunk in chunks:
+        if counts[chunk.envs] == len(rounds):
+            rounds.append([])
+        rounds[counts[chunk.envs]].append(chunk)
+        counts[chunk.envs] += 1
+    return [sorted(members, key=lambda chunk: chunk.envs.start) for members in rounds]
+
+
 def join_parts(
     chunks: Sequence[PartChunk], tracker: EpisodeTracker, waited_s: float
 ) -> tuple[Rollout, EpisodeStats, NDArray[np.int64]]:
@@ -191,18 +209,12 @@ def join_parts(
         The chunk, the episodes that ended in it, and the version of the weights of each column, ``int64 [N]``.
     """
     num_steps = max(chunk.rollout.summary.valid.shape[0] for chunk in chunks)
-    counts: Counter[range] = Counter()
-    placed = []
-    for chunk in (each._replace(rollout=_padded(each.rollout, num_steps)) for each in chunks):
-        placed.append((counts[chunk.envs], chunk))
-        counts[chunk.envs] += 1
-    placed.sort(key=lambda each: (each[0], each[1].envs.start))
+    rounds = in_rounds([each._replace(rollout=_padded(each.rollout, num_steps)) for each in chunks])
     stats = []
-    for _, of_round in groupby(placed, key=itemgetter(0)):
-        members = [chunk for _, chunk in of_round]
+    for members in rounds:
         summary = join_summaries([chunk.rollout.summary for chunk in members])
         stats.append(tracker.add(summary, np.concatenate([np.array(chunk.envs) for chunk in members]))[0])
-    rollouts = [chunk.rollout for _, chunk in placed]
+    rollouts = [chunk.rollout for members in rounds for chunk in members]
     summaries = [rollout.summary for rollout in rollouts]
     joined = join_chunks([rollout.chunk for rollout in rollouts if rollout.chunk is not None])
     num_padded = joined.valid.size - sum(summary.valid.size for summary in summaries)

@@ -16,6 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
+from rayvec.node.slow_workers import EnoughSteps
+from rayvec.pools.base import Cut
+
 __all__ = ["Arrivals", "MakeArrivals", "SharedArrivals", "Stragglers", "shared_arrivals"]
 
 _LOOK_S = 0.001
@@ -86,7 +89,8 @@ class Stragglers:
     "DD-PPO", ICLR 2020, arXiv:1911.00357, section 3). The update stays exact: it weighs each step of all ranks alike.
 
     With `variable_lengths`, a rank's environments need not take equally many steps: it stops once they have its steps
-    together, and a slow one has taken fewer (Wijmans et al., "VER", 2022, arXiv:2210.05064).
+    together, and a slow one has taken fewer (Wijmans et al., "VER", 2022, arXiv:2210.05064). A worker for whose next
+    step the others would wait stops before it.
 
     Args:
         arrivals: Who has arrived.
@@ -109,7 +113,7 @@ class Stragglers:
         self._variable_lengths = variable_lengths
         self._iteration = 0
 
-    def begin(self, num_steps: int) -> tuple[int, Callable[[int], bool] | None]:
+    def begin(self, num_steps: int) -> tuple[int, Cut | None]:
         """Begins an iteration.
 
         Args:
@@ -124,8 +128,6 @@ class Stragglers:
         others_may = self._enough < self._size
 
         def cut(taken: int) -> bool:
-            if self._variable_lengths and taken >= num_steps:
-                return True
             self.has_cut = (
                 others_may
                 and taken >= self._min_share * num_steps
@@ -133,8 +135,9 @@ class Stragglers:
             )
             return self.has_cut
 
-        most = 2 * num_steps if self._variable_lengths else num_steps
-        return most, cut if others_may or self._variable_lengths else None
+        if self._variable_lengths:
+            return 2 * num_steps, EnoughSteps(num_steps, cut)
+        return num_steps, cut if others_may else None
 
     def wait(self) -> None:
         """Says that this rank has its steps, and waits until every rank has.

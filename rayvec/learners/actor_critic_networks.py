@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 
 from rayvec.config.references import resolve
-from rayvec.errors import ConfigError
 from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCriticModule, make_actor_critic
@@ -49,15 +48,8 @@ def make_module(
         "seed": config.seed,
     }
     if config.recurrent is not None:
-        if is_masked:
-            raise ConfigError(
-                "A recurrent policy chooses among all actions.",
-                expected="action_masks=False, or no recurrent",
-                got=f"recurrent={config.recurrent!r}, and observations with an action mask",
-                remedy="Leave recurrent out. With action_masks=False the network reads a mask in the observation.",
-            )
         settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length", "burn_in")}
-        return make_recurrent_actor_critic(*spaces_and_sizes, kind=config.recurrent, **settings)
+        return make_recurrent_actor_critic(*spaces_and_sizes, masked=is_masked, kind=config.recurrent, **settings)
     if config.network is None:
         module = make_actor_critic(*spaces_and_sizes, masked=is_masked, shared_trunk=config.shared_trunk, **settings)
     else:

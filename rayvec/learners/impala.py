@@ -305,7 +305,7 @@ class IMPALALearner(ActorCriticLearner):
         recorded = chunk.states[:, environments] if len(chunk.states) else chunk.states  # which `cut` refuses
         sequences = cut(module, recorded, obs, chunk.done[:, environments], valid)
         states = sequences.states(module)
-        params, values = module.heads(by_step(states, *valid.shape))
+        params, values = module.heads(by_step(states, *valid.shape), module.mask(obs))
         ends = last_obs, np.stack([t, place[n]], -1), final_obs
         next_value = next_values(module, states, values.detach().cpu().numpy(), valid, *ends)
 

@@ -79,7 +79,12 @@ class Sequences:
     def outputs(self, module: RecurrentActorCritic) -> tuple[Tensor, Tensor]:
         """Returns parameters ``[M, P]`` and values ``[M]`` of the M steps that happened, sequence by sequence."""
         steps = self.valid.flatten().nonzero().squeeze(1).to(self.reset.device)
-        return module.heads(self.states(module).swapaxes(0, 1).flatten(0, 1)[steps])
+        mask = module.mask(tree_map(lambda leaf: leaf[-self.valid.shape[1] :], self.rows))
+
+        def happened(each: Tensor) -> Tensor:
+            return each.swapaxes(0, 1).flatten(0, 1)[steps]
+
+        return module.heads(happened(self.states(module)), None if mask is None else happened(mask))
 
 
 def cut(

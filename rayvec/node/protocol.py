@@ -198,7 +198,7 @@ class NodeBlock:
             "pid": (np.int64, (workers,)),
             "progress": (np.int64, (workers,)),
             "chunk_step": (np.int64, (workers,)),
-            "cut_chunk": (np.int64, (1,)),
+            "cut_chunk": (np.int64, (workers,)),
         }
         if self.layout is not None:
             fields |= self.layout.fields("obs", (n,))

@@ -156,7 +156,7 @@ class Worker:
         go, done, wants_event = block.go[index], block.done[index], block.arrays["wants_event"]
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
         self._chunk_step = block.arrays["chunk_step"][index : index + 1].data
-        self._cut_chunk = block.arrays["cut_chunk"].data
+        self._cut_chunk = block.arrays["cut_chunk"][index : index + 1].data
         block.arrays["pid"][index] = os.getpid()
         if not self._spec.replacement:
             self._say(os.getpid())

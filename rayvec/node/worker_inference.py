@@ -16,6 +16,7 @@ from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.protocol import CHUNK_STEP_BITS, WeightsRef
+from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient
 from rayvec.node.workers import Workers
@@ -99,6 +100,8 @@ class WorkerInference(Acting):
         self._num_begun = 0
         self._num_begun_of = [0] * len(clients)
         self._arrays = arrays
+        self._num_envs = np.diff(workers.bounds)
+        self._step_times = StepTimes(self._num_envs)
         units: NDArray[np.int64] | None = workers.spaces.unit_bounds
         groups = 2 if units is None or len(units) > 2 else 1
         self.own = NodeInference(workers.bounds[-1], split_groups(Topology.of_driver(workers.bounds), groups, units))
@@ -220,7 +223,12 @@ class WorkerInference(Acting):
         return [reply.value for reply in replies]
 
     def _wait_or_cut(self, chunk: _PendingChunk, deadline: float, cut: Cut) -> None:
-        """Waits until all workers have taken a chunk, or `cut` returns True: then they end it after their next step."""
+        """Waits until all workers have taken a chunk, or `cut` returns True: then they end it after their next step.
+
+        With :class:`EnoughSteps`, slow workers end it before that.
+        """
+        cuts = self._arrays["cut_chunk"]
+        self._step_times.begin()
         while True:
             try:
                 self._wait_all(chunk.commands, min(deadline_in(_CUT_LOOK_S), deadline))
@@ -228,16 +236,18 @@ class WorkerInference(Acting):
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
-            if cut(self._steps_taken(chunk)):
-                self._arrays["cut_chunk"][0] = chunk.number
+            taken = self._steps_taken(chunk)
+            if cut(int(taken @ self._num_envs)):
+                cuts[:] = chunk.number
                 return
+            if isinstance(cut, EnoughSteps):
+                cuts[self._step_times.too_slow(taken, cut.num_steps)] = chunk.number
 
-    def _steps_taken(self, chunk: _PendingChunk) -> int:
-        """Returns how many steps the environments of all workers together have taken in a chunk."""
+    def _steps_taken(self, chunk: _PendingChunk) -> NDArray[np.int64]:
+        """Returns how many steps each environment of each worker has taken in a chunk, ``int64 [W]``."""
         numbers, steps = np.divmod(self._arrays["chunk_step"], 1 << CHUNK_STEP_BITS)
-        whole = chunk.num_steps * np.diff(self._workers.bounds)
-        steps = np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, whole, 0))
-        return int(steps.sum())
+        steps //= self._num_envs
+        return np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.num_steps, 0))
 
     def done_chunks(self, client: WorkerClient) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from rayvec.policies.distributions import NOT_ALLOWED, Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["Activation", "Actor", "MLPActor", "MaskedActor", "check_length"]
+__all__ = ["Activation", "Actor", "MLPActor", "MaskedActor", "check_length", "masked_logits"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
@@ -131,26 +131,38 @@ class MaskedActor:
     def __init__(self, actor: Actor) -> None:
         self.distribution = actor.distribution
         self._actor = actor
-        sizes = actor.distribution.sizes  # type: ignore[attr-defined]  # only choices have masks
-        self._firsts = np.cumsum((0, *sizes[:-1]))
 
     def __call__(self, obs: Tree) -> Float:
         """Returns logits ``float32 [k, P]``."""
-        mask = np.asarray(obs[MASK_KEY]) != 0
-        allowed = np.logical_or.reduceat(mask, self._firsts, -1).all(-1)
-        if not allowed.all():
-            row = int(np.argmin(allowed))
-            raise ConfigError(
-                "An action mask allows at least one choice of each component of an action.",
-                expected="a number other than 0 for each component in each row",
-                got=f"none in row {row} of {len(mask)}",
-                remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
-            )
-        return np.where(mask, self._actor(obs), np.float32(NOT_ALLOWED))
+        return masked_logits(self._actor(obs), obs, self.distribution)
 
     def load_weights(self, weights: Float) -> None:
         """See :class:`Actor`."""
         self._actor.load_weights(weights)
+
+
+def masked_logits(logits: Float, obs: Tree, distribution: Any) -> Float:
+    """Returns logits ``float32 [k, P]`` in which choices that are not allowed have the probability 0.
+
+    Args:
+        logits: Of all choices, ``float32 [k, P]``.
+        obs: Observations with a mask.
+        distribution: Of the actions, a :class:`~rayvec.policies.distributions.Categorical`.
+
+    Raises:
+        ConfigError: A mask allows nothing.
+    """
+    mask = np.asarray(obs[MASK_KEY]) != 0
+    allowed = np.logical_or.reduceat(mask, np.cumsum((0, *distribution.sizes[:-1])), -1).all(-1)
+    if not allowed.all():
+        row = int(np.argmin(allowed))
+        raise ConfigError(
+            "An action mask allows at least one choice of each component of an action.",
+            expected="a number other than 0 for each component in each row",
+            got=f"none in row {row} of {len(mask)}",
+            remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
+        )
+    return np.where(mask, logits, np.float32(NOT_ALLOWED))
 
 
 def _activate(activation: Activation, rows: Float) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from rayvec.data import Tree
 from rayvec.policies.actors import MLPActor
-from rayvec.policies.distributions import Distribution, make_distribution
+from rayvec.policies.distributions import NOT_ALLOWED, Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, make_encoder
-from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places
+from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places, upload
 from rayvec.policies.recurrent_actors import (
     CellKind,
+    MaskedRecurrentActor,
     NumPyRecurrentActor,
     RecurrentActor,
     StatefulActor,
@@ -26,6 +27,7 @@ from rayvec.policies.recurrent_actors import (
     state_size,
     unencoded,
 )
+from rayvec.wrappers import MASK_KEY
 
 __all__ = ["RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
 
@@ -91,12 +93,14 @@ class RecurrentActorCritic(ActorCritic):
     """An actor and a critic that share a memory: hidden layers or a CNN, then a recurrent cell, then a head each.
 
     Hidden layers, initial weights and *rows* are those of :class:`~rayvec.policies.networks.ActorCritic` with
-    ``shared_trunk``.
+    ``shared_trunk``. With action masks, rows are a pair: those of the network, and the mask, ``bool [..., P]``.
 
     Args:
         encoder: From observations to rows.
         distribution: Of actions.
         hidden_sizes: Widths of the hidden layers before the cell.
+        masked: Whether observations have an action mask, as for
+            :class:`~rayvec.policies.masks.MaskedActorCritic`; the encoder leaves it out.
         kind: Of the cell, ``"gru"`` or ``"lstm"``.
         recurrent_size: H, the number of units of the cell.
         sequence_length: L, the number of steps in a sequence of the learner; the policy records a state for each.
@@ -111,6 +115,7 @@ class RecurrentActorCritic(ActorCritic):
         distribution: Distribution,
         hidden_sizes: Sequence[int] = (64, 64),
         *,
+        masked: bool = False,
         kind: CellKind = "gru",
         recurrent_size: int = 64,
         sequence_length: int = 16,
@@ -123,9 +128,21 @@ class RecurrentActorCritic(ActorCritic):
         last = self.actor[-1]  # the heads on the features give way to heads on the cell's output
         assert isinstance(last, nn.Linear)
         self.sequence_length, self.burn_in = sequence_length, burn_in
+        self.is_masked = masked
         self.cell = RecurrentCell(kind, last.in_features, recurrent_size, generator)
         self.actor = nn.Sequential(_linear(recurrent_size, [last.out_features], 0.01, generator))
         self.critic = nn.Sequential(_linear(recurrent_size, [1], 1.0, generator))
+
+    def encode(self, obs: Tree) -> Tree:
+        """See :class:`~rayvec.policies.networks.ActorCriticModule`."""
+        rows = super().encode(obs)
+        if not self.is_masked:
+            return rows
+        return rows, upload(np.asarray(obs[MASK_KEY]) != 0, next(self.parameters()).device)
+
+    def mask(self, rows: Tree) -> Tensor | None:
+        """Returns the action mask of encoded observations, ``bool [..., P]``; None for a network without masks."""
+        return rows[1] if self.is_masked else None
 
     def forward(self, rows: Tree, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the distribution's parameters ``[k, P]`` and values ``[k]`` of one observation each.
@@ -134,7 +151,7 @@ class RecurrentActorCritic(ActorCritic):
             rows: Encoded observations, tree of ``[k, ...]``.
             state: States before them, ``[k, D]``; None where episodes begin.
         """
-        return self.heads(self.next_state(rows, state))
+        return self.heads(self.next_state(rows, state), self.mask(rows))
 
     def action_parameters(self, rows: Tree, state: Tensor | None = None) -> Tensor:
         """Returns the first part of what `forward` returns."""
@@ -155,12 +172,18 @@ class RecurrentActorCritic(ActorCritic):
 
     def features(self, rows: Tree) -> Tensor:
         """Returns the inputs of the cell, ``[..., F]``, for encoded observations, tree of ``[..., ...]``."""
-        return self._features(rows)
+        return self._features(rows[0] if self.is_masked else rows)
 
-    def heads(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns parameters ``[..., P]`` and values ``[...]`` from states of the cell, ``[..., D]``."""
+    def heads(self, states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns parameters ``[..., P]`` and values ``[...]``.
+
+        Args:
+            states: States of the cell, ``[..., D]``.
+            mask: What `mask` returns; without it every choice is allowed.
+        """
         output = states[..., : self.cell.size]
-        return self._outputs(output), self._value(output)
+        params = self._outputs(output)
+        return params if mask is None else torch.where(mask, params, NOT_ALLOWED), self._value(output)
 
     def make_actor(self) -> StatefulActor:
         """Returns the actor with the present weights: without torch, unless there are images."""
@@ -178,6 +201,8 @@ class RecurrentActorCritic(ActorCritic):
             )
             actor = NumPyRecurrentActor(self.cell.kind, inputs, (weight, bias, size), outputs)
             actor.load_weights(flat_weights(self))
+        if self.is_masked:
+            actor = MaskedRecurrentActor(actor)
         return StatefulActor(actor, self.sequence_length, self.burn_in)
 
 
@@ -185,6 +210,8 @@ def make_recurrent_actor_critic(
     observation_space: spaces.Space[Any],
     action_space: spaces.Space[Any],
     hidden_sizes: Sequence[int] = (64, 64),
+    *,
+    masked: bool = False,
     **settings: Any,
 ) -> RecurrentActorCritic:
     """Returns a recurrent actor-critic for the spaces of one environment.
@@ -193,14 +220,15 @@ def make_recurrent_actor_critic(
         observation_space: Of one environment.
         action_space: Of one environment.
         hidden_sizes: Widths of the hidden layers before the cell.
+        masked: Whether the network leaves out the observation's action mask and applies it.
         **settings: Further arguments of :class:`RecurrentActorCritic`.
 
     Raises:
         ConfigError: There is no encoder for the observations, or no distribution for the actions.
     """
-    encoder = make_encoder(observation_space, images=True, scaled=True)
+    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked)
     distribution = make_distribution(action_space)
-    return RecurrentActorCritic(encoder, distribution, hidden_sizes, **settings)
+    return RecurrentActorCritic(encoder, distribution, hidden_sizes, masked=masked, **settings)
 
 
 class TorchRecurrentActor(ModuleActor):

@@ -13,11 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Tree, tree_leaves
-from rayvec.policies.actors import MLPActor
+from rayvec.policies.actors import MLPActor, masked_logits
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import Encoder
 
-__all__ = ["CellKind", "NumPyRecurrentActor", "RecurrentActor", "StatefulActor", "num_gates", "state_size", "unencoded"]
+__all__ = [
+    "CellKind",
+    "MaskedRecurrentActor",
+    "NumPyRecurrentActor",
+    "RecurrentActor",
+    "StatefulActor",
+    "num_gates",
+    "state_size",
+    "unencoded",
+]
 
 Float = NDArray[np.float32]
 CellKind = Literal["gru", "lstm"]
@@ -115,6 +124,31 @@ class NumPyRecurrentActor:
         count = num_gates(self.kind) * size
         self._weight = weights[start : start + count * size].reshape(count, size).T.copy()
         self._bias = weights[bias : bias + count].copy()
+
+
+class MaskedRecurrentActor:
+    """A recurrent actor that gives choices that the observation's action mask does not allow the probability 0.
+
+    Args:
+        actor: From observations with a mask to logits.
+    """
+
+    def __init__(self, actor: RecurrentActor) -> None:
+        self.distribution = actor.distribution
+        self._actor = actor
+
+    def initial_state(self, count: int) -> Float:
+        """See :class:`RecurrentActor`."""
+        return self._actor.initial_state(count)
+
+    def __call__(self, obs: Tree, state: Float) -> tuple[Float, Float]:
+        """See :class:`RecurrentActor`."""
+        logits, following = self._actor(obs, state)
+        return masked_logits(logits, obs, self.distribution), following
+
+    def load_weights(self, weights: Float) -> None:
+        """See :class:`RecurrentActor`."""
+        self._actor.load_weights(weights)
 
 
 def unencoded(num_features: int) -> Encoder:

@@ -175,8 +175,6 @@ def rollout(
     if begin_episodes is not None:
         begin_episodes(_begun_before(pool, batches[0], begun))
     for t in range(num_steps + 1):
-        if t > 0 and cut is not None and cut(t * pool.num_envs):
-            recorder.num_steps = t
         for group, ids in enumerate(groups):
             if t > 0:
                 began_s = now()
@@ -188,6 +186,8 @@ def rollout(
                     if next_step and isinstance(recorder, NativeRecorder):
                         begun = recorder.reset_in(t - 1)
                     begin_episodes(begun)
+                if group == 0 and cut is not None and cut(t * pool.num_envs):
+                    recorder.num_steps = t
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:

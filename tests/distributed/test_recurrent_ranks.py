@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import BOX, DISCRETE, OBS, STATS, distance, impala_config, ppo_config
+from helpers.actor_critic_kit import BOX, DISCRETE, MASKED, OBS, STATS, distance, impala_config, ppo_config
 from helpers.recurrent_kit import act_randomly
 from helpers.thread_ranks import Apart, learn_on_ranks
 from torch import Tensor
@@ -32,61 +32,63 @@ LEARNERS = pytest.mark.parametrize("algorithm", ["ppo", "impala"])
 class DoubleRecurrent(RecurrentActorCritic):
     """A recurrent actor-critic that computes in float64."""
 
-    def encode(self, obs: Any) -> Tensor:
-        return torch.from_numpy(self.encoder(obs)).double()
+    def encode(self, obs: Any) -> Any:
+        rows = torch.from_numpy(self.encoder(obs)).double()
+        return (rows, torch.from_numpy(obs["action_mask"])) if self.is_masked else rows
 
 
-def make_module(action_space: spaces.Space[Any], kind: Any) -> RecurrentActorCritic:
-    return make_recurrent_actor_critic(
-        OBS, action_space, (8,), kind=kind, recurrent_size=6, sequence_length=4, burn_in=2, seed=1
-    )
+def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) -> RecurrentActorCritic:
+    settings = {"recurrent_size": 6, "sequence_length": 4, "burn_in": 2, "seed": 1}
+    return make_recurrent_actor_critic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
 
 
-def make_learner(algorithm: str, action_space: spaces.Space[Any], kind: Any) -> PPOLearner | IMPALALearner:
-    module = make_module(action_space, kind).double()
+def make_learner(algorithm: str, both: Any, kind: Any) -> PPOLearner | IMPALALearner:
+    module = make_module(both, kind).double()
     module.__class__ = DoubleRecurrent
     common = {"recurrent": kind, "sequence_length": 4, "num_envs": N, "num_steps": T}
     if algorithm == "ppo":
         config = ppo_config(**common, minibatch_size=20, target_kl=0.5, normalize_reward=True)
-        return PPOLearner(OBS, action_space, config, module=module)
-    return IMPALALearner(OBS, action_space, impala_config(**common, num_minibatches=3), module=module)
+        return PPOLearner(*both, config, module=module)
+    return IMPALALearner(*both, impala_config(**common, num_minibatches=3), module=module)
 
 
-def make_batches(action_space: spaces.Space[Any], kind: Any, count: int) -> list[Batch]:
-    policy = Policy(make_module(action_space, kind))
-    chunks = [act_randomly(policy, seed, num_steps=T, num_envs=N, faults=True) for seed in range(2 * count)]
+def make_batches(both: Any, kind: Any, count: int) -> list[Batch]:
+    policy, common = Policy(make_module(both, kind)), {"num_steps": T, "num_envs": N, "faults": True, "space": both[0]}
+    chunks = [act_randomly(policy, seed, **common) for seed in range(2 * count)]
     return [Batch(tuple(chunks[first : first + 2]), STATS) for first in range(0, 2 * count, 2)]
 
 
 def learn(
-    algorithm: str, action_space: spaces.Space[Any], cell: str, bounds: list[int], **kwargs: Any
+    algorithm: str, both: Any, cell: str, bounds: list[int], **kwargs: Any
 ) -> tuple[list[Tensor], list[list[dict[str, float]]]]:
-    make = partial(make_learner, algorithm, action_space, cell)
-    learners, metrics = learn_on_ranks(make, make_batches(action_space, cell, 4), bounds, **kwargs)
+    make = partial(make_learner, algorithm, both, cell)
+    learners, metrics = learn_on_ranks(make, make_batches(both, cell, 4), bounds, **kwargs)
     return [learner.state_dict()["parameters"] for learner in learners], metrics
 
 
 @LEARNERS
 @CELLS
-@pytest.mark.parametrize("action_space", [DISCRETE, pytest.param(BOX, marks=pytest.mark.slow)], ids=["discrete", "box"])
+@pytest.mark.parametrize(
+    "both",
+    [(OBS, DISCRETE), (MASKED, DISCRETE), pytest.param((OBS, BOX), marks=pytest.mark.slow)],
+    ids=["discrete", "masked", "box"],
+)
 @pytest.mark.parametrize("bounds", SPLITS, ids=str)
-def test_ranks_together_equal_one(
-    algorithm: str, kind: str, action_space: spaces.Space[Any], bounds: list[int]
-) -> None:
+def test_ranks_together_equal_one(algorithm: str, kind: str, both: Any, bounds: list[int]) -> None:
     """Even, uneven and empty shards, two chunks a batch, whose last sequences are shorter."""
-    (expected,), (expected_metrics,) = learn(algorithm, action_space, kind, [0, N])
-    parameters, metrics = learn(algorithm, action_space, kind, bounds)
+    (expected,), (expected_metrics,) = learn(algorithm, both, kind, [0, N])
+    parameters, metrics = learn(algorithm, both, kind, bounds)
     assert distance(parameters[0], expected) <= 1e-12
     assert all(torch.equal(each, parameters[0]) for each in parameters)
     for ours, theirs in zip(metrics[0], expected_metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    start = make_learner(algorithm, action_space, kind).state_dict()["parameters"]
+    start = make_learner(algorithm, both, kind).state_dict()["parameters"]
     assert distance(start, expected) > 0.01
 
 
 @LEARNERS
 def test_without_sums_they_differ(algorithm: str) -> None:
     """What the test above shows comes from the sums."""
-    (expected,), _ = learn(algorithm, DISCRETE, "gru", [0, N])
-    parameters, _ = learn(algorithm, DISCRETE, "gru", [0, 3, N], kind=Apart)
+    (expected,), _ = learn(algorithm, (OBS, DISCRETE), "gru", [0, N])
+    parameters, _ = learn(algorithm, (OBS, DISCRETE), "gru", [0, 3, N], kind=Apart)
     assert distance(parameters[0], expected) > 1e-3

@@ -22,6 +22,7 @@ SPACES = pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete
 FAR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 SIGHT = spaces.Box(0, 255, (2, 36, 36), np.uint8)
 MIXED = spaces.Dict(sight=SIGHT, touch=FAR)
+MASKED = spaces.Dict(touch=OBS, action_mask=spaces.MultiBinary(3))
 T, N = 16, 4
 STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 
@@ -41,6 +42,10 @@ def draw_obs(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> 
     """Random observations, tree of ``[*lead, *obs_shape]``."""
     if isinstance(space, spaces.Dict):
         return {key: draw_obs(part, rng, *lead) for key, part in space.items()}
+    if isinstance(space, spaces.MultiBinary):  # an action mask, which allows one choice at least
+        return (rng.random((*lead, *space.shape)) < 0.5) | (
+            rng.integers(space.n, size=(*lead, 1)) == np.arange(space.n)
+        )
     assert isinstance(space, spaces.Box)
     if space.dtype == np.uint8:
         return rng.integers(0, 256, (*lead, *space.shape), np.uint8)

@@ -85,6 +85,8 @@ class StepByStep:
         params = self.module.actor(output)[0]
         if self.module.log_std is not None:
             params = torch.cat([params, self.module.log_std])
+        if isinstance(obs, dict) and "action_mask" in obs:
+            params = torch.where(torch.from_numpy(np.asarray(obs["action_mask"]) != 0), params, -1e9)
         return params, self.module.critic(output)[0, 0], state
 
     def unroll(self, chunk: Chunk) -> tuple[list[list[Tensor]], list[list[Tensor]], NDArray[np.float32]]:

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from helpers.actor_critic_kit import (
     BOX,
     DISCRETE,
+    MASKED,
     MIXED,
     OBS,
     STATS,
@@ -29,7 +30,7 @@ from helpers.vtrace import vtrace_by_definition
 from torch import Tensor
 
 from rayvec.config import IMPALAConfig, PPOConfig
-from rayvec.data import Batch, Chunk
+from rayvec.data import Batch, Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.impala import IMPALALearner
@@ -41,7 +42,9 @@ from rayvec.policies.recurrent import RecurrentActorCritic
 
 CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
 SPACES = pytest.mark.parametrize(
-    "action_space", [DISCRETE, pytest.param(BOX, marks=pytest.mark.slow)], ids=["discrete", "box"]
+    ("space", "action_space"),
+    [(OBS, DISCRETE), (MASKED, DISCRETE), pytest.param(OBS, BOX, marks=pytest.mark.slow)],
+    ids=["discrete", "masked", "box"],
 )
 SHAPES = pytest.mark.parametrize(
     ("length", "burn_in"),
@@ -56,9 +59,11 @@ def make_ppo(action_space: spaces.Space[Any] = DISCRETE, obs: spaces.Space[Any] 
     return PPOLearner(obs, action_space, ppo_config(**{**usual, **settings}))
 
 
-def make_impala(action_space: spaces.Space[Any] = DISCRETE, **settings: Any) -> IMPALALearner:
+def make_impala(
+    action_space: spaces.Space[Any] = DISCRETE, obs: spaces.Space[Any] = OBS, **settings: Any
+) -> IMPALALearner:
     usual = {"recurrent": "gru", "recurrent_size": 6, "sequence_length": 5}
-    return IMPALALearner(OBS, action_space, impala_config(**{**usual, **settings}))
+    return IMPALALearner(obs, action_space, impala_config(**{**usual, **settings}))
 
 
 def recorded(learner: PPOLearner | IMPALALearner, count: int = 1, **kwargs: Any) -> list[Chunk]:
@@ -72,24 +77,31 @@ def reference_of(learner: PPOLearner | IMPALALearner) -> StepByStep:
     return StepByStep(learner.module)
 
 
+def numbers_of(chunk: Chunk) -> Any:
+    """Returns the part of the observations that is no mask."""
+    return chunk.obs["touch"] if isinstance(chunk.obs, dict) else chunk.obs
+
+
 def samples_of(learner: PPOLearner | IMPALALearner, chunk: Chunk) -> Any:
     return torch.from_numpy(learner.module.distribution.recorded(chunk.act, chunk.extras))
 
 
 @CELLS
 @SPACES
-def test_the_policy_records_what_the_network_computes(kind: str, action_space: spaces.Space[Any]) -> None:
+def test_the_policy_records_what_the_network_computes(
+    kind: str, space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> None:
     """In NumPy as in torch: log-probabilities, and states before each sequence, through episodes and chunks."""
-    learner = make_ppo(action_space, recurrent=kind, burn_in=2)
+    learner = make_ppo(action_space, space, recurrent=kind, burn_in=2)
     perturb(learner.module, 0.3)
     reference, state = reference_of(learner), torch.zeros(N, learner.module.cell.state_size)  # type: ignore[union-attr]
-    for chunk in recorded(learner, 2, faults=True):
+    for chunk in recorded(learner, 2, faults=True, space=space):
         starts = [0, 3, 8, 13]
         for t in range(T):
             if t in starts:
                 torch.testing.assert_close(torch.from_numpy(chunk.states[starts.index(t)]), state, atol=1e-6, rtol=1e-5)
             for n in range(N):
-                params, _, following = reference.step(chunk.obs[t, n], state[n])
+                params, _, following = reference.step(tree_map(lambda leaf: leaf[t, n], chunk.obs), state[n])  # noqa: B023
                 sample = samples_of(learner, chunk)[t, n]
                 logp, _ = learner.module.distribution.logp_entropy(params[None], sample[None])
                 assert float(chunk.extras["logp"][t, n]) == pytest.approx(logp.item(), abs=2e-6)
@@ -103,12 +115,13 @@ def test_the_policy_records_what_the_network_computes(kind: str, action_space: s
 @SHAPES
 @FAULTS
 def test_ppo_equals_the_reference(
-    kind: str, action_space: spaces.Space[Any], length: int, burn_in: int, faults: bool
+    kind: str, space: spaces.Space[Any], action_space: spaces.Space[Any], length: int, burn_in: int, faults: bool
 ) -> None:
     """Values, advantages and the gradient of a whole batch of two chunks, with weights other than those that acted."""
     settings = {"entropy_coef": 0.1, "clip_coef": 0.1, "clip_value_loss": False, "normalize_advantage": True}
     learner = make_ppo(
         action_space,
+        space,
         recurrent=kind,
         sequence_length=length,
         burn_in=burn_in,
@@ -117,9 +130,9 @@ def test_ppo_equals_the_reference(
         **settings,
     )
     config, distribution = learner.config, learner.module.distribution
-    chunks = recorded(learner, 2, faults=faults)
+    chunks = recorded(learner, 2, faults=faults, space=space)
     for chunk in chunks:
-        for column in (chunk.rew, chunk.obs, chunk.extras["logp"]):
+        for column in (chunk.rew, numbers_of(chunk), chunk.extras["logp"]):
             column[~chunk.valid] = np.nan
     perturb(learner.module, 0.2)
     samples = learner._samples(Batch(tuple(chunks), STATS))
@@ -160,12 +173,13 @@ def test_ppo_equals_the_reference(
 @SHAPES
 @FAULTS
 def test_impala_equals_the_reference(
-    kind: str, action_space: spaces.Space[Any], length: int, burn_in: int, faults: bool
+    kind: str, space: spaces.Space[Any], action_space: spaces.Space[Any], length: int, burn_in: int, faults: bool
 ) -> None:
-    learner = make_impala(action_space, recurrent=kind, sequence_length=length, burn_in=burn_in, num_minibatches=1)
+    settings = {"sequence_length": length, "burn_in": burn_in, "num_minibatches": 1}
+    learner = make_impala(action_space, space, recurrent=kind, **settings)
     config, distribution = learner.config, learner.module.distribution
-    chunk = recorded(learner, 2, faults=faults)[1]
-    chunk.obs[~chunk.valid] = np.nan
+    chunk = recorded(learner, 2, faults=faults, space=space)[1]
+    numbers_of(chunk)[~chunk.valid] = np.nan
     perturb(learner.module, 0.2)
     [minibatch] = learner._minibatches(chunk.valid, np.random.default_rng(0))
     learner._gradients(learner._trajectories(chunk), minibatch)

@@ -20,6 +20,7 @@ from rayvec.errors import ConfigError
 from rayvec.learners.ranks import ALONE
 from rayvec.learners.returns import gae
 from rayvec.learners.running_stats import ReturnScale
+from rayvec.node.slow_workers import EnoughSteps
 from rayvec.policies.noise import NoiseSpec
 
 NUM_ENVS, SEED = 4, 7
@@ -95,6 +96,24 @@ def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference
             np.testing.assert_array_equal(got, expected)
     lens = np.concatenate([batch.stats.lens for batch in batches])
     assert len(lens) == sum(int(batch.chunks[0].done.sum()) for batch in batches)
+
+
+def test_slow_environments_go_on_where_they_ended_a_chunk_early() -> None:
+    """Three chunks of 60 steps of all environments, of which the last one's are much slower."""
+    fns = [*makers()[:1] * 3, lambda: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), 0.05)]
+    with RayVecEnv(fns, num_nodes=0, workers_per_node=NUM_ENVS) as env:
+        collector = Collector(env, lean, seed=SEED)
+        cut = EnoughSteps(60, lambda taken: False)
+        chunks = [collector.collect(n_step=400, cut=cut).chunks[0] for _ in range(3)]
+    assert all(chunk.valid.sum() >= 60 and chunk.valid[0].all() for chunk in chunks)
+    assert all((np.diff(chunk.valid.astype(int), axis=0) <= 0).all() for chunk in chunks)
+    for n in range(NUM_ENVS):
+        rew, done = (
+            np.concatenate([getattr(chunk, name)[chunk.valid[:, n], n] for chunk in chunks]) for name in ("rew", "done")
+        )
+        expected = alone(n, len(rew))
+        np.testing.assert_array_equal(rew, expected[1])
+        np.testing.assert_array_equal(done, expected[2])
 
 
 def test_a_cut_uses_no_noise_twice() -> None:

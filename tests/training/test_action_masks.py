@@ -35,7 +35,16 @@ def weights_of(run_dir: Path) -> torch.Tensor:
 
 @WHERE
 @pytest.mark.parametrize("nvec", [4, [3, 2]], ids=["discrete", "multi-discrete"])
-@pytest.mark.parametrize(("kind", "settings"), [(PPOConfig, PPO), (IMPALAConfig, IMPALA)])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (PPOConfig, PPO),
+        (IMPALAConfig, IMPALA),
+        (PPOConfig, {**PPO, "recurrent": "gru", "sequence_length": 4, "burn_in": 2, "normalize_obs": True}),
+        pytest.param(IMPALAConfig, {**IMPALA, "recurrent": "lstm", "sequence_length": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["ppo", "impala", "ppo with memory", "impala with memory"],
+)
 def test_no_action_is_taken_that_is_not_allowed(
     tmp_path: Path, where: str, nvec: Any, kind: type[TrainConfig], settings: dict[str, Any]
 ) -> None:
@@ -103,6 +112,21 @@ def test_the_network_does_not_see_the_mask() -> None:
         np.testing.assert_array_equal(masked.weights(), plain.weights())
     read = PPOLearner(spaces.Dict(x=space, action_mask=mask), spaces.Discrete(4), PPOConfig(action_masks=False))
     assert len(read.weights()) > len(plain.weights())
+
+
+def test_a_network_with_memory_does_not_see_the_mask_and_loads_as_an_agent(tmp_path: Path) -> None:
+    space, mask, memory = spaces.Box(-1, 1, (3,), np.float32), spaces.MultiBinary(4), PPOConfig(recurrent="gru")
+    plain = PPOLearner(space, spaces.Discrete(4), memory)
+    masked = PPOLearner(spaces.Dict(observation=space, action_mask=mask), spaces.Discrete(4), memory)
+    np.testing.assert_array_equal(masked.weights(), plain.weights())
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, recurrent="gru", env_kwargs={"where": "obs"}), env=Masked)
+    agent, env = rayvec.load(tmp_path / "a"), Masked("obs")
+    (obs, _), state = env.reset(seed=0), None
+    for _ in range(6):
+        action, state = agent.predict(obs, state)
+        obs = env.step(action)[0]
+    with pytest.raises(ConfigError, match="allows at least one"):
+        agent.predict({**obs, "action_mask": np.zeros(4, np.int8)}, state)
 
 
 def test_an_own_network_and_normalised_observations_go_with_masks(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ def add_chunk(
     return insertion.add(0, chunk.num_steps)
 
 
+def steps_per_env(buffer: ReplayBuffer) -> int:
+    """Returns how many steps of an environment the smallest sub-buffer has room for."""
+    subs = buffer.buffers if isinstance(buffer, ReplayBufferManager) else [buffer]
+    return min(sub.maxsize for sub in subs)
+
+
 def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
     """Marks the last transition of one environment's unfinished episode as truncated; the episode is not counted.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, cast
@@ -21,14 +22,15 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
+from rayvec.collect.parts import PartChunk, PartsPipeline, in_rounds
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
-from rayvec.data import Chunk, tree_map
-from rayvec.data.chunk_ops import counted_ends
-from rayvec.errors import ConfigError, check_choice
+from rayvec.data import Chunk, Rollout, tree_map
+from rayvec.data.chunk_ops import counted_ends, join_chunks
+from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.weights import WeightStore
 from rayvec.tianshou.collect.absent import AbsentRows, without_absent_rows
-from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, truncate_open_episode
+from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.env.assembly import assembled_chunk, objects
 from rayvec.tianshou.env.vector_env import RayVectorEnv
@@ -71,10 +73,16 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             that acted (:class:`PrefetchCollectStats`; a class of your own gets it if it has the field). Supported by
             off-policy algorithms and :class:`rayvec.tianshou.IMPALA`, and for ``n_step`` alone. The
             environments are busy in between.
+        max_staleness: Collects asynchronously, as :class:`rayvec.Collector` does: each worker (on a cluster, each node)
+            goes on to its next chunk by itself, and ``collect(n_step=...)`` stores the chunks that are finished, at
+            least `n_step` steps of them, without waiting for slow workers. No chunk is stored more than this many
+            changes of the policy after it was requested: a call waits for it. With 1, every call stores one chunk of
+            each worker, as with `prefetch`, which it includes. With more, the buffer needs room for two chunks of each
+            environment, and a call stores at most as many of an environment as there is room for.
 
     Raises:
-        ConfigError: Settings that can't be combined, or `prefetch` for an algorithm that can learn only from steps
-            of its present policy.
+        ConfigError: Settings that can't be combined, or `prefetch` or `max_staleness` for an algorithm that can learn
+            only from steps of its present policy.
         ValueError: The buffer has no room for so many environments.
     """
 
@@ -92,8 +100,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         inference: Literal["worker", "driver"] = "worker",
         unbiased: bool = False,
         prefetch: bool = False,
+        max_staleness: int | None = None,
     ) -> None:
         check_choice("inference", inference, ("worker", "driver"))
+        if max_staleness is not None:
+            check_count("max_staleness", max_staleness)
+        prefetch = prefetch or max_staleness is not None
         if prefetch:
             _check_prefetch(policy, env, inference)
             if collect_stats_class is CollectStats:
@@ -118,6 +130,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._published = np.zeros(0, np.float32)
         noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
         self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
+        self._max_staleness = max_staleness
+        self._parts = None if max_staleness is None else PartsPipeline(self._pool_env, noise_seed, max_staleness)
+        self._kept_parts: list[PartChunk] = []  # finished chunks of parts that are not in the buffer yet
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
@@ -131,12 +146,17 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         A pending chunk is dropped. The last stored transition of an episode that is cut here becomes truncated.
         """
         self._state_in_driver = self._in_mid_episode = False
-        for _ in self._pipeline.drain():
-            pass
+        self._drop_pending()
         buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
             truncate_open_episode(buffer, env_id)
         return super().reset_env(gym_reset_kwargs)
+
+    def _drop_pending(self) -> None:
+        """Waits for the pending chunks and drops them."""
+        for _ in itertools.chain(self._pipeline.drain(), self._parts.drain() if self._parts else ()):
+            pass
+        self._kept_parts.clear()
 
     def _collect(
         self,
@@ -169,6 +189,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 got="some in mid-episode, begun by an earlier collect",
                 remedy="Pass reset_before_collect=True, or call reset() first.",
             )
+        if n_step and self._parts and not random:
+            if self._pipeline.pending:
+                self.reset_env()  # a call at random was interrupted
+            return self._collect_parts(self._parts, n_step)
+        if self._parts and (self._parts.pending or self._kept_parts):
+            raise _prefetch_error("random=True in the first calls only, before the policy acts", "pending chunks")
         return self._collect_chunks(n_step, n_episode, random)
 
     # A step at a time.
@@ -274,21 +300,52 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             if not pipeline.pending:
                 pipeline.start(store, schedule.next_steps())
             at_random = pipeline.pending[0].store is self._random_store
-            taken = self._finish()
+            taken = self._chunk_of(pipeline.finish())
             chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
             is_last = not schedule.next_steps()
             if num_next and is_last:
                 pipeline.start(store, num_next)
             yield chunk, at_random
 
+    def _collect_parts(self, parts: PartsPipeline, n_step: int) -> Any:
+        """Stores chunks of parts until there are as many as environments, and every chunk that is due."""
+        store, num_steps = self._store, -(-n_step // self.env_num)
+        assert store is not None and self._max_staleness is not None
+        self._in_mid_episode = True
+        longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending)])
+        most = steps_per_env(self.buffer) // longest
+        if most < min(2, self._max_staleness):
+            raise _room_error(longest, steps_per_env(self.buffer))
+        parts.start(store, num_steps, ahead=True)
+        while True:
+            num_columns = sum(len(part.envs) for part in self._kept_parts)
+            counts = Counter(part.envs for part in self._kept_parts)
+            full = [envs for envs, count in counts.items() if count >= most]
+            taken = parts.finish(store, num_steps, num_columns, ahead=True, full=full)
+            if taken is None:
+                break
+            self._kept_parts.append(taken)
+        stats = self.collect_stats_class()
+        kept, self._kept_parts = self._kept_parts, []
+        for members in in_rounds(kept):
+            chunk = join_chunks([self._chunk_of(part.rollout) for part in members])
+            self._insert(chunk, stats, random=False, with_episodes=False)
+        if hasattr(stats, "staleness"):
+            ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
+            stats.staleness = max(ages)
+        if hasattr(stats, "staleness_counts"):
+            stats.staleness_counts = tuple(np.bincount(ages).tolist())
+        self.collect_step += stats.n_collected_steps
+        self.collect_episode += stats.n_collected_episodes
+        return stats
+
     def _random(self) -> WeightStore:
         if self._random_store is None:
             self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
         return self._random_store
 
-    def _finish(self) -> Chunk:
-        """Waits for the pending chunk."""
-        rollout = self._pipeline.finish()
+    def _chunk_of(self, rollout: Rollout) -> Chunk:
+        """Returns the chunk of a rollout in the form in which it is stored."""
         if rollout.summary.bad_obs is not None and not self._bad_obs_reported:
             self._bad_obs_reported = True
             logger.warning("an observation is not finite: %s", rollout.summary.bad_obs.first)
@@ -380,6 +437,10 @@ class PrefetchCollectStats(CollectStats):
     staleness: int = 0
     """How many times the policy had changed after it started to take the oldest of these steps."""
 
+    staleness_counts: tuple[int, ...] = ()
+    """With `max_staleness`: with how many of these columns (one chunk of one environment) it had changed 0, 1, 2, ...
+    times."""
+
 
 def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
     """Refuses environments and algorithms that `prefetch` does not support."""
@@ -398,8 +459,17 @@ def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: s
 
 def _prefetch_error(expected: str, got: str) -> ConfigError:
     return ConfigError(
-        "With prefetch=True the workers take chunks with the policy as it was before the update.",
+        "With `prefetch` and `max_staleness` the workers take chunks with the policy as it was before the update.",
         expected=expected,
         got=got,
-        remedy="Leave prefetch out.",
+        remedy="Leave prefetch and max_staleness out.",
+    )
+
+
+def _room_error(num_steps: int, room: int) -> ConfigError:
+    return ConfigError(
+        "With `max_staleness` a fast worker may deliver several chunks to one call, and none may overwrite another.",
+        expected=f"a buffer with room for two chunks of {num_steps} steps of each environment",
+        got=f"room for {room} steps of each",
+        remedy="Double the size of the buffer, or pass max_staleness=1.",
     )

@@ -22,14 +22,21 @@ class RayCollectorFactory(CollectorFactory):
         unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand.
         prefetch: Whether the workers take the next chunk while the algorithm updates. It applies to training: to
             collectors that get a buffer.
+        max_staleness: Collects asynchronously, for training; see :class:`rayvec.tianshou.Collector`.
     """
 
     def __init__(
-        self, *, inference: Literal["worker", "driver"] = "worker", unbiased: bool = False, prefetch: bool = False
+        self,
+        *,
+        inference: Literal["worker", "driver"] = "worker",
+        unbiased: bool = False,
+        prefetch: bool = False,
+        max_staleness: int | None = None,
     ) -> None:
         self.inference = inference
         self.unbiased = unbiased
         self.prefetch = prefetch
+        self.max_staleness = max_staleness
 
     def create_collector(
         self,
@@ -57,4 +64,5 @@ class RayCollectorFactory(CollectorFactory):
             inference=self.inference,
             unbiased=self.unbiased,
             prefetch=self.prefetch and buffer is not None,
+            max_staleness=None if buffer is None else self.max_staleness,
         )

@@ -1,0 +1,62 @@
+"""Workers whose next step would end too late stop before it; the steps that were asked for are taken all the same."""
+
+from __future__ import annotations
+
+import numpy as np
+from helpers.examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayvec.node.slow_workers import EnoughSteps, StepTimes
+
+LOOK_S = 0.001
+
+
+def take_chunk(times: StepTimes, step_s: np.ndarray, num_steps: int) -> tuple[np.ndarray, float, float]:
+    """Takes a chunk on a simulated clock; returns steps, when there were enough, and when the last worker ended."""
+    now_s, stop_at = 0.0, np.full(len(step_s), np.inf)
+    times.begin(now_s)
+    while True:
+        now_s += LOOK_S
+        taken = np.minimum(np.floor(now_s / step_s), stop_at).astype(np.int64)
+        if taken.sum() >= num_steps:
+            ends = np.where(np.isfinite(stop_at), stop_at, taken + 1) * step_s
+            return np.where(np.isfinite(stop_at), stop_at, taken + 1), now_s, float(ends.max())
+        late = times.too_slow(taken, num_steps, now_s) & np.isinf(stop_at)
+        stop_at[late] = taken[late] + 1
+
+
+def test_no_worker_begins_a_step_that_others_would_wait_for() -> None:
+    """One of 16 workers is 20 times slower."""
+    step_s = np.array([0.1013] + [0.005] * 15)
+    times = StepTimes(np.ones(16, np.int64))
+    waits = []
+    for _ in range(10):
+        taken, enough_s, end_s = take_chunk(times, step_s, 16 * 128)
+        waits.append(end_s - enough_s)
+        assert taken[0] == 6, "the seventh step would end at 0.709 s, and there are enough at 0.681 s"
+    assert max(waits) < 0.006
+
+
+@examples(100)
+@given(st.lists(st.floats(0.004, 0.3), min_size=2, max_size=12), st.integers(1, 60))
+def test_the_steps_are_taken_and_fast_workers_go_on(step_s: list[float], num_steps: int) -> None:
+    times, slowness = StepTimes(np.ones(len(step_s), np.int64)), np.array(step_s)
+    for _ in range(3):
+        taken, _, _ = take_chunk(times, slowness, num_steps * len(step_s))
+        assert taken.sum() >= num_steps * len(step_s) and taken.min() >= 1
+    times.begin(0.0)
+    none = np.zeros(len(step_s), np.int64)
+    assert not times.too_slow(none, 10**9, 0.001).any(), "there is time enough"
+
+
+def test_equal_workers_end_together() -> None:
+    times = StepTimes(np.full(4, 2, np.int64))
+    times.begin(0.0)
+    for k in range(1, 101):
+        assert not times.too_slow(np.full(4, k), 800, 0.01 * k).any()
+
+
+def test_enough_steps_or_another_reason() -> None:
+    cut = EnoughSteps(100, lambda taken: taken == 50)
+    assert [cut(taken) for taken in (49, 50, 51, 99, 100)] == [False, True, False, False, True]

@@ -1,0 +1,270 @@
+"""Tianshou's collector with `max_staleness`: workers deliver chunks independently, and no step is lost or twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tianshou.data
+import torch
+from helpers.chunks import GatedEnv
+from helpers.exact import DriftEnv
+from helpers.tianshou_buffers import assert_same_buffer
+from helpers.tianshou_kit import Exact
+from helpers.vtrace import vtrace_by_definition
+from tianshou.algorithm import A2C
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OnPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+from tianshou.utils.torch_utils import policy_within_training_step
+
+from rayvec.errors import ConfigError
+from rayvec.testing import CountingEnv
+from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
+
+SLOW = range(2)
+"""The environments of the first worker, which waits for the gate."""
+PRELOAD = ("helpers.tianshou_kit",)
+
+
+def actor_critic(cls: Any = IMPALA, num_obs: int = 2) -> Any:
+    torch.manual_seed(0)
+    nets = [Net(state_shape=(num_obs,), hidden_sizes=[16]) for _ in range(2)]
+    actor = DiscreteActor(preprocess_net=nets[0], action_shape=2, softmax_output=False)
+    policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
+    critic = DiscreteCritic(preprocess_net=nets[1])
+    return cls(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-2), gamma=0.9)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayVectorEnv, Path]]:
+    gate = tmp_path_factory.mktemp("gate") / "gate"
+    fns = [partial(GatedEnv, gate) if i in SLOW else CountingEnv for i in range(6)]
+    env = RayVectorEnv(fns, num_nodes=0, workers_per_node=3, preload=PRELOAD)
+    yield env, gate
+    gate.touch()
+    with suppress(Exception):
+        env.close()
+
+
+@pytest.fixture
+def gated(made: tuple[RayVectorEnv, Path]) -> tuple[RayVectorEnv, Path]:
+    """Six environments on three workers, of which the first waits for the gate from its fourth step on."""
+    env, gate = made
+    env.seed(0)
+    gate.unlink(missing_ok=True)
+    return env, gate
+
+
+def collect(collector: Any, count: int, num_steps: int = 4) -> list[Any]:
+    """Collects, and changes the policy after each call."""
+    stats = []
+    for _ in range(count):
+        stats.append(collector.collect(n_step=num_steps * collector.env_num))
+        collector.policy.shift.data.add_(1)
+    return stats
+
+
+def totals(buffer: Any) -> list[list[int]]:
+    """Returns how many steps each environment of a CountingEnv had taken after each of its stored steps."""
+    return [sub.rew[: len(sub)].astype(int).tolist() for sub in buffer.buffers]
+
+
+def lockstep_pair(env: RayVectorEnv, max_staleness: int) -> list[tuple[list[Any], Any, Any]]:
+    """Trains twice, with `prefetch` and with `max_staleness`; returns stats, buffer and algorithm of each."""
+    found = []
+    for settings in ({"prefetch": True}, {"max_staleness": max_staleness}):
+        algorithm, num_envs = actor_critic(num_obs=4), env.env_num
+        collector = Collector(algorithm, env, VectorReplayBuffer(num_envs * 60, num_envs), **settings)  # type: ignore[arg-type]
+        for pipeline in filter(None, (collector._pipeline, collector._parts)):
+            pipeline.noise_seed = 1
+        np.random.seed(0)  # shuffles the minibatches
+        env.seed(11)
+        collector.reset()
+        stats = []
+        for _ in range(4):
+            collector.reset_buffer(keep_statistics=True)
+            with policy_within_training_step(algorithm.policy):
+                stats.append(collector.collect(n_step=num_envs * 30))
+                algorithm.update(collector.buffer, batch_size=64, repeat=1)
+        collector.reset_env()
+        found.append((stats, collector.buffer, algorithm))
+    return found
+
+
+@pytest.mark.parametrize("max_staleness", [1, 8], ids=["one version", "one part"])
+def test_where_no_worker_is_late_it_is_lockstep(gated: tuple[RayVectorEnv, Path], max_staleness: int) -> None:
+    """The same steps, updates and weights, to the last bit, as with `prefetch`."""
+    env, gate = gated
+    if max_staleness > 1:  # with one part, which each call waits for
+        env = RayVectorEnv([CountingEnv] * 3, num_nodes=0, workers_per_node=0)
+    gate.touch()
+    (expected, buffer, algorithm), (got, other_buffer, other) = lockstep_pair(env, max_staleness)
+    assert_same_buffer(other_buffer, buffer)
+    for mine, theirs in zip(other.parameters(), algorithm.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine.returns, theirs.returns)
+        np.testing.assert_array_equal(mine.lens, theirs.lens)
+        assert mine.staleness == theirs.staleness
+    assert [each.staleness_counts for each in got] == [(env.env_num,), *[(0, env.env_num)] * 3]
+    if max_staleness > 1:
+        env.close()
+
+
+def test_updates_go_on_without_a_slow_worker(gated: tuple[RayVectorEnv, Path]) -> None:
+    """The gate opens after six calls: a collector that waited for the slow worker would wait for ever."""
+    env, gate = gated
+    collector = Collector(Exact(), env, VectorReplayBuffer(6 * 200, 6), max_staleness=8)
+    collector.reset()
+    stats = collect(collector, 6)
+    assert [len(each) for each in totals(collector.buffer)[:2]] == [0, 0]
+    assert all(each.n_collected_steps == 24 for each in stats)
+    gate.touch()
+    stats += collect(collector, 6)
+    assert max(each.staleness for each in stats) in (6, 7, 8), "the first chunk is for the first of 8 calls"
+    assert all(each.staleness == len(each.staleness_counts) - 1 for each in stats)
+    assert all(4 * sum(each.staleness_counts) == each.n_collected_steps for each in stats)
+    taken = totals(collector.buffer)
+    assert all(each == list(range(1, len(each) + 1)) for each in taken) and all(taken)
+    assert sum(map(len, taken)) == collector.collect_step == sum(each.n_collected_steps for each in stats)
+    ends = sum(int(sub.done[: len(sub)].sum()) for sub in collector.buffer.buffers)
+    assert ends == collector.collect_episode == sum(len(each.returns) for each in stats)
+    collector.reset()
+    assert not len(collector.buffer)
+    collect(collector, 1)
+    assert all((sub.obs[: len(sub)][:1, 2] == 0).all() for sub in collector.buffer.buffers)
+    collector.reset_env()
+
+
+def test_no_call_overwrites_its_own_steps(gated: tuple[RayVectorEnv, Path]) -> None:
+    """Each sub-buffer holds two chunks. One fast worker of three then waits for the other."""
+    env, gate = gated
+    collector = Collector(Exact(), env, VectorReplayBuffer(6 * 9, 6), max_staleness=30)
+    collector.reset()
+    last = [0] * 6
+    for _ in range(8):
+        collector.reset_buffer(keep_statistics=True)
+        collect(collector, 1)
+        for env_id, taken in enumerate(totals(collector.buffer)):
+            assert taken == list(range(last[env_id] + 1, last[env_id] + 1 + len(taken))) and len(taken) <= 8
+            last[env_id] += len(taken)
+    assert last[:2] == [0, 0] and min(last[2:]) > 0
+    gate.touch()
+    with pytest.raises(ConfigError, match="room for 9 steps of each"):
+        collect(collector, 1, num_steps=5)
+    collector.reset_env()
+
+
+def test_vtrace_corrects_for_the_version_of_each_chunk(gated: tuple[RayVectorEnv, Path]) -> None:
+    """Targets equal the paper's sums where environments have two chunks of two versions, or none."""
+    algorithm = actor_critic(num_obs=4)
+    env, gate = gated
+    collector = Collector(algorithm, env, VectorReplayBuffer(6 * 20, 6), max_staleness=30)
+    collector.reset()
+    for _ in range(3):
+        collector.reset_buffer(keep_statistics=True)
+        stats: Any = collector.collect(n_step=6 * 4)
+        with torch.no_grad():
+            for parameter in algorithm.policy.parameters():
+                parameter.mul_(0.8)
+    buffer = collector.buffer
+    gate.touch()
+    collector.reset_env()
+    assert stats.staleness_counts[1:] and stats.staleness >= 1
+    batch, indices = buffer.sample(0)
+    batch = algorithm._preprocess_batch(batch, buffer, indices)
+    weights = algorithm._add_targets(batch).numpy()
+    assert np.abs(weights - 1).max() > 1e-3
+    with torch.no_grad():
+        value, next_value = (algorithm.critic(obs).flatten().numpy() for obs in (batch.obs, batch.obs_next))
+        logp = algorithm.policy(batch).dist.log_prob(batch.act).numpy()
+    np.testing.assert_allclose(np.log(weights), logp - np.asarray(batch.policy.logp), atol=1e-5)
+    lens = [len(sub) for sub in buffer.buffers]
+    assert lens[:2] == [0, 0] and 8 in lens
+    for start, stop in itertools.pairwise(np.cumsum([0, *lens]).tolist()):
+        part = slice(start, stop)
+        columns = [np.asarray(each)[part, None] for each in (batch.rew, value, next_value, np.log(weights))]
+        ends = [np.asarray(each)[part, None] for each in (batch.terminated, batch.truncated)]
+        if stop > start:
+            target, _ = vtrace_by_definition(*columns, *ends, np.ones_like(ends[0]), 0.9, 1.0, 1.0, 1.0)
+            np.testing.assert_allclose(np.asarray(batch.returns)[part], target[:, 0], rtol=1e-4)
+
+
+def test_an_interrupted_wait_loses_nothing(gated: tuple[RayVectorEnv, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    env, gate = gated
+    gate.touch()
+    wait, calls = env.part_wait, []
+
+    def interrupted(parts: Sequence[int], timeout: float | None = None) -> Any:
+        calls.append(parts)
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return wait(parts, timeout)
+
+    monkeypatch.setattr(env, "part_wait", interrupted)
+    collector = Collector(Exact(), env, VectorReplayBuffer(6 * 200, 6), max_staleness=3)
+    collector.reset()
+    num_calls = 0
+    while num_calls < 6:
+        try:
+            collect(collector, 1)
+            num_calls += 1
+        except KeyboardInterrupt:
+            continue
+    monkeypatch.undo()
+    taken = totals(collector.buffer)
+    assert all(each == list(range(1, len(each) + 1)) for each in taken)
+    assert sum(map(len, taken)) == collector.collect_step >= 6 * 24
+    collector.reset_env()
+
+
+def test_the_unmodified_trainer_runs_it(gated: tuple[RayVectorEnv, Path]) -> None:
+    env, gate = gated
+    gate.touch()
+    algorithm = actor_critic(num_obs=4)
+    collector = Collector(algorithm, env, VectorReplayBuffer(600, 6), max_staleness=4)
+    result = algorithm.run_training(
+        OnPolicyTrainerParams(
+            training_collector=collector,
+            test_collector=tianshou.data.Collector(algorithm, DummyVectorEnv([CountingEnv] * 2)),
+            max_epochs=1,
+            epoch_num_steps=480,
+            collection_step_num_env_steps=96,
+            test_step_num_episodes=2,
+            batch_size=None,
+            update_step_num_repetitions=1,
+            verbose=False,
+            show_progress=False,
+        )
+    )
+    collector.reset_env()
+    assert result.train_step >= 480
+
+
+def test_what_cannot_be_combined() -> None:
+    with RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=0) as env:
+        with pytest.raises(ConfigError, match="max_staleness"):
+            Collector(Exact(), env, max_staleness=0)
+        with pytest.raises(ConfigError, match="its present policy"):
+            Collector(actor_critic(A2C), env, max_staleness=2)
+        with pytest.raises(ConfigError, match="inference='worker'"):
+            Collector(Exact(), env, inference="driver", max_staleness=2)
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), max_staleness=2)
+        collector.reset()
+        assert collector.collect(n_step=10, random=True).n_collected_steps == 10
+        collector.collect(n_step=10)
+        for counts in ({"n_episode": 2}, {"n_step": 10, "random": True}):
+            with pytest.raises(ConfigError, match="max_staleness"):
+                collector.collect(**counts)
+        collector.reset_env()
