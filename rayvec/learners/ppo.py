@@ -260,15 +260,15 @@ class PPOLearner(ActorCriticLearner):
         num_epochs = self.config.num_epochs if total else 0
         epochs = [self._shuffled(samples, own, total, generator) for _ in range(num_epochs)]
         places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
-        index, is_own = (torch.from_numpy(each).to(self._device) for each in _as_matrix(places))
+        index = torch.from_numpy(_as_matrix(places)).to(self._device)
+        lengths = list(map(len, places))
         advantages = samples.advantage[index]
         targets = torch.stack([samples.target, samples.target - samples.value])
-        all_count = torch.ones_like(targets, dtype=torch.bool)
-        mean, variance = global_moments(self.ranks, [(advantages, is_own), (targets, all_count)])
+        own_counts = [*lengths, *map(len, targets)]
+        mean, variance = global_moments(self.ranks, [advantages, targets], [*counts, total, total], own_counts)
         if self.config.normalize_advantage:
             scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
             advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)
-        lengths = map(len, places)
         rows = (
             Minibatch(at[:length], advantage[:length], count, numbers)
             for at, advantage, length, count, numbers in zip(index, advantages, lengths, counts, sequences, strict=True)
@@ -371,19 +371,18 @@ def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64
     return t, n
 
 
-def _as_matrix(rows: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns rows of numbers as one matrix, filled up with 0, and where the numbers are.
+def _as_matrix(rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Returns rows of numbers as one matrix, filled up with 0.
 
     >>> _as_matrix([np.array([3, 4]), np.array([5])])
-    (array([[3, 4],
-           [5, 0]]), array([[ True,  True],
-           [ True, False]]))
+    array([[3, 4],
+           [5, 0]])
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     is_filled = np.arange(lengths.max(initial=0)) < lengths[:, None]
     matrix = np.zeros(is_filled.shape, np.int64)
     matrix[is_filled] = np.concatenate([np.zeros(0, np.int64), *rows])
-    return matrix, is_filled
+    return matrix
 
 
 def _share_explained(variance: float, left: float) -> float:

@@ -129,7 +129,9 @@ def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
     return numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start
 
 
-def global_moments(ranks: Ranks, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def global_moments(
+    ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int], own_counts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns mean and variance of each of K samples that are spread over the ranks, ``float64 [K]`` each.
 
     Each rank computes the moments of its part. One sum over the ranks gathers them, and all ranks merge them alike
@@ -137,26 +139,30 @@ def global_moments(ranks: Ranks, samples: Sequence[tuple[Tensor, Tensor]]) -> tu
 
     Args:
         ranks: The ranks that hold the samples.
-        samples: What this rank holds, one sample in each row: values, and which of them count, ``[k, L]`` both. A rank
-            may hold none.
+        samples: What this rank holds of each, of any length, also none; a matrix is one sample for each row.
+        counts: Number of values of each sample on all ranks together.
+        own_counts: Number of values of each sample on this rank, the first ones; by default all.
 
-    >>> global_moments(ALONE, [(torch.tensor([[1.0, 3.0, 0.0]]), torch.tensor([[True, True, False]]))])
+    >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    own = torch.cat([_moments(*each) for each in samples], 1)
+    rows = [(sample[None] if sample.ndim == 1 else sample).double() for sample in samples]
+    lengths = [each.shape[1] for each in rows for _ in each] if own_counts is None else own_counts
+    own_count = torch.split(rows[0].new_tensor(lengths), [len(each) for each in rows])
+    own = torch.cat([_moments(*each) for each in zip(rows, own_count, strict=True)], 1)
     of_all = own.new_zeros(ranks.size, *own.shape)
     of_all[ranks.rank] = own
     count, means, squares = ranks.sum_(of_all).unbind(1)
-    total = count.sum(0).clamp(min=1)
+    total = own.new_tensor(counts).clamp(min=1)
     mean = (count * means).sum(0) / total
     return mean, (squares + count * (means - mean).square()).sum(0) / total
 
 
-def _moments(values: Tensor, counts: Tensor) -> Tensor:
-    """Returns count, mean and sum of squared deviations of each row, ``float64 [3, k]``."""
-    values, count = values.double(), counts.sum(1).double()
-    mean = values.masked_fill(~counts, 0.0).sum(1) / count.clamp(min=1)
-    deviations = (values - mean[:, None]).masked_fill(~counts, 0.0)
+def _moments(rows: Tensor, count: Tensor) -> Tensor:
+    """Returns count, mean and sum of squared deviations of the first `count` values of each row, ``[3, k]``."""
+    is_beyond = torch.arange(rows.shape[1], device=rows.device) >= count[:, None]
+    mean = rows.masked_fill(is_beyond, 0.0).sum(1) / count.clamp(min=1)
+    deviations = (rows - mean[:, None]).masked_fill(is_beyond, 0.0)
     return torch.stack([count, mean, deviations.square().sum(1)])
 
 

@@ -54,11 +54,7 @@ def gae(
     bootstrap = np.where(terminated, np.float32(0), next_value)
     advantage: Float = np.float32(gamma) * bootstrap + rew.astype(np.float32) - value
     decay: Float = np.where(terminated | truncated, np.float32(0), np.float32(gamma * lam))
-    if valid is not None:
-        advantage[~valid] = 0
-        decay[~valid] = 0
-    for t in range(len(advantage) - 2, -1, -1):
-        advantage[t] += decay[t] * advantage[t + 1]
+    _add_later_steps(advantage, decay, valid)
     return advantage, advantage + value
 
 
@@ -111,11 +107,7 @@ def vtrace(
     reward = rew.astype(dtype, copy=False)
     correction = rho * (reward + dtype.type(gamma) * bootstrap - value)  # v_s - V(x_s)
     decay = np.where(terminated | truncated, dtype.type(0), dtype.type(gamma * lam) * c)
-    if valid is not None:
-        correction[~valid] = 0
-        decay[~valid] = 0
-    for t in range(len(correction) - 2, -1, -1):
-        correction[t] += decay[t] * correction[t + 1]
+    _add_later_steps(correction, decay, valid)
     continues = ~(terminated | truncated)[:-1]
     next_target = bootstrap.astype(dtype, copy=False)
     next_target[:-1][continues] += correction[1:][continues]
@@ -123,6 +115,20 @@ def vtrace(
     if valid is not None:
         advantage[~valid] = 0
     return value + correction, advantage
+
+
+def _add_later_steps(
+    terms: NDArray[np.floating[Any]], decay: NDArray[np.floating[Any]], valid: NDArray[np.bool_] | None
+) -> None:
+    """Adds to the term of each step, in place, that of the next step times the decay; both change.
+
+    Terms and decays of steps that did not happen become 0.
+    """
+    if valid is not None:
+        terms[~valid] = 0
+        decay[~valid] = 0
+    for t in range(len(terms) - 2, -1, -1):
+        terms[t] += decay[t] * terms[t + 1]
 
 
 def n_step(

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN
+from rayvec.policies.distributions import mean_and_log_std
 
 __all__ = ["AdamState", "MLPLayout", "Minibatch", "NetLayout", "Nets", "SACMath"]
 
@@ -277,8 +277,7 @@ def _sample(outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     The formulas are those of :class:`rayvec.policies.distributions.TanhGaussian`.
     """
-    mean, raw = outputs.chunk(2, -1)
-    log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (raw.tanh() + 1)
+    mean, log_std = mean_and_log_std(outputs)
     x = mean + log_std.exp() * noise
     volume = 2 * (_LOG_2 - x - torch.nn.functional.softplus(-2 * x))
     logp = (-0.5 * noise * noise - log_std - _HALF_LOG_TAU - volume).sum(-1)

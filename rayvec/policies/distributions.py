@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "LOG_STD_MAX",
-    "LOG_STD_MIN",
     "NOT_ALLOWED",
     "Categorical",
     "Distribution",
@@ -34,6 +32,7 @@ __all__ = [
     "TanhGaussian",
     "make_distribution",
     "make_tanh_gaussian",
+    "mean_and_log_std",
 ]
 
 Float = NDArray[np.float32]
@@ -335,8 +334,7 @@ class TanhGaussian(_Normal):
         The entropy has no closed form: it is estimated by minus the log-probability of the sample, which is right on
         average if the parameters are those that it was drawn with.
         """
-        mean, raw = params.chunk(2, -1)
-        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (raw.tanh() + 1)
+        mean, log_std = mean_and_log_std(params)
         limit = 1 - 2.0**-24  # the float32 next to 1, whose atanh is finite
         inside = sample.clamp(-limit, limit)
         deviation = (inside.atanh() - mean) * (-log_std).exp()
@@ -347,6 +345,12 @@ class TanhGaussian(_Normal):
     def _mean_log_std(self, params: Float) -> tuple[Float, Float]:
         mean, raw = np.split(params, 2, axis=-1)
         return mean, np.float32(0.5 * (LOG_STD_MAX - LOG_STD_MIN)) * (np.tanh(raw) + 1) + np.float32(LOG_STD_MIN)
+
+
+def mean_and_log_std(params: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and logarithm of the standard deviation, ``[..., C]`` each, from parameters of a `TanhGaussian`."""
+    mean, raw = params.chunk(2, -1)
+    return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (raw.tanh() + 1)
 
 
 def _log_volume(x: NDArray[Any]) -> NDArray[Any]:

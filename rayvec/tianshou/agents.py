@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.learners.sac_networks import SACActor
-from rayvec.policies.distributions import LOG_STD_MAX, LOG_STD_MIN, Gaussian, TanhGaussian
+from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_std
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
@@ -50,8 +50,7 @@ class _Actor(nn.Module):
             mean, log_std = params.chunk(2, -1)
             return (mean, log_std.exp()), state
         if isinstance(module.distribution, TanhGaussian):
-            mean, raw = params.chunk(2, -1)
-            log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (raw.tanh() + 1)
+            mean, log_std = mean_and_log_std(params)
             return (mean, log_std.exp()), state
         return params, state
 

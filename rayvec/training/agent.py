@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import ConfigError
+from rayvec.policies.encoders import leaf_spaces
 from rayvec.policies.networks import load_flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
@@ -159,7 +160,8 @@ class Agent:
             arrays = _arrays(obs, self.observation_space)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise self._misfit(f"{type(error).__name__}: {error}") from None
-        shapes = [(array.shape, space.shape) for array, space in _pairs(arrays, self.observation_space)]
+        leaves = zip(tree_leaves(arrays), leaf_spaces(self.observation_space), strict=True)
+        shapes = [(array.shape, space.shape) for array, (_, space) in leaves]
         if all(shape == expected for shape, expected in shapes):
             return tree_map(lambda array: array[None], arrays), True
         if any(shape[1:] != expected or not shape for shape, expected in shapes) or len({s[0] for s, _ in shapes}) > 1:
@@ -183,12 +185,3 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
     return np.asarray(obs, space.dtype)
-
-
-def _pairs(arrays: Any, space: spaces.Space[Any]) -> list[tuple[NDArray[Any], spaces.Space[Any]]]:
-    match space:
-        case spaces.Dict():
-            return [pair for key, part in space.spaces.items() for pair in _pairs(arrays[key], part)]
-        case spaces.Tuple():
-            return [pair for i, part in enumerate(space.spaces) for pair in _pairs(arrays[i], part)]
-    return [(arrays, space)]

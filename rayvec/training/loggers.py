@@ -140,8 +140,7 @@ class _Line:
         self.staleness_counts.update(dict(enumerate(stats.staleness_counts)))
         self.num_cut += iteration.num_cut
         self.sent_bytes += iteration.sent_bytes
-        self.times_s.update(iteration.times_s)
-        self.times_s.update({f"collect/{name}": seconds for name, seconds in stats.time_split_s.items()})
+        self.times_s.update(iteration.all_times_s)
         self.learner.update(iteration.metrics)
 
     @property
@@ -168,7 +167,6 @@ class RunLogger:
         self, run_dir: Path, config: TrainConfig, progress: RunProgress, tracker: Tracker | None = None
     ) -> None:
         self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
-        self._title = f"{config.env_id} · {config.algorithm.upper()} · seed {config.seed}"
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
         self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration)
@@ -263,4 +261,4 @@ class RunLogger:
 
     def _draw(self) -> None:
         metrics = read_metrics(self._run_dir / "metrics.jsonl")
-        plot_learning_curve(metrics, self._run_dir / "learning_curve.png", self._title, self._greedy)
+        plot_learning_curve(metrics, self._run_dir / "learning_curve.png", self._config.title, self._greedy)

@@ -139,7 +139,6 @@ class Monitor:
 
     def __init__(self, config: TrainConfig, run_dir: Path) -> None:
         self._config, self._run_dir = config, run_dir
-        self._title = f"{config.env_id} · {config.algorithm.upper()} · seed {config.seed}"
         self._port = None if config.metrics_port is None else _PortSink(config.metrics_port, config.metrics_address)
         self._ray: _OnRay | None = None
         self._ray_key: Any = None
@@ -183,7 +182,7 @@ class Monitor:
         self._count("rayvec_iterations_total", 1)
         self._count("rayvec_ranks_cut_total", iteration.num_cut)
         self._count("rayvec_sent_bytes_total", iteration.sent_bytes)
-        for activity, seconds in _all_times_s(iteration).items():
+        for activity, seconds in iteration.all_times_s.items():
             self._count("rayvec_time_seconds_total", seconds, activity)
         for kind, number in {"environment": stats.n_restarts, **stats.n_replaced}.items():
             self._count("rayvec_restarts_total", number, kind)
@@ -261,7 +260,7 @@ class Monitor:
         }
         if self._last is None:
             total_steps = self._config.num_iterations * self._config.steps_per_iteration
-            last = RunStatus(str(self._run_dir.absolute()), self._title, state, 0, total_steps)
+            last = RunStatus(str(self._run_dir.absolute()), self._config.title, state, 0, total_steps)
         else:
             last = self._last
         values = {name: getattr(last, name) for name in RunStatus.__slots__} | fresh
@@ -314,12 +313,6 @@ _PER_NODE = {
 def _gauges(node: NodeStatus) -> list[tuple[str, Labels, float]]:
     values = {name: getattr(node, field) for name, field in _PER_NODE.items()}
     return [(name, (node.node,), float(value)) for name, value in values.items() if value is not None]
-
-
-def _all_times_s(iteration: Iteration) -> dict[str, float]:
-    """Returns the wall time by activity, and with a slash the parts of collecting."""
-    parts = iteration.stats.time_split_s.items()
-    return {**iteration.times_s, **{f"collect/{name}": seconds for name, seconds in parts}}
 
 
 def _nodes(iterations: Sequence[Iteration]) -> tuple[NodeStats, ...]:

@@ -57,11 +57,10 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
         )
     outcome = run_dir / "result.json"
     result = json.loads(outcome.read_text(encoding="utf-8")) if outcome.exists() else {}
-    title = f"{config.env_id} · {config.algorithm.upper()} · seed {config.seed}"
     parts = [
-        f"<h1>{html.escape(title)}</h1><p class=note>{html.escape(str(run_dir))}</p>",
+        f"<h1>{html.escape(config.title)}</h1><p class=note>{html.escape(str(run_dir))}</p>",
         _facts(lines, result),
-        "<h2>Learning curve</h2>" + _learning_curve(lines, result, title),
+        "<h2>Learning curve</h2>" + _learning_curve(lines, result, config.title),
         _evaluation(result),
         "<h2>Where the time went</h2>" + _times(lines),
         "<h2>Metrics of the learner</h2>" + _learner(lines),
@@ -69,7 +68,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
         "<h2>Versions</h2>" + _table([(name, value) for name, value in result.get("versions", versions()).items()]),
     ]
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(config.title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     path = run_dir / "report.html" if path is None else path

@@ -51,6 +51,11 @@ class Iteration:
     weights: NDArray[np.float32] | None = None
     evaluation: Evaluation | None = None
 
+    @property
+    def all_times_s(self) -> dict[str, float]:
+        """Wall time by activity, and with a slash by what environments and workers did while steps were collected."""
+        return {**self.times_s, **{f"collect/{name}": s for name, s in self.stats.time_split_s.items()}}
+
 
 class RunTrainer(Protocol):
     """What the training loop drives: one process, or several decentralized ranks."""

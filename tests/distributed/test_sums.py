@@ -97,11 +97,13 @@ def test_nothing_has_a_name() -> None:
 
 def test_one_rank_alone_counts_and_sums() -> None:
     assert gather_counts(ALONE, 5) == [5]
-    values, counts = torch.tensor([[1.0, 2.0, 6.0], [5.0, 5.0, 5.0]]), torch.tensor([[True] * 3, [False] * 3])
-    nothing = torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool)
-    mean, variance = global_moments(ALONE, [(values, counts), nothing])
-    assert mean.tolist() == [3.0, 0.0, 0.0]
-    torch.testing.assert_close(variance, torch.tensor([14 / 3, 0.0, 0.0], dtype=torch.float64))
+    mean, variance = global_moments(ALONE, [torch.tensor([1.0, 2.0, 6.0]), torch.zeros(0)], [3, 0])
+    assert mean.tolist() == [3.0, 0.0]
+    torch.testing.assert_close(variance, torch.tensor([14 / 3, 0.0], dtype=torch.float64))
+    padded = torch.tensor([[1.0, 2.0, 6.0], [7.0, 9.0, 0.0]])
+    mean, variance = global_moments(ALONE, [padded], [3, 2], [3, 2])
+    assert mean.tolist() == [3.0, 8.0]
+    torch.testing.assert_close(variance, torch.tensor([14 / 3, 1.0], dtype=torch.float64))
 
 
 def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
