@@ -10,11 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import ray
 
-from rayvec.cluster.placement import FreeNode, free_nodes
+from rayvec.cluster.placement import FreeNode, choose_nodes, free_nodes, look_until
 from rayvec.cluster.reachability import check_head, head_answers, raylets, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
@@ -24,7 +25,6 @@ __all__ = ["ElasticPlacement", "Move", "assign_parts", "leaving_nodes", "num_par
 
 _LOOK_S = 1.0
 """The interval at which the cluster's nodes are read, in seconds. It takes 1 ms."""
-_LOOK_AGAIN_S = 0.25
 _REPLACE_S = 8.0
 _DISTRUST_S = 30.0
 """How long a node on which environments could not start, or were lost, or that does not answer, gets none."""
@@ -188,23 +188,18 @@ class ElasticPlacement:
         Raises:
             ConfigError: There are too few nodes when the timeout expires.
         """
-        deadline, has_said = time.monotonic() + timeout_s, False
-        while True:
-            nodes = self._usable([])
-            if len(nodes) >= self._low:
-                break
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    "num_nodes=(min, max) starts with at least min nodes that have free cores.",
-                    expected=f"{self._low} node(s) with {self._workers_per_node or 1} free core(s) each, "
-                    f"within start_timeout_s={timeout_s:g}",
-                    got=", ".join(f"{node.address}: {node.cpus} free" for node in free_nodes()) or "no node with cores",
-                    remedy="Start more nodes, lower min, or raise start_timeout_s.",
-                )
-            if not has_said:
-                logger.warning("waiting up to %g s for %d nodes; %d are there", timeout_s, self._low, len(nodes))
-                has_said = True
-            time.sleep(_LOOK_AGAIN_S)
+        nodes = self._usable([])
+        if not self._are_enough(nodes):
+            logger.warning("waiting up to %g s for %d nodes; %d are there", timeout_s, self._low, len(nodes))
+            nodes = look_until(lambda: self._usable([]), self._are_enough, timeout_s)
+        if not self._are_enough(nodes):
+            raise ConfigError(
+                "num_nodes=(min, max) starts with at least min nodes that have free cores.",
+                expected=f"{self._low} node(s) with {self._workers_per_node or 1} free core(s) each, "
+                f"within start_timeout_s={timeout_s:g}",
+                got=", ".join(f"{node.address}: {node.cpus} free" for node in free_nodes()) or "no node with cores",
+                remedy="Start more nodes, lower min, or raise start_timeout_s.",
+            )
         node_of = assign_parts([None] * (len(self.bounds) - 1), self._weights(nodes))
         return Topology(tuple(self._places(dict(enumerate(node_of)), nodes).values()))
 
@@ -224,7 +219,7 @@ class ElasticPlacement:
             return []
         nodes = self._usable([each.node_id for each in slices])
         self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
-        if len(nodes) < self._low or any(each.node_id not in self._alive for each in slices):
+        if not self._are_enough(nodes) or any(each.node_id not in self._alive for each in slices):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
@@ -255,20 +250,17 @@ class ElasticPlacement:
             raise headless from error
         gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
         current = [None if k == number or each.node_id in gone else each.node_id for k, each in enumerate(slices)]
-        deadline = time.monotonic() + _REPLACE_S
-        while True:
-            is_late = time.monotonic() >= deadline
-            nodes = self._usable([each.node_id for each in slices], gone, lost_too=is_late)
-            if len(nodes) >= self._low:
-                break
-            if is_late:
-                raise NodeLostError(
-                    "With num_nodes=(min, max), at least min nodes remain.",
-                    expected=f"{self._low} node(s) for num_nodes=({self._low}, {self._high})",
-                    got=f"{len(nodes)} after a loss ({error})",
-                    remedy="Start more nodes, or lower min.",
-                ) from error
-            time.sleep(_LOOK_AGAIN_S)
+        usable = partial(self._usable, [each.node_id for each in slices], gone)
+        nodes = look_until(usable, self._are_enough, _REPLACE_S)
+        if not self._are_enough(nodes):
+            nodes = usable(lost_too=True)
+        if not self._are_enough(nodes):
+            raise NodeLostError(
+                "With num_nodes=(min, max), at least min nodes remain.",
+                expected=f"{self._low} node(s) for num_nodes=({self._low}, {self._high})",
+                got=f"{len(nodes)} after a loss ({error})",
+                remedy="Start more nodes, or lower min.",
+            ) from error
         for node_id in gone:
             self.distrust(node_id)
         node_of = assign_parts(current, self._weights(nodes))
@@ -294,21 +286,23 @@ class ElasticPlacement:
         listed = free_nodes(claimed_too=not self._claim_cpus)
         self._alive = frozenset(node.node_id for node in listed)
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}
-        wanted = self._workers_per_node or 1
-        staying = [node for node in listed if node.node_id not in self._leaving]
-        held = [node for node in staying if node.node_id in holders and node.node_id not in lost]
-        others = []
-        for node in [node for node in staying if node not in held]:
-            is_trusted = self._distrusted.get(node.node_id, 0.0) <= now_s and node.cpus >= wanted
-            may_hold = lost_too if node.node_id in lost else is_trusted
-            if may_hold:
-                others.append(node)
-        others = others[: max(0, self._high - len(held))]
-        addresses = raylets() if others else {}
-        silent = unreachable({node.node_id: addresses[node.node_id] for node in others if node.node_id in addresses})
+        held, wanted = set(holders) - set(lost), self._workers_per_node or 1
+
+        def may_hold(node: FreeNode) -> bool:
+            if node.node_id in lost:
+                return lost_too
+            is_trusted = self._distrusted.get(node.node_id, 0.0) <= now_s
+            return node.node_id in held or (is_trusted and node.cpus >= wanted)
+
+        nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
+        others = {node.node_id for node in nodes} - held
+        silent = unreachable({each: address for each, address in raylets().items() if each in others})
         for node_id in silent:
             self.distrust(node_id)
-        return [*held, *(node for node in others if node.node_id not in silent)]
+        return [node for node in nodes if node.node_id not in silent]
+
+    def _are_enough(self, nodes: Sequence[FreeNode]) -> bool:
+        return len(nodes) >= self._low
 
     def _weights(self, nodes: Sequence[FreeNode]) -> dict[str, int]:
         """Returns the cores that the workers of each node use."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rayvec.cluster import codec
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
-from rayvec.node.protocol import travels
+from rayvec.node.protocol import action_leaves
 from rayvec.pools.base import Autoreset
 from rayvec.pools.shared_memory import ArrayLayout, Field
 
@@ -176,7 +176,7 @@ class FrameFormat:
         if type(actions) is np.ndarray and actions.dtype in _PLAIN and actions.shape == (count, *self._row_shape):
             leaves, codes = [actions], actions.dtype.char  # fast path for most steps
         else:
-            found = self._action_leaves(actions, count)
+            found = action_leaves(actions, self._action_layout, count)
             if found is None:
                 size = _REQUEST.size + env_ids.nbytes
                 return _REQUEST.pack(size, Kind.STEP_KEPT, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
@@ -339,17 +339,6 @@ class FrameFormat:
                 shapes = [np.shape(leaf) for leaf in leaves]
                 if shapes != [shape for _, shape in self._layout.leaves]:
                     raise ValueError(f"a last observation with arrays of the shapes {shapes}"[:200])
-
-    def _action_leaves(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
-        """Returns the arrays of `actions`, or None if a frame can't hold them."""
-        if self._action_layout is None or isinstance(actions, list):
-            return None
-        if type(actions) is np.ndarray and len(self._action_layout.leaves) == 1:
-            fits = len(actions) == count and travels(actions, self._action_layout.leaves[0][1])
-            return [actions] if fits else None
-        leaves = [np.asarray(leaf) for leaf in self._action_layout.flatten(actions)]
-        fit = all(map(travels, leaves, [shape for _, shape in self._action_layout.leaves]))
-        return leaves if fit and all(len(leaf) == count for leaf in leaves) else None
 
 
 def _check_columns(infos: Sequence[SubBatchInfo], env_ids: NDArray[np.int64]) -> None:

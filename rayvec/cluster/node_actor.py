@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import Space
@@ -27,6 +27,7 @@ from rayvec.pools.restarts import NodeState
 __all__ = ["NodeActor"]
 
 _MOST_KNOWN = 4096
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,13 @@ class NodeActor:
             self._pool = ProcessPool(factories, bounds, name, self._preload, self._restart_policy)
             return self._pool.spaces
 
-        return self._guard(begin)  # type: ignore[no-any-return]
+        return self._guard(begin)
 
     def allocate(
         self, observation: Space[Any], action: Space[Any], state: NodeState | None = None, first_id: int | None = None
     ) -> RemoteFailure | None:
         """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
-        return self._guard(  # type: ignore[no-any-return]
-            lambda: self._running.allocate(observation, action, state, first_id)
-        )
+        return self._guard(lambda: self._running.allocate(observation, action, state, first_id))
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""
@@ -82,13 +81,11 @@ class NodeActor:
 
     def load(self, key: int, policy: bytes, version: int, on_node: bool) -> RemoteFailure | None:
         """Loads a pickled policy in every worker, or with `on_node` in this process."""
-        return self._guard(  # type: ignore[no-any-return]
-            lambda: self._running.acting.load(key, policy, version, on_node=on_node)
-        )
+        return self._guard(lambda: self._running.acting.load(key, policy, version, on_node=on_node))
 
     def drop(self, key: int) -> RemoteFailure | None:
         """Removes a policy from every worker."""
-        return self._guard(lambda: self._running.acting.drop(key))  # type: ignore[no-any-return]
+        return self._guard(lambda: self._running.acting.drop(key))
 
     def rollout(
         self,
@@ -125,11 +122,11 @@ class NodeActor:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> list[Any] | RemoteFailure:
         """Calls a method of some environments and waits for the results."""
-        return self._guard(lambda: self._running.call(name, args, kwargs, env_ids)(None))  # type: ignore[no-any-return]
+        return self._guard(lambda: self._running.call(name, args, kwargs, env_ids)(None))
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> RemoteFailure | None:
         """Sets an attribute of some environments, one value for each."""
-        return self._guard(lambda: self._running.set_attr(name, values, env_ids))  # type: ignore[no-any-return]
+        return self._guard(lambda: self._running.set_attr(name, values, env_ids))
 
     def keep(self, value: Any) -> None:
         """Stores values that the next request frame can't hold: actions, or seeds and options."""
@@ -155,7 +152,7 @@ class NodeActor:
         if self._pool is not None:
             self._pool.close(timeout_s)
 
-    def _guard(self, function: Callable[[], Any]) -> Any:
+    def _guard(self, function: Callable[[], _T]) -> _T | RemoteFailure:
         try:
             with self._turn:
                 return function()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -15,11 +16,22 @@ from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count
 
-__all__ = ["FreeNode", "check_counts", "free_nodes", "place_again", "plan_topology", "wait_for_topology"]
+__all__ = [
+    "FreeNode",
+    "check_counts",
+    "choose_nodes",
+    "free_nodes",
+    "look_until",
+    "place_again",
+    "plan_topology",
+    "wait_for_topology",
+]
 
 _PLACE_S = 10.0
 _PLACE_AGAIN_S = 8.0
 _LOOK_AGAIN_S = 0.25
+_T = TypeVar("_T")
+_NodeT = TypeVar("_NodeT", bound=Any)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +42,15 @@ class FreeNode:
         node_id: Ray's node id, in hexadecimal.
         address: The node's own IP address.
         cpus: Number of free whole cores.
+        all_cpus: Number of whole cores, whether they are free or not.
+        gpus: Number of free GPUs.
     """
 
     node_id: str
     address: str
     cpus: int
+    all_cpus: int = 0
+    gpus: float = 0.0
 
 
 def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
@@ -47,16 +63,37 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
 
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
-    nodes = [
-        FreeNode(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            int(node["Resources"]["CPU"] if claimed_too else free.get(node["NodeID"], {}).get("CPU", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
-    ]
+    nodes = []
+    for node in ray.nodes():
+        all_cpus = int(node["Resources"].get("CPU", 0))
+        if node["Alive"] and all_cpus:
+            left = free.get(node["NodeID"], {})
+            cpus = all_cpus if claimed_too else int(left.get("CPU", 0))
+            nodes.append(FreeNode(node["NodeID"], node["NodeManagerAddress"], cpus, all_cpus, left.get("GPU", 0.0)))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+
+
+def choose_nodes(nodes: Sequence[_NodeT], used: Collection[str], leaving: Collection[str], most: int) -> list[_NodeT]:
+    """Returns the nodes that a run uses while nodes join and leave the cluster.
+
+    Args:
+        nodes: The nodes that are suited, each with its `node_id`.
+        used: Ids of the nodes that the run uses now. They come first.
+        leaving: Ids of the nodes that announced that they leave. They are left out.
+        most: The greatest number of nodes.
+    """
+    staying = [node for node in nodes if node.node_id not in leaving]
+    return sorted(staying, key=lambda node: node.node_id not in used)[:most]
+
+
+def look_until(look: Callable[[], _T], is_enough: Callable[[_T], Any], timeout_s: float) -> _T:
+    """Repeats `look` until it finds enough or the timeout expires. Returns what it found last."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = look()
+        if is_enough(found) or time.monotonic() >= deadline:
+            return found
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def check_counts(num_nodes: int | None, workers_per_node: int | None) -> None:
@@ -169,15 +206,14 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError
     except NodeLostError as headless:
         raise headless from error
     gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
-    deadline = time.monotonic() + _PLACE_AGAIN_S
-    while True:
+
+    def look() -> list[FreeNode]:
         candidates = free_nodes(claimed_too=lost.num_cpus == 0)
-        nodes = [node for node in candidates if node.node_id not in gone and node.cpus >= 1]
-        if nodes:
-            break
-        if time.monotonic() >= deadline:
-            raise NodeLostError(f"{error} No other node has a free core for its environments.") from error
-        time.sleep(_LOOK_AGAIN_S)
+        return [node for node in candidates if node.node_id not in gone and node.cpus >= 1]
+
+    nodes = look_until(look, bool, _PLACE_AGAIN_S)
+    if not nodes:
+        raise NodeLostError(f"{error} No other node has a free core for its environments.") from error
     node = max(nodes, key=lambda node: node.cpus)
     bounds = lost.worker_bounds
     cpus = min(lost.num_cpus, node.cpus)

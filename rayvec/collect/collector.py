@@ -421,13 +421,12 @@ class Collector:
 
 def _check_asynchronous(**settings: Any) -> None:
     """Checks the settings beside `max_staleness`."""
-    expected = {"inference": "worker", "by_reference": False, "on_bad_obs": ("raise", "keep")}
+    fitting = {"inference": ("worker",), "by_reference": (False,), "on_bad_obs": ("raise", "keep")}
     for name, value in settings.items():
-        fits = expected[name]
-        if value != fits and value not in (fits if isinstance(fits, tuple) else ()):
+        if value not in fitting[name]:
             raise ConfigError(
                 "With `max_staleness` the parts of the environments take chunks independently of the driver.",
-                expected=f"{name}={fits!r}",
+                expected=f"{name}={' or '.join(map(repr, fitting[name]))}",
                 got=f"{name}={value!r}",
                 remedy=f"Leave {name} or max_staleness out.",
             )

@@ -37,7 +37,7 @@ class ChunkPipeline:
     Args:
         env: Takes the chunks.
         noise_seed: Seed of the policy's noise.
-        **options: Passed on to ``env.rollout_async``.
+        by_reference: Whether chunks stay in the object store.
 
     Attributes:
         pending: Chunks that have been started and not finished, oldest first.
@@ -45,9 +45,9 @@ class ChunkPipeline:
         noise_seed: Seed of the policy's noise.
     """
 
-    def __init__(self, env: PoolAdapter, noise_seed: int, **options: bool) -> None:
+    def __init__(self, env: PoolAdapter, noise_seed: int, *, by_reference: bool = False) -> None:
         self._env = env
-        self._options = options
+        self._by_reference = by_reference
         self.pending: deque[PendingChunk] = deque()
         self.first_step = 0
         self.noise_seed = noise_seed
@@ -60,7 +60,7 @@ class ChunkPipeline:
     def start(self, store: WeightStore, num_steps: int) -> None:
         """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
         first_step = self.first_step + self.pending_steps
-        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, **self._options)
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference)
         self.pending.append(PendingChunk(store, num_steps, self._env.topology))
 
     def finish(self, cut: Cut | None = None) -> Rollout:

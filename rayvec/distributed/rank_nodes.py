@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection, Sequence
 
 from rayvec.cluster.elastic import leaving_nodes
+from rayvec.cluster.placement import choose_nodes, look_until
 from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities
 from rayvec.errors import ConfigError
 
 __all__ = ["RankNodes"]
 
 _LOOK_S = 1.0
-_LOOK_AGAIN_S = 0.25
 _WAIT_S = 300.0
 _WAIT_AGAIN_S = 8.0
 
@@ -42,16 +42,15 @@ class RankNodes:
         self._cores = cores
         self.node_ids: tuple[str, ...] = ()
         timeout_s = _WAIT_AGAIN_S if cores else _WAIT_S
-        deadline = time.monotonic() + timeout_s
-        while len(chosen := self._choose(found := capacities(request))) < self._low:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    "num_nodes=(min, max) needs at least min nodes that have free cores, and with CUDA a free GPU.",
-                    expected=f"{self._low} such node(s) with {request.num_cpus} core(s) within {timeout_s:g} s",
-                    got=", ".join(f"{node.host}: {node.cpus} free" for node in found) or "none",
-                    remedy="Start more nodes, or lower min.",
-                )
-            time.sleep(_LOOK_AGAIN_S)
+        found = look_until(lambda: capacities(request), lambda nodes: len(self._choose(nodes)) >= self._low, timeout_s)
+        chosen = self._choose(found)
+        if len(chosen) < self._low:
+            raise ConfigError(
+                "num_nodes=(min, max) needs at least min nodes that have free cores, and with CUDA a free GPU.",
+                expected=f"{self._low} such node(s) with {request.num_cpus} core(s) within {timeout_s:g} s",
+                got=", ".join(f"{node.host}: {node.cpus} free" for node in found) or "none",
+                remedy="Start more nodes, or lower min.",
+            )
         self._cores.update((node.node_id, node.cpus) for node in chosen if node.node_id not in self._cores)
         self.node_ids = tuple(node.node_id for node in chosen)
         self.num_ranks = max(1, num_learners * len(chosen) // self._high)
@@ -84,7 +83,5 @@ class RankNodes:
         return self._has_changed
 
     def _choose(self, found: Sequence[NodeCapacity]) -> list[NodeCapacity]:
-        leaving = leaving_nodes()
         fitting = [node for node in found if node.capacity or node.node_id in self._cores]
-        usable = [node for node in fitting if node.node_id not in leaving]
-        return sorted(usable, key=lambda node: node.node_id not in self.node_ids)[: self._high]
+        return choose_nodes(fitting, self.node_ids, leaving_nodes(), self._high)

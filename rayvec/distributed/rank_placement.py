@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import ray
 
+from rayvec.cluster.placement import free_nodes
 from rayvec.cluster.reachability import check_head, raylets, unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement
@@ -169,27 +170,17 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
     Raises:
         NodeLostError: The head of the cluster is gone.
     """
-    from ray._private.state import available_resources_per_node
-
     check_head()
     here = ray.get_runtime_context().get_node_id()
-    free = available_resources_per_node()
     gone = unreachable({node_id: address for node_id, address in raylets().items() if node_id != here})
     found = []
-    for node in ray.nodes():
-        node_id, total = node["NodeID"], node["Resources"]
-        allowed = (
-            node["Alive"]
-            and node_id not in gone
-            and (request.nodes is None or node_id in request.nodes)
-            and node_id not in request.avoid_nodes
-        )
-        if not allowed or not total.get("CPU"):
+    for node in free_nodes():
+        is_wanted = request.nodes is None or node.node_id in request.nodes
+        if not is_wanted or node.node_id in gone or node.node_id in request.avoid_nodes:
             continue
-        left = free.get(node_id, {})
-        capacity = int(left.get("CPU", 0) // request.num_cpus) if request.num_cpus else int(total["CPU"])
+        capacity = node.cpus // request.num_cpus if request.num_cpus else node.all_cpus
         if request.num_gpus:
-            capacity = min(capacity, int(left.get("GPU", 0) // request.num_gpus))
+            capacity = min(capacity, int(node.gpus // request.num_gpus))
         capacity = min(capacity, request.per_node or capacity)
-        found.append(NodeCapacity(node_id, node["NodeManagerAddress"], capacity, int(left.get("CPU", 0))))
-    return sorted(found, key=lambda each: (each.node_id != here, each.node_id))
+        found.append(NodeCapacity(node.node_id, node.address, capacity, node.cpus))
+    return found

@@ -61,15 +61,12 @@ class LocalPool:
             self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
+        self.begin_episodes, self.observe = self._pool.begin_episodes, self._pool.observe
+        self.spaces: PoolSpaces = self._pool.spaces
         self.num_envs = self._pool.num_envs
         self.acting = NodeInference(self.num_envs)
         self.native_mode = self._pool.native_mode
         self.topology = Topology.of_driver((0, self.num_envs))
-
-    @property
-    def spaces(self) -> PoolSpaces:
-        """The spaces and metadata of the environments."""
-        return self._pool.spaces
 
     @property
     def layout(self) -> ArrayLayout | None:
@@ -88,21 +85,15 @@ class LocalPool:
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self.acting.note_absence()
         self._pool.send(env_ids, deepcopy(actions), autoreset)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
+        self.acting.note_reset(env_ids)
         self._pool.reset(env_ids, seeds, deepcopy(options))
-
-    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._pool.begin_episodes(env_ids)
-
-    def observe(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._pool.observe(env_ids)
 
     def recv(
         self,
@@ -114,10 +105,6 @@ class LocalPool:
         with self._logging():
             batch = self._pool.recv(env_ids)
         return batch if self.layout is not None else replace(batch, obs=deepcopy(batch.obs))
-
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return batch.env_ids[batch.terminated | batch.truncated]
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

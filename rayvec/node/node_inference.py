@@ -69,11 +69,6 @@ class NodeInference(Inference, Acting):
         self._policies: dict[int, _Held] = {}
         self._pending: list[_PendingChunk] = []
 
-    @property
-    def has_policies(self) -> bool:
-        """Whether there is a policy."""
-        return bool(self._policies)
-
     def __contains__(self, key: int) -> bool:
         """Whether the policy with this key is one of these."""
         return key in self._policies

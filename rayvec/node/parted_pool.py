@@ -107,10 +107,6 @@ class PartedPool:
                 raise NotReady("no part has finished its chunk in time")
             readable(self.event_fds, min(self._look_s, seconds_until(deadline)))
 
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return batch.env_ids[batch.terminated | batch.truncated]
-
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:

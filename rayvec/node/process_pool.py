@@ -18,7 +18,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
-from rayvec.node.protocol import NodeBlock, Op, travels
+from rayvec.node.protocol import NodeBlock, Op, action_leaves
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
@@ -154,6 +154,7 @@ class ProcessPool(PartedPool):
         """See :class:`~rayvec.pools.base.EnvPool`."""
         plan = self._plans.of(env_ids)
         plan.check_whole()
+        self.acting.own.note_absence()
         codes = self._write_actions(plan, actions)
         resets = autoreset == Autoreset.SAME_STEP
         if codes is not None:
@@ -226,8 +227,6 @@ class ProcessPool(PartedPool):
         self._pending[plan.select] = False
         self._raise_failures(plan)
         batch = self._batch(plan)
-        if self.acting.own.has_policies:
-            self.acting.own.note_ended(batch)
         if self._last is not None:
             self._last.keep(plan.select, batch.obs, batch.terminated, batch.truncated)
         return batch
@@ -406,14 +405,8 @@ class ProcessPool(PartedPool):
 
     def _write_actions(self, plan: Plan, actions: Tree) -> list[int] | None:
         """Writes actions into the block. Returns the codes of their data types, or None if they don't fit."""
-        layout = self.action_layout
-        if layout is None:
-            return None
-        if isinstance(actions, list):
-            return None
-        leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
-        shapes = [shape for _, shape in layout.leaves]
-        if any(len(leaf) != len(plan.ids) for leaf in leaves) or not all(map(travels, leaves, shapes)):
+        leaves = action_leaves(actions, self.action_layout, len(plan.ids))
+        if leaves is None:
             return None
         for rows, leaf in zip(self._action_rows, leaves, strict=True):
             rows.view(leaf.dtype.char)[plan.select] = leaf

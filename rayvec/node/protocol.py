@@ -24,7 +24,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.pools.restarts import ENV_ARRAYS
 from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock
 
-__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "travels"]
+__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "action_leaves"]
 
 _ITEM_BYTES = 8
 OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
@@ -165,10 +165,17 @@ class ActionRows:
         return view
 
 
-def travels(array: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Returns whether a batch of actions of this shape fits into :class:`ActionRows` without conversion."""
-    dtype = array.dtype
-    return array.shape[1:] == shape and dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
+def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
+    """Returns the arrays of `count` actions, or None if :class:`ActionRows` can't hold them without conversion."""
+    if layout is None or isinstance(actions, list):
+        return None
+    leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+    for leaf, (_, shape) in zip(leaves, layout.leaves, strict=True):
+        dtype = leaf.dtype
+        fits = dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
+        if leaf.shape != (count, *shape) or not fits:
+            return None
+    return leaves
 
 
 class NodeBlock:

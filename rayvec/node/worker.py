@@ -207,6 +207,7 @@ class Worker:
             return pool.begin_rows(rows)
         payload = self._hear()
         if op == Op.RESET:
+            self._inference.note_reset(payload[0])
             return pool.reset_rows(*payload)
         return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
 

@@ -26,7 +26,7 @@ from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "Workers", "worker_name"]
+__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "Workers"]
 
 _END_S = 5.0
 _DUMP_S = 1.0
@@ -193,7 +193,8 @@ class Workers:
 
     def where(self, index: int) -> str:
         """Returns the name of a worker, for errors."""
-        return worker_name(self.node, index, self.first_id, self.bounds)
+        first, stop = (self.first_id + bound for bound in self.bounds[index : index + 2])
+        return f"worker {index} on node {self.node} (environments {first} to {stop - 1})"
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> NodeBlock:
         """Allocates the block for these spaces, restores `state` into it, and sends it to every worker."""
@@ -272,10 +273,3 @@ def _allow_open_files(count: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def worker_name(node: str, index: int, first_id: int, bounds: Sequence[int]) -> str:
-    """Returns the name of a worker, for errors."""
-    return (
-        f"worker {index} on node {node} (environments {first_id + bounds[index]} to {first_id + bounds[index + 1] - 1})"
-    )

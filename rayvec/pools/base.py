@@ -299,14 +299,6 @@ class EnvPool(Protocol):
         """Requests current observations, which :meth:`recv` returns. No environment is reset."""
         ...
 
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Returns the ids of environments that began an episode since the last call.
-
-        Args:
-            batch: The newest results.
-        """
-        return batch.env_ids[batch.terminated | batch.truncated]
-
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:

@@ -65,7 +65,6 @@ class NativePool(InProcessPool):
         """See :class:`~rayvec.pools.in_process.InProcessPool`. A replacement process begins with cut episodes."""
         super().attach(layout, arrays)
         self._obs_leaves = list(tree_leaves(self.obs))
-        self._begun = np.zeros(self.num_envs, bool)
         self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
         self._state = [NEW if (arrays["episode"][rows] == NEW).all() else CUT for rows in self._slices]
         for rows, state in zip(self._slices, self._state, strict=True):
@@ -101,14 +100,11 @@ class NativePool(InProcessPool):
             return
         env, rows = self._envs[unit], self._slices[unit]
         obs, rew, terminated, truncated, info = env.step(actions)
-        if autoreset == Autoreset.NEXT_STEP:
-            self._begun[rows] |= self.terminated[rows] | self.truncated[rows]
-        elif autoreset == Autoreset.DISABLED:
-            self._waiting[rows] = terminated | truncated
-        else:
-            done = terminated | truncated
+        done = terminated | truncated
+        if autoreset == Autoreset.DISABLED:
+            self._waiting[rows] = done
+        elif autoreset == Autoreset.SAME_STEP:
             if done.any():
-                self._begun[rows] |= done
                 if self.native_mode == Autoreset.DISABLED:
                     obs, info = self._reset_within(unit, obs, info, done)
                 else:
@@ -233,7 +229,6 @@ class NativePool(InProcessPool):
         self._write_obs(unit, obs)
         self.rew[rows][mask] = 0.0
         self.terminated[rows][mask] = self.truncated[rows][mask] = False
-        self._begun[rows] |= mask
         self._waiting[rows] &= ~mask
         self._state[unit] = RUNNING
         self._arrays["episode"][rows] = RUNNING
@@ -316,12 +311,6 @@ class NativePool(InProcessPool):
     def _name(self, unit: int) -> str:
         rows = self._slices[unit]
         return f"native sub-batch of environments {self.first_id + rows.start} to {self.first_id + rows.stop - 1}"
-
-    def take_begun(self, batch: Any) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
-        rows = np.flatnonzero(self._begun)
-        self._begun[:] = False
-        return rows
 
     def rows_of_units(self, units: Sequence[int]) -> Any:
         """Returns the rows of some sub-batches, as a slice if they are consecutive."""

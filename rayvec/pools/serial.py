@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, StepBatch
+from rayvec.data import RawInfo
 from rayvec.errors import ConfigError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
@@ -41,7 +41,6 @@ class SerialPool(InProcessPool):
         return env
 
     def _set_up(self) -> None:
-        self._begun: set[int] = set()
         self._restart_seeds: dict[int, int | None] = {}
         self._all_rows = list(range(self.num_envs))
         self.action_layout = ArrayLayout.of(self._envs[0].action_space)
@@ -156,7 +155,6 @@ class SerialPool(InProcessPool):
 
     def _begin_episode(self, row: int, infos: list[RawInfo], **kwargs: Any) -> None:
         obs, info = self._envs[row].reset(**kwargs)
-        self._begun.add(row)
         self._write_obs(row, obs)
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
@@ -169,7 +167,6 @@ class SerialPool(InProcessPool):
         self._episode[row] = ENDED
         obs, info = self._envs[row].reset(**self._reset_arguments(row))
         self._write_obs(row, obs)
-        self._begun.add(row)
         self._episode[row] = RUNNING
         last = infos[-1]
         infos[-1] = RawInfo(last.env_id, _copied(info), last.final_obs, last.final_info)
@@ -202,12 +199,6 @@ class SerialPool(InProcessPool):
 
     def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
         return self._all_rows if env_ids is self._everyone else env_ids.tolist()
-
-    def take_begun(self, batch: StepBatch) -> NDArray[np.int64]:
-        """See :class:`~rayvec.pools.base.EnvPool`. Requested and automatic resets both count."""
-        rows = np.array(sorted(self._begun), np.int64)
-        self._begun.clear()
-        return rows
 
     def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
         """Calls a method or reads an attribute of some environments, through their wrappers.

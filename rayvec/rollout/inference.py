@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes, StepBatch
+from rayvec.data import Chunk, RolloutTimes
 from rayvec.pools.base import Cut, EnvPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, rollout
 from rayvec.rollout.recorder import Empty
@@ -16,9 +16,9 @@ __all__ = ["Inference"]
 
 
 class Inference:
-    """Takes chunks, and knows in which environments an episode began that the policy has not seen.
+    """Takes chunks, and knows where a recurrent policy must reset its hidden state.
 
-    A recurrent policy resets its hidden state there.
+    That is where an episode began outside of chunks, or everywhere if the policy has not seen the last steps.
 
     Args:
         num_envs: The number of environments N.
@@ -33,17 +33,12 @@ class Inference:
         self._begun = np.zeros(num_envs, bool)
         self._acted: ActingPolicy | None = None
 
-    def note_reset(self, env_ids: NDArray[np.int64]) -> None:
+    def note_reset(self, env_ids: NDArray[np.int64] | list[int]) -> None:
         """Records environments that are reset outside of chunks."""
         self._begun[env_ids] = True
 
-    def note_ended(self, batch: StepBatch) -> None:
-        """Records episodes that ended in steps outside of chunks."""
-        rows = slice(None) if len(batch.env_ids) == len(self._begun) else batch.env_ids
-        self._begun[rows] |= batch.terminated | batch.truncated
-
     def note_absence(self) -> None:
-        """Records that another policy has acted, so that the next policy begins an episode in every environment."""
+        """Records steps outside of chunks, or by another policy."""
         self._acted = None
 
     def take(
@@ -60,7 +55,6 @@ class Inference:
         """Takes a chunk; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
         stopwatch = Stopwatch()
         begun = np.flatnonzero(self._begun) if policy is self._acted else np.arange(pool.num_envs)
-        self._acted = policy
         chunk = rollout(
             pool,
             policy,
@@ -75,4 +69,5 @@ class Inference:
             cut=cut,
         )
         self._begun[:] = False
+        self._acted = policy  # only now: the pool's steps count as absence
         return chunk, stopwatch.read()

@@ -148,8 +148,8 @@ def rollout(
         first_step: Number of steps that the environments took in earlier chunks.
         groups: Partition of the ids; while one group steps, the policy acts on the next. One group by default.
         weights_version: Written into the chunk.
-        begun: Ids of environments whose current episode began without the policy. A recurrent policy resets its
-            hidden state for them, and for each environment that is reset from now on.
+        begun: Ids of environments whose current episode began without the policy, by default all. A recurrent policy
+            resets its hidden state for them, and for each environment that is reset from now on.
         stopwatch: Receives the times.
         empty: Allocates the chunk's large arrays.
         cut: Called after each step. The rollout ends once it returns True.
@@ -173,7 +173,8 @@ def rollout(
     kind = Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)
     recorder = kind(num_steps, env_ids, groups, batches, pool.action_layout, empty)
     if begin_episodes is not None:
-        begin_episodes(_begun_before(pool, batches[0], begun))
+        begun = groups[0] if begun is None else begun
+        begin_episodes(_begun_before(pool.first_id, batches[0], begun))
     for t in range(num_steps + 1):
         for group, ids in enumerate(groups):
             if t > 0:
@@ -182,10 +183,7 @@ def rollout(
                 stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
-                    begun = pool.take_begun(batches[group])
-                    if next_step and isinstance(recorder, NativeRecorder):
-                        begun = recorder.reset_in(t - 1)
-                    begin_episodes(begun)
+                    begin_episodes(recorder.begun_in(t - 1, batches[group]))
                 if group == 0 and cut is not None and cut(t * pool.num_envs):
                     recorder.num_steps = t
             obs = batches[group].obs
@@ -213,13 +211,13 @@ def _stacked(actions: Any, *, objects: bool) -> Tree:
     return np.asarray(actions) if isinstance(actions, list) else actions
 
 
-def _begun_before(pool: EnvPool, batch: StepBatch, begun: NDArray[np.int64] | None) -> NDArray[np.int64]:
+def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
-    ids = {*pool.take_begun(batch).tolist(), *(() if begun is None else begun.tolist())}
+    ids = set(begun.tolist())
     for info in batch.info:
         if isinstance(info, SubBatchInfo):
-            first = info.env_id - pool.first_id
+            first = info.env_id - first_id
             ids.update(range(first, first + info.num_envs) if RESTARTED in info.columns else ())
         elif RESTARTED in info.info:
-            ids.add(info.env_id - pool.first_id)
+            ids.add(info.env_id - first_id)
     return np.array(sorted(ids), np.int64)

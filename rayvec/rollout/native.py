@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data import Chunk, ChunkInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.data.columns import info_blocks
-from rayvec.data.infos import InfoBlock
 from rayvec.pools.restarts import RESTARTED
 from rayvec.pools.shared_memory import tree_writer
 from rayvec.rollout.recorder import Recorder
@@ -38,7 +37,6 @@ class NativeRecorder(Recorder):
             for ids, batch in zip(groups, batches, strict=True):
                 self._ended[0, ids] = batch.terminated | batch.truncated
         self._final_parts: list[tuple[NDArray[np.int64], Tree]] = []
-        self._blocks: dict[int, list[InfoBlock]] = {}
         super().__init__(*args)
 
     def add_results(self, t: int, group: int, batch: StepBatch) -> None:
@@ -58,9 +56,9 @@ class NativeRecorder(Recorder):
         mask[self._ended[t, self.columns[group]]] = 1
         return {**obs, MASK_KEY: mask}
 
-    def reset_in(self, t: int) -> NDArray[np.int64]:
-        """Returns the columns of the environments that step t has reset, if `next_step`."""
-        return np.flatnonzero(self._ended[t])
+    def begun_in(self, t: int, batch: StepBatch) -> NDArray[np.int64]:
+        """Returns the columns of the environments that step t has reset."""
+        return np.flatnonzero(self._ended[t]) if self._next_step else super().begun_in(t, batch)
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
@@ -104,18 +102,15 @@ class NativeRecorder(Recorder):
                 self._restarts += [(-1, n) for n in range(rows.start, rows.stop)]
             else:
                 self._take_back_all(t, rows)
-        self._say(self._infos, info_blocks(t, first, columns, ~of_reset))
-        self._say(self._reset_infos, info_blocks(t, first, columns, of_reset))
+        self._infos.blocks += info_blocks(t, first, columns, ~of_reset)
+        self._reset_infos.blocks += info_blocks(t, first, columns, of_reset)
 
     def _add_final_info(self, t: int, first: int, final_info: Any, ended: NDArray[np.bool_]) -> None:
         if isinstance(final_info, Mapping):
-            self._say(self._infos, info_blocks(t, first, dict(final_info), ended))
+            self._infos.blocks += info_blocks(t, first, dict(final_info), ended)
         elif final_info is not None:  # an array of dicts
             rows = np.flatnonzero(ended)
-            self._infos += [ChunkInfo(t, first + int(row), final_info[row]) for row in rows if final_info[row]]
-
-    def _say(self, of: list[ChunkInfo], blocks: Any) -> None:
-        self._blocks.setdefault(id(of), []).extend(blocks)
+            self._infos.rows += [ChunkInfo(t, first + int(row), final_info[row]) for row in rows if final_info[row]]
 
     def _stacked(self, final_obs: Any, rows: NDArray[np.int64]) -> Tree:
         """Returns the last observations of some environments, from an array of objects or a tree of arrays."""
@@ -166,6 +161,3 @@ class NativeRecorder(Recorder):
             return np.concatenate([flat.take(at[:inner] + num_envs, axis=0), last[at[inner:] % num_envs]])
 
         return np.stack(np.divmod(at, num_envs), axis=1), tree_map(following, self._chunk.obs, self._chunk.last_obs)
-
-    def _chunk_infos(self, infos: list[ChunkInfo]) -> ChunkInfos:
-        return ChunkInfos.join([ChunkInfos.of(infos), ChunkInfos(self._blocks.get(id(infos), ()))], [0, 0])

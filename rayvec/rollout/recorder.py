@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.data.infos import InfoBlock
 from rayvec.errors import ConfigError
 from rayvec.pools.restarts import RESTARTED
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
@@ -20,6 +21,24 @@ __all__ = ["Empty", "Recorder"]
 
 Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """Allocates an array of a shape and data type, as ``np.empty`` does."""
+
+
+@dataclass(slots=True)
+class InfoList:
+    """The infos of a chunk so far.
+
+    Attributes:
+        rows: Infos of single environments.
+        blocks: Infos of native sub-batches.
+    """
+
+    rows: list[ChunkInfo] = field(default_factory=list)
+    blocks: list[InfoBlock] = field(default_factory=list)
+
+    def joined(self) -> ChunkInfos:
+        """Returns all of them."""
+        infos = ChunkInfos.of(self.rows)
+        return ChunkInfos.join([infos, ChunkInfos(self.blocks)], [0, 0]) if self.blocks else infos
 
 
 class Recorder:
@@ -72,8 +91,8 @@ class Recorder:
         self._extras: dict[str, NDArray[Any]] = {}
         self._states: list[NDArray[np.float32]] = []
         self._finals: list[tuple[int, int, Any]] = []
-        self._infos: list[ChunkInfo] = []
-        self._reset_infos: list[ChunkInfo] = []
+        self._infos = InfoList()
+        self._reset_infos = InfoList()
         self._restarts: list[tuple[int, int]] = []
         self._cuts: list[tuple[int, int]] = []
         self._checked: dict[int, list[tuple[int, ...]] | None] = {}
@@ -90,6 +109,10 @@ class Recorder:
     def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
         """Returns what the policy is given of the observations before step t."""
         return obs
+
+    def begun_in(self, t: int, batch: StepBatch) -> NDArray[np.int64]:
+        """Returns the columns of the environments that step t has reset. `batch` has its results."""
+        return batch.env_ids[batch.terminated | batch.truncated]
 
     def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
         """Records what the policy returned at step t.
@@ -128,16 +151,16 @@ class Recorder:
             if final_info is None:
                 if t < 0 and RESTARTED in info:
                     self._restarts.append((-1, n))
-                of_step.append(ChunkInfo(t, n, info))
+                of_step.rows.append(ChunkInfo(t, n, info))
                 continue
             if RESTARTED in final_info:
                 self._take_back(t, n)
             else:
                 self._finals.append((t, n, final_obs))
                 if final_info:
-                    self._infos.append(ChunkInfo(t, n, final_info))
+                    self._infos.rows.append(ChunkInfo(t, n, final_info))
             if info:
-                self._reset_infos.append(ChunkInfo(t, n, info))
+                self._reset_infos.rows.append(ChunkInfo(t, n, info))
 
     def _take_back(self, t: int, n: int) -> None:
         """Marks a step that failed: the episode was cut after the step before, at the observation recorded for step t.
@@ -173,8 +196,8 @@ class Recorder:
             final_obs=final_obs,
             extras=taken(self._extras),
             states=np.stack(self._states) if self._states else chunk.states,
-            infos=self._chunk_infos(self._infos),
-            reset_infos=self._chunk_infos(self._reset_infos),
+            infos=self._infos.joined(),
+            reset_infos=self._reset_infos.joined(),
             restarts=_places(sorted(self._restarts)),
             cuts=_places(sorted(self._cuts)),
             weights_version=weights_version,
@@ -193,9 +216,6 @@ class Recorder:
     def empty_rows(self, count: int) -> Tree:
         """Allocates observations, tree of ``[count, *obs_shape]``."""
         return _empty_like(self._chunk.last_obs, (count,), self._empty)
-
-    def _chunk_infos(self, infos: list[ChunkInfo]) -> ChunkInfos:
-        return ChunkInfos.of(infos)
 
 
 def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

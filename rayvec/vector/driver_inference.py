@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Rollout
-from rayvec.data.chunk_ops import summarize
 from rayvec.data.topology import split_groups
+from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import ActingPool, Cut
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import as_policy
@@ -52,7 +52,7 @@ class DriverInference(Inference):
         chunk, times = self.take(self._pool, acting, num_steps, first_step, noise_seed, weights_version, cut)
         if self._undecided:
             self._try_next(times.whole_s / chunk.num_steps)
-        return Rollout(summarize(chunk), chunk, (), (times,), times.whole_s)
+        return as_rollout(chunk, False, (times,), times.whole_s)
 
     def _try_next(self, step_s: float) -> None:
         """Records the seconds that a step took, and selects the groups of the next chunk."""

@@ -433,6 +433,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         else:
             space = self._action_space_of(len(ids))
             checked = checked_actions(actions, layout, len(ids), space)
+        self._driver.note_absence()
 
         def start() -> Wait:
             self._pool.send(ids, checked, self._autoreset)
@@ -447,7 +448,6 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id
         if first_id and batch.info:
             batch = replace(batch, info=tuple(info._replace(env_id=info.env_id - first_id) for info in batch.info))
-        self._driver.note_ended(batch)
         if self._autoreset == Autoreset.DISABLED:
             self._done[batch.env_ids] = batch.terminated | batch.truncated
         return batch

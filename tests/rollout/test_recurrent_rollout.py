@@ -157,6 +157,19 @@ def test_a_policy_remembers_nothing_of_steps_that_another_one_took(make: Make, i
     assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
 
 
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+@pytest.mark.parametrize("topology", [HERE, WORKERS], ids=["here", "workers"])
+def test_a_policy_remembers_nothing_of_steps_that_the_caller_took(
+    make: Make, topology: dict[str, Any], inference: Any
+) -> None:
+    env = make([DriftEnv] * N, **topology)
+    collector = Collector(env, Policy(make_module()), inference=inference, seed=3)
+    collector.collect(n_step=N * 3)
+    assert collector.collect(n_step=N * 2).chunks[0].states[0].any()
+    env.step(env.action_space.sample())
+    assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
+
+
 def test_chunks_that_are_collected_ahead_go_on_from_the_state_before(make: Make) -> None:
     env = make([DriftEnv] * N, **WORKERS)
     collector = Collector(env, Policy(make_module()), prefetch=True, seed=3)
