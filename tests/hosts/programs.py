@@ -20,6 +20,8 @@ from rayvec.errors import NodeLostError, RayvecError
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 NUM_ENVS = 6
+PAUSE_S = 0.002
+"""Between calls of a driver that goes on until it is killed, so that it leaves the cores to others."""
 PLACE: dict[str, Any] = {"num_nodes": 3, "workers_per_node": 1}
 
 
@@ -69,6 +71,7 @@ SMALL: dict[str, Any] = {
     "seed": 1,
     "workers_per_node": 1,
     "checkpoint_interval_s": 1.0,
+    "compile": False,  # each restart would compile again
 }
 
 
@@ -129,6 +132,7 @@ def go_on(mode: str, num_nodes: str) -> None:
                 say(error=str(error))
                 return
             number += 1
+            time.sleep(PAUSE_S)
             restarted = np.flatnonzero(infos.get("env_restarted", ())).tolist()
             if restarted or number % 50 == 0:
                 say(step=number, restarted=restarted, **_hosts(env))
@@ -150,6 +154,7 @@ def collect(num_nodes: str) -> None:
         while True:
             batch = collector.collect(n_step=20 * NUM_ENVS)
             number += 1
+            time.sleep(PAUSE_S)
             errors = counting_errors(batch.chunks)
             if number % 10 == 0 or batch.stats.n_restarts or errors:
                 say(chunk=number, restarts=batch.stats.n_restarts, errors=errors, **_hosts(env))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ def rows_on(place: str, path: Path) -> dict[str, Any]:
     return {row["way"]: row for row in rows if row["place"] == place}
 
 
+def is_measured(place: str, way: str, path: Path) -> bool:
+    return way in rows_on(place, path)
+
+
 def directories(command: Command) -> set[Path]:
     """Returns where the clusters of a command keep their files."""
     name, found = f"{CLUSTER_MARK}=".encode(), set()
@@ -41,7 +47,8 @@ def test_the_table_on_hosts_beside_simulated_nodes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["bench", "scaling", "--hosts", *TINY, "--peer", "gymnasium-sync", "--out", str(out)]
     with running(arguments, tmp_path) as command:
-        command.wait_until(lambda: set(OURS) <= set(rows_on("hosts", out / "scaling.json")))
+        for place, way in product(("simulated", "hosts"), OURS):
+            command.wait_until(partial(is_measured, place, way, out / "scaling.json"))
         used = directories(command)
         assert used and all(each.exists() for each in used)
         assert command.interrupt() == 130

@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 ACTORS = """
 import json, psutil
-commands = [(process.cmdline() or [""])[0] for process in psutil.process_iter()]
+commands = [(process.info["cmdline"] or [""])[0] for process in psutil.process_iter(["cmdline"])]
 print(json.dumps(sum(command.startswith("ray::NodeActor") for command in commands)))
 """
 
