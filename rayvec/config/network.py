@@ -19,6 +19,10 @@ class NetworkConfig(TrainConfig):
     """Function of (observation space, action space, settings) that returns the network to train, as "module:function";
     unset: the default network."""
 
+    action_masks: bool = True
+    """Choose only among the actions that the environment allows: where infos or a Dict observation have an
+    "action_mask" for a Discrete or MultiDiscrete action space."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorCriticConfig(NetworkConfig):
@@ -36,7 +40,3 @@ class ActorCriticConfig(NetworkConfig):
 
     log_std_init: Annotated[float, Bounds(-20, 5)] = 0.0
     """Logarithm of the standard deviation of Box actions at the start."""
-
-    action_masks: bool = True
-    """Choose only among the actions that the environment allows: where infos or a Dict observation have an
-    "action_mask" for a Discrete or MultiDiscrete action space."""
