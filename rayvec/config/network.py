@@ -26,6 +26,10 @@ class NetworkConfig(TrainConfig):
     """Function of (observation space, action space, settings) that returns the network to train, as "module:function";
     unset: the default network."""
 
+    action_masks: bool = True
+    """Choose only among the actions that the environment allows: where infos or a Dict observation have an
+    "action_mask" for a Discrete or MultiDiscrete action space."""
+
     @property
     def steps_per_iteration(self) -> int:
         """Environment steps between two updates of the weights."""
@@ -76,10 +80,6 @@ class ActorCriticConfig(NetworkConfig):
 
     log_std_init: Annotated[float, Bounds(-20, 5)] = 0.0
     """Logarithm of the standard deviation of Box actions at the start."""
-
-    action_masks: bool = True
-    """Choose only among the actions that the environment allows: where infos or a Dict observation have an
-    "action_mask" for a Discrete or MultiDiscrete action space."""
 
     recurrent: Literal["gru", "lstm"] | None = None
     """Recurrent cell that actor and critic share, for tasks in which one observation does not tell enough; unset: the

@@ -114,7 +114,7 @@ class SACLearner:
         layouts = (networks.critic, networks.actor)
         if config.precision == "bf16":
             layouts = (InBF16(networks.critic), InBF16(networks.actor))
-        self._math = make_math(*layouts, distribution, config)
+        self._math = make_math(*layouts, distribution, config, is_masked=networks.is_masked)
         self._nets = initial_nets(*networks.initial, config, dtype, self._device)
         self.module = networks.attach(self._nets.actor.param)
         self._obs_shape = networks.obs_shape
@@ -377,7 +377,7 @@ class SACLearner:
     def _empty_replay(self) -> ReplayBuffer:
         capacity_steps = -(-self.config.replay_size // self.config.num_envs)
         recorded = functools.partial(self.module.distribution.recorded, extras={})
-        return ReplayBuffer(capacity_steps, self.module.encoder, recorded)
+        return ReplayBuffer(capacity_steps, self.module.rows, recorded)
 
 
 def _bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:

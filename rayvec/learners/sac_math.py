@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rayvec.policies.distributions import mean_and_log_std
+from rayvec.policies.distributions import NOT_ALLOWED, mean_and_log_std
 
 __all__ = ["AdamState", "MLPLayout", "Minibatch", "NetLayout", "Nets", "SACMath"]
 
@@ -36,7 +36,7 @@ class Minibatch(NamedTuple):
     """B transitions, float32.
 
     Attributes:
-        obs: ``[B, D]``.
+        obs: ``[B, D]``; with action masks ``[B, D + C]``, the mask last, 1 where a choice is allowed. So is `next_obs`.
         act: ``[B, C]``: of a Box scaled to [-1, 1], of a Discrete one-hot.
         rew: ``[B]``.
         next_obs: True observation after the step, ``[B, D]``.
@@ -171,6 +171,9 @@ class SACMath:
         policy_lr: Step size of the actor.
         q_lr: Step size of the critics.
         alpha_lr: Step size of the temperature.
+        num_masked: C, where observations have an action mask, else 0.
+        entropy_scale: With masks, the entropy to which the temperature is adjusted, as a share of the largest one that
+            the allowed choices can have; None: it is `target_entropy` all the same.
     """
 
     critic: NetLayout
@@ -183,6 +186,8 @@ class SACMath:
     policy_lr: float
     q_lr: float
     alpha_lr: float
+    num_masked: int = 0
+    entropy_scale: float | None = None
 
     def critic_gradient(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradient of the critics' loss, ``[P]``, and ``critic_loss`` and ``q_mean``, ``[2]``.
@@ -227,7 +232,7 @@ class SACMath:
         def loss(param: Tensor) -> tuple[Tensor, Tensor]:
             value, logp, alpha = self._value(nets.critic.param, param, minibatch.obs, noise)
             total, entropy = -(value * minibatch.weight).sum(), -(logp * minibatch.weight).sum()
-            surplus = (entropy - self.target_entropy * minibatch.weight.sum()).detach()
+            surplus = (entropy - self._target_entropy(minibatch)).detach()
             alpha_loss = (alpha * surplus).sum() if self.autotune else 0.0
             return total + alpha_loss, torch.stack([total, entropy])
 
@@ -240,6 +245,24 @@ class SACMath:
         learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
         adam_(nets.actor, grad, learning_rate, correction, nets.healthy)
         return torch.cat([norm, nets.actor.param[-1:].exp()])
+
+    def _target_entropy(self, minibatch: Minibatch) -> Tensor:
+        """Returns the weighted sum of the entropies to which the temperature is adjusted."""
+        allowed = self._split(minibatch.obs)[1]
+        if allowed is None or self.entropy_scale is None:
+            return self.target_entropy * minibatch.weight.sum()
+        largest = allowed.sum(-1).to(minibatch.weight).log()
+        return (self.entropy_scale * largest * minibatch.weight).sum()
+
+    def _split(self, obs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns what the nets read, ``[B, D]``, and which choices are allowed, ``bool [B, C]``, or None.
+
+        A mask that allows nothing, as that after the last step of an episode may, counts as one that allows all.
+        """
+        if not self.num_masked:
+            return obs, None
+        allowed = obs[:, -self.num_masked :] > 0
+        return obs[:, : -self.num_masked], allowed | ~allowed.any(-1, keepdim=True)
 
     def _target(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Returns what the critics should say, ``[B]`` (arXiv:1812.05905, equation 3; arXiv:1910.07207, 10)."""
@@ -256,8 +279,11 @@ class SACMath:
             noise: Standard normal, ``[B, C]``.
         """
         flat, log_alpha = torch.split(param, [self.actor.num_params, 1])
-        outputs, alpha = self.actor.outputs(flat, obs).squeeze(0), log_alpha.exp()
+        numbers, allowed = self._split(obs)
+        outputs, alpha = self.actor.outputs(flat, numbers).squeeze(0), log_alpha.exp()
         if self.is_discrete:
+            if allowed is not None:
+                outputs = torch.where(allowed, outputs, NOT_ALLOWED)
             logp = outputs.log_softmax(-1)
             q = self._critic_outputs(critics, obs, obs).amin(0)
             probability = logp.exp()
@@ -269,7 +295,8 @@ class SACMath:
 
     def _critic_outputs(self, param: Tensor, obs: Tensor, act: Tensor) -> Tensor:
         """Returns values, ``[E, B, 1]``, or ``[E, B, C]`` of all choices, for which critics do not read the action."""
-        return self.critic.outputs(param, obs) if self.is_discrete else self.critic.outputs(param, obs, act)
+        numbers, _ = self._split(obs)
+        return self.critic.outputs(param, numbers) if self.is_discrete else self.critic.outputs(param, numbers, act)
 
 
 def _sample(outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

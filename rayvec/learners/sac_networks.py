@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.learners.sac_math import AdamState, MLPLayout, NetLayout, Nets, SACMath
-from rayvec.policies.actors import MLPActor
-from rayvec.policies.distributions import Categorical, Distribution, make_distribution, make_tanh_gaussian
+from rayvec.policies.actors import Actor, MaskedActor, MLPActor
+from rayvec.policies.distributions import (
+    NOT_ALLOWED,
+    Categorical,
+    Distribution,
+    make_distribution,
+    make_tanh_gaussian,
+)
 from rayvec.policies.encoders import Encoder, make_encoder
+from rayvec.policies.masks import has_mask
 from rayvec.policies.networks import flat_weights, linear_places, to_tensor
 from rayvec.policies.precision import autocast
+from rayvec.wrappers import MASK_KEY
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -36,6 +44,7 @@ class Networks(NamedTuple):
         initial: Initial parameters of critics and actor, flat.
         attach: From the flat parameters of the actor to the module that acts with them.
         obs_shape: Of one observation in the replay.
+        is_masked: Whether it ends with an action mask.
     """
 
     critic: NetLayout
@@ -43,6 +52,7 @@ class Networks(NamedTuple):
     initial: tuple[Tensor, Tensor]
     attach: Callable[[Tensor], Any]
     obs_shape: tuple[int, ...]
+    is_masked: bool = False
 
 
 class SACActor(nn.Module):
@@ -53,11 +63,14 @@ class SACActor(nn.Module):
         distribution: Of actions.
         layout: Where its layers lie in a flat vector.
         flat: That vector; the layers become views of it.
+        is_masked: Whether observations have an action mask, which the encoder leaves out.
     """
 
-    def __init__(self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor) -> None:
+    def __init__(
+        self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor, *, is_masked: bool = False
+    ) -> None:
         super().__init__()
-        self.encoder, self.distribution = encoder, distribution
+        self.encoder, self.distribution, self.is_masked = encoder, distribution, is_masked
         modules: list[nn.Module] = []
         for weight, bias in layout.layers(flat[: layout.num_params]):
             layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
@@ -71,24 +84,34 @@ class SACActor(nn.Module):
         params: Tensor = self.net(rows)
         return params
 
+    def rows(self, obs: Tree) -> NDArray[np.float32]:
+        """Returns rows ``[..., D]``; with action masks ``[..., D + P]``, the mask last, as a replay keeps them."""
+        numbers: NDArray[np.float32] = self.encoder(obs)
+        if not self.is_masked:
+            return numbers
+        return np.concatenate([numbers, (np.asarray(obs[MASK_KEY]) != 0).astype(np.float32)], -1)
+
     def encode(self, obs: Tree) -> Tensor:
-        """Returns rows ``[B, D]``, on the device of the parameters."""
-        return to_tensor(self.encoder(obs)).to(next(self.parameters()))
+        """Returns `rows` on the device of the parameters."""
+        return to_tensor(self.rows(obs)).to(next(self.parameters()))
 
     def action_parameters(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``."""
-        return self.forward(rows)
+        """Returns the distribution's parameters ``[B, P]``, for what `encode` returns."""
+        if not self.is_masked:
+            return self.forward(rows)
+        count = self.distribution.num_params
+        return torch.where(rows[:, -count:] > 0, self.forward(rows[:, :-count]), NOT_ALLOWED)
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters, flat."""
         return flat_weights(self.net)
 
-    def make_actor(self) -> MLPActor:
+    def make_actor(self) -> Actor:
         """Returns the actor with the present weights, free of torch."""
         weights, layers = self.weights(), linear_places(self.net)
         actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
         actor.load_weights(weights)
-        return actor
+        return MaskedActor(actor) if self.is_masked else actor
 
 
 def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
@@ -122,14 +145,16 @@ def default_networks(
     Raises:
         ConfigError: There is no encoder for the observations.
     """
-    encoder = make_encoder(observation_space, scaled=True)
+    is_masked = config.action_masks and has_mask(observation_space, action_space)
+    encoder = make_encoder(observation_space, scaled=True, masked=is_masked)
     layouts = make_mlps(encoder.num_features, distribution, config)
     initial = initial_mlps(layouts, config)
     return Networks(
         *layouts,
         initial,
-        lambda flat: SACActor(encoder, distribution, layouts[1], flat),
-        (encoder.num_features,),
+        lambda flat: SACActor(encoder, distribution, layouts[1], flat, is_masked=is_masked),
+        (encoder.num_features + (distribution.num_params if is_masked else 0),),
+        is_masked,
     )
 
 
@@ -144,11 +169,13 @@ def make_mlps(num_features: int, distribution: Distribution, config: SACConfig) 
     )
 
 
-def make_math(critic: NetLayout, actor: NetLayout, distribution: Distribution, config: SACConfig) -> SACMath:
+def make_math(
+    critic: NetLayout, actor: NetLayout, distribution: Distribution, config: SACConfig, *, is_masked: bool = False
+) -> SACMath:
     """Returns the formulas for a space.
 
     The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
-    largest entropy of n choices.
+    largest entropy of n choices; with action masks, of the allowed ones.
     """
     is_discrete = isinstance(distribution, Categorical)
     num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
@@ -164,6 +191,8 @@ def make_math(critic: NetLayout, actor: NetLayout, distribution: Distribution, c
         policy_lr=config.policy_lr,
         q_lr=config.q_lr,
         alpha_lr=config.q_lr if config.alpha_lr is None else config.alpha_lr,
+        num_masked=num_actions if is_masked else 0,
+        entropy_scale=config.target_entropy_scale if config.target_entropy is None else None,
     )
 
 

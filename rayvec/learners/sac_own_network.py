@@ -21,6 +21,7 @@ from rayvec.learners.sac_networks import Networks
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Categorical, Distribution
 from rayvec.policies.encoders import make_encoder
+from rayvec.policies.masks import has_mask
 from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
 
@@ -48,6 +49,13 @@ def own_networks(
         ConfigError: They are something else, or can't be trained or pickled.
     """
     assert config.network is not None
+    if config.action_masks and has_mask(observation_space, action_space):
+        raise ConfigError(
+            "SAC applies action masks with its default networks only.",
+            expected="action_masks=False, or no network",
+            got=f"network={config.network!r}, and observations with an action mask",
+            remedy="Leave network out. With action_masks=False your network reads a mask in the observation.",
+        )
     module = build_network(resolve("network", config.network), observation_space, action_space, config)
     actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
     if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
@@ -136,6 +144,10 @@ class OwnSACActor(nn.Module):
         """Returns the distribution's parameters ``[B, P]``."""
         params: Tensor = self.net(rows)
         return params
+
+    def rows(self, obs: Tree) -> NDArray[np.float32]:
+        """Returns what the actor reads, ``[..., *shape]``."""
+        return self.reader(obs)
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters and buffers, flat."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree, tree_leaves
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor
+from rayvec.policies.actors import Actor, MaskedActor, masked_logits
 from rayvec.policies.distributions import make_distribution
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
 from rayvec.policies.recurrent_actors import StatefulActor
@@ -82,8 +82,11 @@ class Policy:
             log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
         """
         distribution = self._actor.distribution
-        if self._random:
+        if self._random and not isinstance(self._actor, MaskedActor):
             sample, logp = distribution.uniform(noise)
+        elif self._random:
+            allowed = masked_logits(np.zeros((len(noise), distribution.num_params), np.float32), obs, distribution)
+            sample, logp = distribution.sample(allowed, noise)
         else:
             params = self._actor(obs)
             sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)

@@ -119,7 +119,7 @@ def load_policy(run_dir: Path | str, checkpoint: str = "checkpoint.pt") -> Agent
     agent = load(run_dir, checkpoint)
     module, action_space = agent.module.requires_grad_(True), agent.action_space
     starts_at_0 = isinstance(action_space, spaces.Discrete) and action_space.start == 0
-    if type(module) not in (ActorCritic, SACActor):
+    if type(module) not in (ActorCritic, SACActor) or getattr(module, "is_masked", False):
         raise ConfigError(
             "A policy of Tianshou is made from a default network without memory and without action masks.",
             expected="a run of PPO, IMPALA or SAC with such a network",

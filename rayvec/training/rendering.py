@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from rayvec.training.runs import env_parts
 __all__ = ["check_video", "show"]
 
 RenderMode = Literal["human", "rgb_array"]
+_SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+_UNSEEN = ("dummy", "offscreen")
 
 
 def check_video(path: Path) -> None:
@@ -80,13 +83,8 @@ def show(
     config = config if seed is None else replace(config, seed=seed)
     if video is not None:
         check_video(video)
-    elif not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        raise ConfigError(
-            "--render human opens a window.",
-            expected="a screen (DISPLAY or WAYLAND_DISPLAY is set)",
-            got="none",
-            remedy="Record a video in place of it: --video out.mp4",
-        )
+    elif not any(map(os.environ.get, _SCREENS)):
+        raise _screen_error("none")
     agent = load(run_dir, checkpoint)
     with _rendered_env(config, "human" if video is None else "rgb_array") as env, _writer(video, env) as show_frame:
         returns = []
@@ -125,6 +123,8 @@ def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.E
             env.reset(seed=0)
             if mode == "rgb_array":
                 _frame(env)
+            else:
+                _check_window()
             yield env
         finally:
             env.close()
@@ -135,6 +135,25 @@ def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.E
             got=str(error),
             remedy="Install that package.",
         ) from error
+
+
+def _check_window() -> None:
+    """Refuses a window of pygame that SDL has made without a screen, since it could not open the one it was given."""
+    pygame = sys.modules.get("pygame")
+    if pygame is None or not pygame.display.get_init() or "SDL_VIDEODRIVER" in os.environ:
+        return
+    if (driver := pygame.display.get_driver()) in _UNSEEN:
+        given = ", ".join(f"{name}={os.environ[name]}" for name in _SCREENS if name in os.environ)
+        raise _screen_error(f"{given}, which does not answer: SDL draws with its driver {driver!r}")
+
+
+def _screen_error(got: str) -> ConfigError:
+    return ConfigError(
+        "--render human opens a window.",
+        expected="a screen (DISPLAY or WAYLAND_DISPLAY names it)",
+        got=got,
+        remedy="Record a video in place of it: --video out.mp4",
+    )
 
 
 def _frame(env: gymnasium.Env[Any, Any]) -> Any:

@@ -13,7 +13,7 @@ from helpers.own_parts import Masked, two_heads
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
-from rayvec import IMPALAConfig, PPOConfig, TrainConfig
+from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.cli import main
 from rayvec.errors import ConfigError, EnvError
 from rayvec.learners.ppo import PPOLearner
@@ -53,6 +53,24 @@ def test_no_action_is_taken_that_is_not_allowed(
     result = rayvec.train(config, env=lambda: Masked(where, nvec))
     assert result.total_steps == 256
     evaluate_run(tmp_path / "a", num_episodes=8, env=lambda: Masked(where, nvec))
+
+
+@WHERE
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> None:
+    """Neither at random at first, nor as it learns; alone and on the way through a file."""
+    settings = {"num_envs": 4, "learning_starts": 64, "batch_size": 16, "hidden_sizes": (8,), "replay_size": 400}
+    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **settings)  # type: ignore[arg-type]
+    rayvec.train(config, env=lambda: Masked(where))
+    evaluate_run(tmp_path / "a", num_episodes=4, env=lambda: Masked(where))
+    agent, env = rayvec.load(tmp_path / "a"), ActionMask(Masked(where))
+    path, (obs, _) = agent.export(tmp_path / "policy.pt"), env.reset(seed=0)
+    exported = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
+    for _ in range(6):
+        action = agent.predict(obs)
+        leaves = [torch.from_numpy(obs[key][None]) for key in agent.observation_space.spaces]  # type: ignore[attr-defined]
+        assert int(exported(*leaves)) == action
+        obs = env.step(action)[0]
 
 
 def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
         ("unpictured", ["--video", "out.mp4"], ["'rgb_array'", "which has none"]),
         ("pictured", ["--video", "out.gif"], [".mp4", "out.gif"]),
         ("pictured", ["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
-        ("pictured", ["--render", "human"], ["DISPLAY"]),
+        ("pictured", ["--render", "human"], ["DISPLAY", "Got: none"]),
         ("pictured", ["--checkpoint", "best.pt"], ["best.pt"]),
     ],
 )
@@ -56,6 +56,21 @@ def test_what_cannot_be_shown(
         monkeypatch.delenv(name, raising=False)
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=(f"helpers.wrap:{wrapper}",)))
     assert_refused(["eval", "a", "--episodes", "2", *arguments], *words)
+
+
+def test_a_window_is_opened_where_there_is_a_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A driver of SDL's that draws nowhere stands for the screen. A screen that does not exist is none."""
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    arguments = ["eval", str(tmp_path / "a"), "--episodes", "1", "--render", "human"]
+    for name, value in (("DISPLAY", ":4242"), ("SDL_VIDEODRIVER", "dummy")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert main(arguments) == 0
+    assert "an episode with return" in capsys.readouterr().err
+    monkeypatch.delenv("SDL_VIDEODRIVER")
+    assert_refused(arguments, "a screen", "DISPLAY=:4242")
 
 
 def test_packages_that_are_not_installed(
