@@ -164,3 +164,14 @@ def assert_refused(
         assert sorted(tmp_path.rglob("*")) == files
 
     return check
+
+
+@pytest.fixture
+def record(record_property: Callable[[str, Any], None]) -> Callable[[str, float], None]:
+    """Keeps a figure, by default in seconds, in the test report and among what is printed (``-rP``)."""
+
+    def keep(what: str, seconds: float) -> None:
+        record_property(what, round(seconds, 1))
+        print(f"{what}: {seconds:.1f}")
+
+    return keep
