@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 
-from rayvec.cluster.reachability import check_head
+from rayvec.cluster.reachability import alive_nodes, check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count
@@ -58,15 +58,18 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
 
     Args:
         claimed_too: Whether to count cores that are already claimed in Ray, for pools that claim no cores.
+
+    Raises:
+        NodeLostError: The network does not reach the head of the cluster.
     """
     from ray._private.state import available_resources_per_node
 
     here = ray.get_runtime_context().get_node_id()
+    found = alive_nodes()  # first, since it checks the head
     free = available_resources_per_node()
     nodes = []
-    for node in ray.nodes():
-        all_cpus = int(node["Resources"].get("CPU", 0))
-        if node["Alive"] and all_cpus:
+    for node in found:
+        if all_cpus := int(node["Resources"].get("CPU", 0)):
             left = free.get(node["NodeID"], {})
             cpus = all_cpus if claimed_too else int(left.get("CPU", 0))
             nodes.append(FreeNode(node["NodeID"], node["NodeManagerAddress"], cpus, all_cpus, left.get("GPU", 0.0)))

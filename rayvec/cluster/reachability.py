@@ -6,15 +6,18 @@ The operating system of a node accepts a connection to the port of its raylet, h
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ray
+from ray._private import worker
 
 from rayvec.errors import NodeLostError
 
-__all__ = ["NodeWatch", "check_head", "head_answers", "raylets", "unreachable"]
+__all__ = ["NodeWatch", "alive_nodes", "check_head", "head_answers", "raylets", "unreachable"]
 
 _ANSWER_S = 3.0
 _SILENCE_S = 10.0
@@ -22,10 +25,19 @@ _MOST_THREADS = 64
 Address = tuple[str, int]
 
 
+def alive_nodes() -> list[dict[str, Any]]:
+    """Returns what Ray says of each node that it takes for alive.
+
+    Raises:
+        NodeLostError: The network does not reach the head of the cluster, for which Ray would wait without end.
+    """
+    check_head()
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def raylets() -> dict[str, Address]:
     """Returns the address and port of the raylet of each node that Ray takes for alive, by the node's id."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes}
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive_nodes()}
 
 
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
@@ -56,6 +68,8 @@ def head_answers() -> bool:
 def check_head() -> None:
     """Raises ``NodeLostError`` if the network does not reach the head of the cluster."""
     if not head_answers():
+        if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
+            sys.excepthook = worker.normal_excepthook
         raise NodeLostError(
             "The head of a Ray cluster runs as long as the cluster.",
             expected=f"{ray.get_runtime_context().gcs_address} to accept a connection within {_ANSWER_S:g} s",
@@ -79,7 +93,7 @@ class NodeWatch:
         """Returns the nodes that were silent at each look in the last ten seconds; call it every few seconds.
 
         Raises:
-            NodeLostError: There is one, and the head does not answer either.
+            NodeLostError: There is one, or a node is new, and the head does not answer.
         """
         wanted = set(node_ids) - {ray.get_runtime_context().get_node_id()}
         if not wanted <= self._addresses.keys():
