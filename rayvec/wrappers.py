@@ -149,7 +149,7 @@ class StaggeredStart(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Makes the action mask of infos a part of the observation, where PPO and IMPALA read it.
+    """Makes the action mask of infos a part of the observation, where PPO, IMPALA and SAC read it.
 
     Observations become ``{"observation": obs, "action_mask": mask}``. The mask has a number for each choice of the next
     action, ``int8 [P]``, 0 where it is not allowed. It is all 1 where an info has no ``"action_mask"``. An environment

@@ -296,7 +296,7 @@ class ElasticPlacement:
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
         others = {node.node_id for node in nodes} - held
-        silent = unreachable({each: address for each, address in raylets().items() if each in others})
+        silent = unreachable({each: raylet for each, raylet in raylets().items() if each in others} if others else {})
         for node_id in silent:
             self.distrust(node_id)
         return [node for node in nodes if node.node_id not in silent]

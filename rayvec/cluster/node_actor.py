@@ -22,6 +22,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
+from rayvec.pools.in_process import FAILURES, captured
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["NodeActor"]
@@ -156,8 +157,8 @@ class NodeActor:
         try:
             with self._turn:
                 return function()
-        except Exception as error:
-            return RemoteFailure.capture(error, f"node {self._slice.name}")
+        except FAILURES as error:
+            return captured(error, f"node {self._slice.name}")
 
     def _serve(self, connection: FrameSocket) -> None:
         """Serves requests until the driver closes the connection.

@@ -7,6 +7,7 @@ The private cluster stops when its last session is released, or when this proces
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -59,6 +60,7 @@ class RaySession:
     _returned: ClassVar[deque[RaySession]] = deque()
     _shares = 0
     _reaper: subprocess.Popen[bytes] | None = None
+    _ending: threading.Thread | None = None
     _ours = False
 
     def __init__(self, address: str | None = None) -> None:
@@ -115,11 +117,22 @@ class RaySession:
             if not ray.is_initialized() or head_answers():
                 ray.shutdown()
             else:  # it would wait for minutes, and hide the error that ends a run
-                threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True).start()
+                cls._ending = threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True)
+                cls._ending.start()
             if cls._reaper is not None:
                 end_reaper(cls._reaper)
                 cls._reaper = None
             cls._ours = False
+
+
+@atexit.register
+def _end_without_head() -> None:
+    """Ends a process whose cluster has lost its head, with exit code 1. Ray itself would wait at exit, or crash."""
+    if RaySession._ending is not None and RaySession._ending.is_alive():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
 def _check_same(address: str | None) -> None:

@@ -190,7 +190,7 @@ class Collector:
                 free afterwards, and no step is taken in vain.
             cut: Called about every millisecond (in one process after each step), while a chunk for `n_step` is taken,
                 with the number of steps of all environments together. Once it returns True, the environments end the
-                chunk after their next step, and the batch has what they have taken. Requires environments with
+                chunk after their present step, and the batch has what they have taken. Requires environments with
                 ``num_nodes=0``.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import ConfigError, LearnerError
@@ -177,7 +177,7 @@ class FlatParameters:
                 got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
                 remedy="Convert the module with module.to(device, dtype) first",
             )
-        self.param = nn.Parameter(parameters_to_vector(leaves).detach())
+        self.param = nn.Parameter(flat_parameters(leaves))
         vector_to_parameters(self.data, leaves)
         self.grad = torch.zeros_like(self.data)
         self.param.grad = self.grad
@@ -198,6 +198,11 @@ class FlatParameters:
         norm: Tensor = torch.linalg.vector_norm(self.grad)
         self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
+    """Returns a copy of parameters, flat. Those of one module may have any memory format."""
+    return torch.cat([each.detach().reshape(-1) for each in parameters])
 
 
 class FlatModule:

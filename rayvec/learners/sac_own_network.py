@@ -11,12 +11,12 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.base import FlatModule
+from rayvec.learners.base import FlatModule, flat_parameters
 from rayvec.learners.sac_networks import Networks
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Categorical, Distribution
@@ -78,7 +78,7 @@ def own_networks(
         check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
     layouts = _ModuleLayout(critics), _ModuleLayout([actor])
     of_critics = itertools.chain(*(critic.parameters() for critic in critics))
-    initial = parameters_to_vector(of_critics).detach(), parameters_to_vector(actor.parameters()).detach()
+    initial = flat_parameters(of_critics), flat_parameters(actor.parameters())
     module.to(device)  # with the buffers
     return Networks(
         *layouts,

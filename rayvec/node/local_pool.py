@@ -23,7 +23,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.object_store import check_object_store
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy
-from rayvec.pools.in_process import EnvsFailed
+from rayvec.pools.in_process import FAILURES, EnvsFailed
 from rayvec.pools.make import make_pool
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -169,7 +169,7 @@ class LocalPool:
         """Closes the environments. Further calls do nothing."""
         try:
             self._pool.close()
-        except Exception:
+        except FAILURES:
             logger.exception("an environment did not close in order")
 
     @contextlib.contextmanager

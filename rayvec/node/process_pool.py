@@ -283,7 +283,7 @@ class ProcessPool(PartedPool):
         """See :class:`~rayvec.pools.base.ActingPool`."""
         if self.acting.own.num_pending:
             return self.acting.own.finish(self, cut)
-        by_reference, began_s = self.acting.by_reference, time.monotonic()
+        by_reference, began_s = self.acting.by_reference(part), time.monotonic()
         chunks, times = self.finish_chunks(timeout_s, cut, part)
         waited_s = time.monotonic() - began_s
         chunk = join_chunks(chunks)

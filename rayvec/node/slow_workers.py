@@ -13,7 +13,7 @@ from rayvec.pools.base import Cut
 __all__ = ["EnoughSteps", "StepTimes"]
 
 _FASTER = 4.0
-"""A worker ends a chunk early only for the sake of workers whose steps take at most this fraction of its own."""
+"""A worker ends a chunk early only for the sake of workers that are at least this many times faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,20 @@ class StepTimes:
         self._began_s = time.monotonic() if now_s is None else now_s
         self._moved_s = np.full(len(self._num_envs), self._began_s)
         self._taken = np.zeros(len(self._num_envs), np.int64)
+        self._stopped = np.zeros(len(self._num_envs), bool)
 
-    def too_slow(self, taken: NDArray[np.int64], num_steps: int, now_s: float | None = None) -> NDArray[np.bool_]:
+    def too_slow(
+        self, taken: NDArray[np.int64], num_steps: int, most: int, now_s: float | None = None
+    ) -> NDArray[np.bool_]:
         """Returns which workers should end the chunk after the step that they are taking, ``bool [W]``.
 
-        These are the workers for whose next step the others would wait, once they have taken what is missing, and could
-        take more steps meanwhile than that step gives.
+        Such a worker is slow: the much faster ones can take all missing steps, would then wait for its next step, and
+        could take more steps meanwhile than that step gives.
 
         Args:
             taken: How many steps of the chunk each environment of a worker has taken, ``int64 [W]``.
             num_steps: How many steps all environments are to take together.
+            most: The most steps of the chunk that each environment may take.
             now_s: The present time, by default ``time.monotonic()``.
         """
         now_s = time.monotonic() if now_s is None else now_s
@@ -69,9 +73,12 @@ class StepTimes:
         self._step_s[moved] = (now_s - self._began_s) / taken[moved]
         self._moved_s[moved], self._taken = now_s, taken.copy()
         faster = _FASTER * self._step_s[:, None] <= self._step_s[None, :]
-        rate = (self._num_envs / self._step_s) @ faster  # steps/s of the workers that are faster than each
+        left = np.where(self._stopped, 0, most - taken) * self._num_envs
+        rate = (self._num_envs / self._step_s * (left > 0)) @ faster  # steps/s of the workers that are faster than each
+        missing = num_steps - int(taken @ self._num_envs)
         with np.errstate(divide="ignore", invalid="ignore"):
-            enough_s = now_s + (num_steps - int(taken @ self._num_envs)) / rate
-            wait_s = self._moved_s + 2 * self._step_s - enough_s
+            wait_s = self._moved_s + 2 * self._step_s - (now_s + missing / rate)
             late: NDArray[np.bool_] = np.isfinite(self._step_s) & (wait_s * rate > self._num_envs)
+        late &= left @ faster >= missing
+        self._stopped |= late
         return late

@@ -106,10 +106,10 @@ class WorkerInference(Acting):
         groups = 2 if units is None or len(units) > 2 else 1
         self.own = NodeInference(workers.bounds[-1], split_groups(Topology.of_driver(workers.bounds), groups, units))
 
-    @property
-    def by_reference(self) -> bool:
-        """Whether the oldest pending chunk goes to the object store."""
-        return self._pending[0].by_reference
+    def by_reference(self, part: int | None = None) -> bool:
+        """Whether the oldest pending chunk, of all workers or of one, goes to the object store."""
+        chunk: _PendingChunk = self._pending_of(part)[0]
+        return chunk.by_reference
 
     @property
     def policies(self) -> list[tuple[int, bytes, int]]:
@@ -223,7 +223,7 @@ class WorkerInference(Acting):
         return [reply.value for reply in replies]
 
     def _wait_or_cut(self, chunk: _PendingChunk, deadline: float, cut: Cut) -> None:
-        """Waits until all workers have taken a chunk, or `cut` returns True: then they end it after their next step.
+        """Waits until all workers have taken a chunk, or `cut` returns True: then each ends it after its present step.
 
         With :class:`EnoughSteps`, slow workers end it before that.
         """
@@ -241,7 +241,7 @@ class WorkerInference(Acting):
                 cuts[:] = chunk.number
                 return
             if isinstance(cut, EnoughSteps):
-                cuts[self._step_times.too_slow(taken, cut.num_steps)] = chunk.number
+                cuts[self._step_times.too_slow(taken, cut.num_steps, chunk.num_steps)] = chunk.number
 
     def _steps_taken(self, chunk: _PendingChunk) -> NDArray[np.int64]:
         """Returns how many steps each environment of each worker has taken in a chunk, ``int64 [W]``."""

@@ -418,8 +418,9 @@ class ActingPool(EnvPool, Protocol):
 
         Args:
             timeout_s: The longest wait. None waits without limit.
-            cut: Called about every millisecond. Once it returns True, every worker ends the chunk after its next step.
-                The chunk then has as many steps as the fastest worker took; the others' last ones are not `valid`.
+            cut: Called about every millisecond. Once it returns True, every worker ends the chunk after its present
+                step. The chunk then has as many steps as the fastest worker took; the others' last ones are not
+                `valid`.
             part: The index of the part.
 
         Raises:

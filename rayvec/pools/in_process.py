@@ -20,7 +20,7 @@ from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 __all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured"]
 
 FAILURES = (Exception, SystemExit)
-"""What environments and policies raise when they fail. ``KeyboardInterrupt`` is the user's Ctrl-C."""
+"""What environments raise when they fail, and policies on workers and nodes. ``KeyboardInterrupt`` is Ctrl-C."""
 
 
 def captured(error: BaseException, where: str) -> RemoteFailure:
@@ -30,7 +30,7 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
             "Environments and policies report failures by exceptions.",
             expected="an exception such as RuntimeError",
             got=f"SystemExit({error.code!r}), the exception of sys.exit()",
-            remedy="Raise another exception where the traceback below shows the call.",
+            remedy="Raise another exception in place of the call of sys.exit().",
         )
         failure.__cause__ = error
         return RemoteFailure.capture(failure, where)
@@ -98,8 +98,8 @@ class InProcessPool:
                 self._envs.append(self._make(unit))
             self._set_up()
         except FAILURES as error:
-            unit = len(self._envs)
-            name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first_id + unit}"
+            unit, first = len(self._envs), first_id if self._unit_kind == "environment" else 0
+            name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
             with contextlib.suppress(*FAILURES):
                 self.close()
             raise EnvsFailed([(0, captured(error, name))]) from error

@@ -69,5 +69,7 @@ class Inference:
             cut=cut,
         )
         self._begun[:] = False
+        at_end = chunk.restarts[:, 0] == chunk.num_steps - 1  # the policy has not seen the episode that begins next
+        self._begun[chunk.restarts[at_end, 1]] = True
         self._acted = policy  # only now: the pool's steps count as absence
         return chunk, stopwatch.read()

@@ -142,7 +142,7 @@ class PoolAdapter:
         Args:
             timeout: The longest wait in seconds; None waits without limit.
             cut: Called about every millisecond with the number of steps that all environments together have taken.
-                Once it returns True, every worker ends the chunk after its next step. Requires ``num_nodes=0``.
+                Once it returns True, every worker ends the chunk after its present step. Requires ``num_nodes=0``.
 
         Raises:
             NoAsyncCallError: Nothing was started.

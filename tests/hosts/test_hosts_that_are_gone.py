@@ -53,18 +53,19 @@ def test_a_host_that_is_gone_is_an_error_for_others_and_the_end_of_its_own_drive
 
 @long
 def test_a_head_that_is_gone_is_a_clear_error(record: Record, tmp_path: Path) -> None:
-    """For a driver on another host, while it steps and while decentralized ranks train."""
+    """For a driver on another host, while it steps and while decentralized ranks train; then its process ends."""
     metrics = tmp_path / "run" / "metrics.jsonl"
-    for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "3")):
-        with cluster_of(3, cpus=4, quick=False) as cluster:
+    for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "2")):
+        with cluster_of(int(arguments[-1]), cpus=4, quick=False) as cluster:
             head = cluster.head
             with Program(cluster.others[0], PROGRAMS, *arguments) as program:
                 if arguments[0] == "go_on":
                     program.until(restarted=[])
                 else:
-                    program.wait_until(lambda: lines_of(metrics) > 20)
+                    program.wait_until(lambda: lines_of(metrics) > 5)
                 began_s = time.monotonic()
                 cluster.cut_off(head)
                 line = until_error(program)
                 record(f"head gone, {arguments[0]}: error", line["at_s"] - began_s)
+                assert program.process.wait(60) == 1
                 assert head.address in line["error"] and "Remedy:" in line["error"]

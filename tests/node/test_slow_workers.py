@@ -12,17 +12,19 @@ from rayvec.node.slow_workers import EnoughSteps, StepTimes
 LOOK_S = 0.001
 
 
-def take_chunk(times: StepTimes, step_s: np.ndarray, num_steps: int) -> tuple[np.ndarray, float, float]:
+def take_chunk(
+    times: StepTimes, step_s: np.ndarray, num_steps: int, most: int = 1 << 20
+) -> tuple[np.ndarray, float, float]:
     """Takes a chunk on a simulated clock; returns steps, when there were enough, and when the last worker ended."""
     now_s, stop_at = 0.0, np.full(len(step_s), np.inf)
     times.begin(now_s)
     while True:
         now_s += LOOK_S
-        taken = np.minimum(np.floor(now_s / step_s), stop_at).astype(np.int64)
+        taken = np.minimum(np.floor(now_s / step_s), np.minimum(stop_at, most)).astype(np.int64)
         if taken.sum() >= num_steps:
             ends = np.where(np.isfinite(stop_at), stop_at, taken + 1) * step_s
             return np.where(np.isfinite(stop_at), stop_at, taken + 1), now_s, float(ends.max())
-        late = times.too_slow(taken, num_steps, now_s) & np.isinf(stop_at)
+        late = times.too_slow(taken, num_steps, most, now_s) & np.isinf(stop_at)
         stop_at[late] = taken[late] + 1
 
 
@@ -47,14 +49,22 @@ def test_the_steps_are_taken_and_fast_workers_go_on(step_s: list[float], num_ste
         assert taken.sum() >= num_steps * len(step_s) and taken.min() >= 1
     times.begin(0.0)
     none = np.zeros(len(step_s), np.int64)
-    assert not times.too_slow(none, 10**9, 0.001).any(), "there is time enough"
+    assert not times.too_slow(none, 10**9, 1 << 30, 0.001).any(), "there is time enough"
+
+
+def test_slow_workers_go_on_where_the_fast_one_can_not_take_all_steps() -> None:
+    """One fast worker may take 64 of 128 steps, so three slow ones take the others."""
+    times, step_s = StepTimes(np.ones(4, np.int64)), np.array([0.002, 0.2, 0.2, 0.2])
+    for _ in range(3):
+        taken, _, _ = take_chunk(times, step_s, 128, most=64)
+        assert np.minimum(taken, 64).sum() >= 128 and taken[1:].min() >= 21
 
 
 def test_equal_workers_end_together() -> None:
     times = StepTimes(np.full(4, 2, np.int64))
     times.begin(0.0)
     for k in range(1, 101):
-        assert not times.too_slow(np.full(4, k), 800, 0.01 * k).any()
+        assert not times.too_slow(np.full(4, k), 800, 200, 0.01 * k).any()
 
 
 def test_enough_steps_or_another_reason() -> None:

@@ -170,7 +170,7 @@ def test_vtrace_corrects_for_the_version_of_each_chunk(gated: tuple[RayVectorEnv
     """Targets equal the paper's sums where environments have two chunks of two versions, or none."""
     algorithm = actor_critic(num_obs=4)
     env, gate = gated
-    collector = Collector(algorithm, env, VectorReplayBuffer(6 * 20, 6), max_staleness=30)
+    collector = Collector(algorithm, env, VectorReplayBuffer(6 * 9, 6), max_staleness=30)  # room for two chunks
     collector.reset()
     for _ in range(3):
         collector.reset_buffer(keep_statistics=True)

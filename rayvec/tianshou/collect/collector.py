@@ -330,8 +330,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         for members in in_rounds(kept):
             chunk = join_chunks([self._chunk_of(part.rollout) for part in members])
             self._insert(chunk, stats, random=False, with_episodes=False)
+        ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
         if hasattr(stats, "staleness"):
-            ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
             stats.staleness = max(ages)
         if hasattr(stats, "staleness_counts"):
             stats.staleness_counts = tuple(np.bincount(ages).tolist())
