@@ -82,7 +82,8 @@ class PartsPipeline:
         env: Takes the chunks.
         noise_seed: Seed of the policy's noise.
         max_staleness: How many versions may be published between the request of a chunk and the batch that has it. A
-            batch waits for a part only if its chunk would become older. With 1, every batch has one chunk of each part.
+            batch waits for a part only if its chunk would become older. With 1, and
+            weights that were published since the batch before, every batch has one chunk of each part.
 
     Attributes:
         noise_seed: Seed of the policy's noise.

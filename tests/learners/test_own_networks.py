@@ -37,6 +37,23 @@ class LikeTheDefault(nn.Module):
         return outputs, self.critic(obs)
 
 
+class Transposed(LikeTheDefault):
+    """Its parameters lie transposed in memory, as those of channels_last convolutions do."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for leaf in self.parameters():
+            leaf.data = leaf.data.t().contiguous().t()
+
+
+def test_parameters_may_have_any_memory_format() -> None:
+    own, other = (
+        PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(network)))
+        for network in (Transposed, LikeTheDefault)
+    )
+    np.testing.assert_array_equal(own.weights(), other.weights())
+
+
 @kit.SPACES
 @pytest.mark.parametrize("kind", ["ppo", "impala"])
 def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind: str) -> None:

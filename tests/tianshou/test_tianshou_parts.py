@@ -166,6 +166,18 @@ def test_no_call_overwrites_its_own_steps(gated: tuple[RayVectorEnv, Path]) -> N
     collector.reset_env()
 
 
+def test_with_one_change_each_call_stores_one_chunk_of_each_worker(gated: tuple[RayVectorEnv, Path]) -> None:
+    """Also if the policy did not change since the call before."""
+    env, gate = gated
+    gate.touch()
+    collector = Collector(Exact(), env, VectorReplayBuffer(6 * 20, 6), max_staleness=1)
+    collector.reset()
+    for count in range(1, 4):
+        collector.collect(n_step=6 * 4)
+        assert [len(sub) for sub in collector.buffer.buffers] == [4 * count] * 6
+    collector.reset_env()
+
+
 def test_vtrace_corrects_for_the_version_of_each_chunk(gated: tuple[RayVectorEnv, Path]) -> None:
     """Targets equal the paper's sums where environments have two chunks of two versions, or none."""
     algorithm = actor_critic(num_obs=4)

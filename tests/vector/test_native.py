@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -22,6 +22,7 @@ from helpers.native_envs import Fails, Final, Odd, counting
 import rayvec
 from rayvec import Collector, RayVecEnv
 from rayvec.errors import ConfigError, EnvError
+from rayvec.policies.noise import NO_NOISE
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 SLOW = pytest.mark.slow
@@ -48,6 +49,19 @@ def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
             assert_identical(
                 ours.reset(options={"reset_mask": done.copy()}), theirs.reset(options={"reset_mask": done.copy()})
             )
+
+
+class Remembers:
+    """Stays still, and records at the beginning of which episodes it forgets."""
+
+    noise = NO_NOISE
+    begun: ClassVar[list[list[int]]] = []
+
+    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
+        return still(obs), {}
+
+    def begin_episodes(self, env_ids: Any) -> None:
+        self.begun.append(env_ids.tolist())
 
 
 class TestEquality:
@@ -235,6 +249,20 @@ class TestFaults:
             assert marks["_env_restarted"].tolist() == [True, True, True, False, False]
             shown = np.stack(list(info["final_obs"][:3])) if mode == "SameStep" else obs[:3]
             np.testing.assert_array_equal(shown, last[0][:3])
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_policy_forgets_what_a_fault_in_the_last_step_of_a_chunk_ended(
+        self, tmp_path: Path, mode: str, inference: Any
+    ) -> None:
+        fns = [partial(Fails, mode, "raise", str(tmp_path / "failed"), 4), partial(counting, 2, mode)]
+        with closing(local(fns, workers_per_node=0, on_env_error="restart")) as env:
+            policy = Remembers()
+            chunk = env.rollout(policy, 4, inference, seed=3)
+            assert chunk.restarts.tolist() == [[3, 0], [3, 1], [3, 2]]
+            Remembers.begun.clear()
+            env.rollout(policy, 4, inference)
+        assert Remembers.begun[0] == [0, 1, 2]
 
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize(("fault", "workers"), [("raise", 1), ("kill", 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -179,7 +180,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
             )
         if self._prefetch and n_episode:
-            raise _prefetch_error("n_step", f"n_episode={n_episode}")
+            raise _prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
         if n_episode and self._pipeline.pending:
             self.reset_env()  # a call before was interrupted: its chunk need not have been for these episodes
         if n_episode and self._unbiased and self._in_mid_episode:
@@ -194,7 +195,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 self.reset_env()  # a call at random was interrupted
             return self._collect_parts(self._parts, n_step)
         if self._parts and (self._parts.pending or self._kept_parts):
-            raise _prefetch_error("random=True in the first calls only, before the policy acts", "pending chunks")
+            raise _prefetch_error(
+                "random=True in the first calls only, before the policy acts", "pending chunks", "Call reset() first."
+            )
         return self._collect_chunks(n_step, n_episode, random)
 
     # A step at a time.
@@ -312,8 +315,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         store, num_steps = self._store, -(-n_step // self.env_num)
         assert store is not None and self._max_staleness is not None
         self._in_mid_episode = True
-        longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending)])
-        most = steps_per_env(self.buffer) // longest
+        kept_steps = (part.rollout.summary.valid.shape[0] for part in self._kept_parts)
+        longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending), *kept_steps])
+        most = min(steps_per_env(self.buffer) // longest, math.inf if self._max_staleness > 1 else 1)
         if most < min(2, self._max_staleness):
             raise _room_error(longest, steps_per_env(self.buffer))
         parts.start(store, num_steps, ahead=True)
@@ -457,12 +461,12 @@ def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: s
         )
 
 
-def _prefetch_error(expected: str, got: str) -> ConfigError:
+def _prefetch_error(expected: str, got: str, remedy: str = "Leave prefetch and max_staleness out.") -> ConfigError:
     return ConfigError(
         "With `prefetch` and `max_staleness` the workers take chunks with the policy as it was before the update.",
         expected=expected,
         got=got,
-        remedy="Leave prefetch and max_staleness out.",
+        remedy=remedy,
     )
 
 
