@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any
 
 from rayvec.errors import RayvecError
 
-__all__ = ["DEADLINE_S", "Cluster", "Host", "Network", "cluster_of", "kill_group", "why_not"]
+__all__ = ["DEADLINE_S", "Cluster", "Host", "Network", "cluster_of", "kill_group", "why_not", "without_ray"]
 
 DEADLINE_S = 180.0  # Ray starts in 5 s on a quiet machine
 _PREFIX = "10.77"
@@ -51,7 +52,7 @@ def why_not() -> str:
     try:
         with Network(1) as network:
             network.hosts[0].run("true")
-    except RayvecError as error:
+    except (RayvecError, OSError, IndexError, subprocess.TimeoutExpired) as error:
         return f"needs network and process namespaces: {error}".strip()
     return ""
 
@@ -69,10 +70,15 @@ class _Namespaces:
             text=True,
             start_new_session=True,  # Ctrl-C is for the process that made them
         )
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "ready\n":
-            raise RayvecError(self._holder.communicate()[1])
-        self.pid = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()[0]
+        self.pid = str(self._holder.pid)  # `--kill-child` ends the first process with this one
+        try:
+            assert self._holder.stdout is not None
+            if self._holder.stdout.readline() != "ready\n":
+                raise RayvecError(self._holder.communicate()[1])
+            self.pid = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0]
+        except BaseException:
+            self.end()
+            raise
 
     def ip(self, *arguments: str) -> None:
         """Runs ``ip`` in the network of the namespaces."""
@@ -83,8 +89,10 @@ class _Namespaces:
 
     def end(self) -> None:
         """Ends the first process, and with it all others and the namespaces."""
-        if self._holder.returncode is None:
-            self._holder.communicate(timeout=DEADLINE_S)
+        if self._holder.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self.pid), signal.SIGKILL)  # a child of this process can hold the pipe open
+        self._holder.communicate(timeout=DEADLINE_S)
 
 
 class Host:
@@ -102,8 +110,15 @@ class Host:
         self._switch, self._cable, self._is_blocked = switch, f"v{number}", False
         setup = f"hostname {self.name} && mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && ip link set lo up"
         self._space = _Namespaces("--net", "--pid", "--mount", "--mount-proc", "--uts", setup=setup)
-        switch.ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._space.pid)
-        switch.ip("link", "set", self._cable, "master", "switch", "up")
+        try:
+            self._connect()
+        except BaseException:
+            self.end()
+            raise
+
+    def _connect(self) -> None:
+        self._switch.ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._space.pid)
+        self._switch.ip("link", "set", self._cable, "master", "switch", "up")
         self._space.ip("address", "add", f"{self.address}/16", "dev", "eth0")
         self._space.ip("link", "set", "eth0", "up")
         self._space.ip("route", "add", "default", "via", _SWITCH)  # by which Ray finds its own address
@@ -152,7 +167,7 @@ class Host:
         """Starts a process on the host, as leader of its own group."""
         return subprocess.Popen(
             [*self.enter, *command],
-            env={**_environment(), **self.environment, **options.pop("environment", {})},
+            env={**without_ray(), **self.environment, **options.pop("environment", {})},
             text=True,
             start_new_session=True,
             **options,
@@ -195,7 +210,7 @@ class Network:
     """
 
     def __init__(self, num_hosts: int = 0, environment: dict[str, str] | None = None) -> None:
-        self.environment = environment or {}
+        self.environment = dict(environment or {})
         self.hosts: list[Host] = []
         self._numbers = itertools.count()
         address = f"ip address add {_SWITCH}/16 dev switch"
@@ -215,9 +230,9 @@ class Network:
 
     def close(self) -> None:
         """Ends all hosts and the switch."""
-        for host in self.hosts:
-            host.end()
-        self._switch.end()
+        with contextlib.ExitStack() as stack:  # also the others if one raises
+            for end in (self._switch.end, *(host.end for host in reversed(self.hosts))):
+                stack.callback(end)
 
     def __enter__(self) -> Network:
         return self
@@ -323,5 +338,6 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     process.wait(DEADLINE_S)
 
 
-def _environment() -> dict[str, str]:
+def without_ray() -> dict[str, str]:
+    """Returns the environment of this process without Ray's variables, which are for another cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -7,6 +7,7 @@ end hosts.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from helpers.hosts import Program, Record, lines_of, long, on_hosts
 from helpers.training_kit import lengthen
 from helpers.waiting import alive, wait_until
 
-from rayvec.bench.hosts import Cluster, Host, cluster_of
+from rayvec.bench.hosts import Cluster, Host, Network, cluster_of
 from rayvec.training.loggers import read_metrics
 
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -290,6 +291,31 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_hosts_end_although_a_child_holds_their_pipes() -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    with Network(2) as network:
+        pids = [host.pid for host in network.hosts]
+        child.start()
+    try:
+        assert not any(map(alive, pids))
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_an_interrupt_while_a_host_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    def interrupt(host: Host) -> None:
+        pids.append(host.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Host, "_connect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Network(1)
+    assert not any(map(alive, pids))
 
 
 @long
