@@ -18,6 +18,7 @@ from typing import Any
 
 import rayvec
 from rayvec.bench.harness.host import MARK
+from rayvec.bench.hosts import without_ray
 from rayvec.errors import ConfigError, RayvecError
 
 __all__ = [
@@ -101,7 +102,7 @@ class PeerProcess:
 
     Args:
         peer: Which.
-        environment: Variables in addition to those of this process.
+        environment: Variables in addition to those of this process; on another host, Ray's variables are left out.
         python: Interpreter; by default this one.
         enter: Words before the command, which run it on another host of this machine.
     """
@@ -115,10 +116,11 @@ class PeerProcess:
         (path / "rayvec").symlink_to(Path(rayvec.__file__).parent)  # the package without its neighbours
         self._log = path / "log.txt"
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
+        own = without_ray() if enter else os.environ
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*enter, "env", f"--chdir={path}", python, "-u", "-m", "rayvec.bench.harness.host"],
-                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
+                env={**own, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

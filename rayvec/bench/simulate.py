@@ -42,27 +42,24 @@ _NODE_MIB = 260.0
 """Memory of a simulated node's own processes."""
 _ENV_MIB = {"rayvec": 14.0, "floor": 9.0, "gymnasium-sync": 1.0, "gymnasium-async": 30.0}
 _OTHER_ENV_MIB = 130.0
-_SHM_MIB, _STORE_MIB = 1024, 512
-"""Of a host: /dev/shm, and in it the memory for Ray's objects, which is used as objects come."""
 """Memory of the process of each environment, by peer; a Ray actor for each takes the most."""
+_SHM_MIB, _STORE_MIB = 1024, 512
+"""Of a host: the size of /dev/shm, and the part of it that Ray's object store may use."""
 
 
 class Nodes:
     """The nodes of a benchmark.
 
     Args:
+        address: See the attribute, as for `environment`, `place` and `enter`.
+        add: Adds a node of so many cores.
+        cpus: Cores of each node of a cluster.
+
+    Attributes:
         address: Of the Ray cluster.
         environment: What a process needs in its environment to connect.
         place: What the nodes are.
-        add: Adds a node of so many cores.
-        cpus: Cores of each node of a cluster.
         enter: Words before a command that runs it where a driver can connect.
-
-    Attributes:
-        address: As given.
-        environment: As given.
-        place: As given.
-        enter: As given.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ def nodes(address: str | None = None, place: Place = "simulated") -> Iterator[No
 def _hosts(network: Network, directory: Path) -> Nodes:
     """Returns nodes that are hosts: the driver's has the head of the cluster and no cores, as with simulated nodes."""
     network.add(shm_mib=_SHM_MIB)
-    cluster = Cluster(network, directory, cpus=0, quick=False, store_mib=_STORE_MIB)
+    cluster = Cluster(network, directory, cpus=0, store_mib=_STORE_MIB)
     return Nodes(
         cluster.address,
         network.environment,

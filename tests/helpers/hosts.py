@@ -1,7 +1,8 @@
-"""Programs on hosts of one machine (:mod:`rayvec.bench.hosts`), and which tests need such hosts."""
+"""Faults of hosts on one machine (:mod:`rayvec.bench.hosts`), programs on them, and which tests need such hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -10,13 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayvec.bench.hosts import DEADLINE_S, Host, kill_group, why_not
+from rayvec.bench.hosts import DEADLINE_S, Cluster, Host, Network, kill_group, why_not
 from rayvec.training.loggers import read_metrics
 
 on_hosts = [
@@ -28,6 +29,90 @@ on_hosts = [
 
 long = pytest.mark.skipif("RAYVEC_TEST_HOSTS" not in os.environ, reason="takes minutes: make test-hosts")
 """Marks what `make test-all` leaves to `make test-hosts`."""
+
+
+EPHEMERAL = (32768, 60999)
+QUICK = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "6",
+}
+"""Ray notices after 24 s that a node is gone, instead of after a minute, as by default."""
+AWAIT_END = """
+import sys, time, ray
+ray.init("auto", log_to_driver=False, logging_level="ERROR")
+while sys.argv[1] in [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]:
+    time.sleep(0.2)
+print("{}")
+"""
+
+
+@contextlib.contextmanager
+def cluster_of(num_hosts: int, cpus: int = 2, *, quick: bool = True) -> Iterator[Cluster]:
+    """Yields a Ray cluster on so many hosts, and removes all of it."""
+    with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as directory:
+        with Network(num_hosts, QUICK if quick else None) as network:
+            yield Cluster(network, Path(directory), cpus)
+
+
+def others(cluster: Cluster) -> list[Host]:
+    """Returns the hosts of a cluster that are not its head."""
+    return cluster.network.hosts[1:]
+
+
+def await_end(cluster: Cluster, host: Host) -> None:
+    """Waits until Ray knows that a host is gone."""
+    python(cluster.head, AWAIT_END, host.address)
+
+
+def cut_off(cluster: Cluster, host: Host) -> None:
+    """Ends a host like a machine without power: it sends nothing more, not even that it ends."""
+    unplug(host)
+    host.end()
+    cluster.network.hosts.remove(host)
+
+
+def remove(cluster: Cluster, host: Host) -> None:
+    """Cuts a host off, and waits until Ray knows it: else it would place something there."""
+    cut_off(cluster, host)
+    await_end(cluster, host)
+
+
+def unplug(host: Host) -> None:
+    """Pulls the cable: packets are lost without a notice."""
+    host.switch.ip("link", "set", host.cable, "down")
+
+
+def plug(host: Host) -> None:
+    """Plugs the cable in again."""
+    host.switch.ip("link", "set", host.cable, "up")
+
+
+def block(host: Host) -> None:
+    """Drops what other hosts send to the ports of streams, as a firewall would. Ray has fixed ports below them."""
+    both = "-".join(map(str, EPHEMERAL))
+    ports = ("ipproto", "tcp", "sport", both, "dport", both)
+    host.space.ip("rule", "add", "pref", "100", "lookup", "local")  # the kernel's own rule would come first
+    host.space.ip("rule", "del", "pref", "0")
+    host.space.ip("rule", "add", "pref", "50", "iif", "eth0", *ports, "blackhole")
+
+
+def unblock(host: Host) -> None:
+    """Ends what `block` does."""
+    host.space.ip("rule", "del", "pref", "50")
+    host.space.ip("rule", "add", "pref", "0", "lookup", "local")
+    host.space.ip("rule", "del", "pref", "100")
+
+
+def limit(host: Host, cpu_max: str, memory_max: str) -> None:
+    """Shows processes the limits of a control group, as those of a container see them. Nothing enforces them."""
+    write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
+    host.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
+
+
+def python(host: Host, code: str, *arguments: str) -> Any:
+    """Runs Python code on a host; returns the last line that it prints, as JSON."""
+    return json.loads(host.run(sys.executable, "-c", code, *arguments).stdout.splitlines()[-1])
 
 
 class Program:

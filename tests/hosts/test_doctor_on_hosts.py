@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.hosts import Program, on_hosts
+from helpers.hosts import Program, block, cluster_of, limit, on_hosts
 
 import rayvec
-from rayvec.bench.hosts import Cluster, cluster_of
+from rayvec.bench.hosts import Cluster
 
 pytestmark = on_hosts
 DOCTOR = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())", "doctor"]
@@ -23,7 +23,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """A head in order, a host that is a narrow container, and one with other versions behind a firewall."""
     with cluster_of(1) as cluster:
         narrow = cluster.network.add(shm_mib=32)
-        narrow.limit("50000 100000", "1000000000")
+        limit(narrow, "50000 100000", "1000000000")
         narrow.environment["RAY_worker_niceness"] = "15"
         cluster.join(narrow, "prlimit", "--nofile=1024:1024")
         other = cluster.network.add()
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         (tmp_path / "sitecustomize.py").write_text("import numpy; numpy.__version__ = '1.26.4'\n")
         other.environment["PYTHONPATH"] = str(tmp_path)
         cluster.join(other)
-        other.block()
+        block(other)
         yield cluster
 
 

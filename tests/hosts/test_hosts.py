@@ -7,6 +7,7 @@ end hosts.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import shutil
 import signal
 import subprocess
@@ -17,11 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hosts import Program, Record, lines_of, long, on_hosts
+from helpers.hosts import (
+    Program,
+    Record,
+    await_end,
+    block,
+    cluster_of,
+    cut_off,
+    lines_of,
+    long,
+    on_hosts,
+    others,
+    plug,
+    python,
+    remove,
+    unblock,
+    unplug,
+)
 from helpers.training_kit import lengthen
 from helpers.waiting import alive, wait_until
 
-from rayvec.bench.hosts import Cluster, Host, cluster_of
+from rayvec.bench.hosts import Cluster, Host, Network
 from rayvec.training.loggers import read_metrics
 
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -102,13 +119,13 @@ except (IndexError, ray.exceptions.RayError):  # Ray does not list the host, or 
 def unplugged(cluster: Cluster, host: Host) -> Iterator[float]:
     """Pulls the cable of a host; yields when. Replaces the host if Ray gives it up before it is plugged in again."""
     began_s = time.monotonic()
-    host.unplug()
+    unplug(host)
     try:
         yield began_s
     finally:
-        host.plug()
-        if not cluster.head.python(IS_ALIVE, host.address):
-            cluster.remove(host)
+        plug(host)
+        if not python(cluster.head, IS_ALIVE, host.address):
+            remove(cluster, host)
             cluster.join(cluster.network.add())
 
 
@@ -116,11 +133,11 @@ def unplugged(cluster: Cluster, host: Host) -> Iterator[float]:
 def blocked(host: Host) -> Iterator[float]:
     """Drops what other hosts send to the ports of a host's streams; yields since when."""
     began_s = time.monotonic()
-    host.block()
+    block(host)
     try:
         yield began_s
     finally:
-        host.unblock()
+        unblock(host)
 
 
 def until_moved(program: Program, lost: Host) -> Any:
@@ -133,7 +150,7 @@ def until_moved(program: Program, lost: Host) -> Any:
 
 def test_hosts_compute_what_one_process_does(cluster: Cluster) -> None:
     """Steps, chunks, and steps by Tianshou's adapter; clocks differ by minutes."""
-    ahead_s = [host.python("import time; print(time.time())") - time.time() for host in cluster.others]
+    ahead_s = [python(host, "import time; print(time.time())") - time.time() for host in others(cluster)]
     assert shutil.which("cc") is None or [round(each / 100) for each in ahead_s] == [6, -6]
     with Program(cluster.head, PROGRAMS, "equal") as program:
         line = program.line()
@@ -145,14 +162,14 @@ def test_hosts_compute_what_one_process_does(cluster: Cluster) -> None:
 @long
 def test_learners_train_in_every_place_and_resume_on_fewer_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """The driver is on a host whose clock is ahead, and then on one whose clock is behind."""
-    with Program(cluster.others[0], PROGRAMS, "learn", str(tmp_path)) as program:
+    with Program(others(cluster)[0], PROGRAMS, "learn", str(tmp_path)) as program:
         for learners in ("driver", "dedicated", "decentralized"):
             line = program.line()
             assert line["learners"] == learners and line["steps"] == 384
     run_dir = tmp_path / "decentralized"
     assert max(line["sent_bytes"] for line in read_metrics(run_dir / "metrics.jsonl")) > 0
     lengthen(run_dir, 384, 768)
-    with Program(cluster.others[1], PROGRAMS, "resume", str(run_dir), "2") as program:
+    with Program(others(cluster)[1], PROGRAMS, "resume", str(run_dir), "2") as program:
         assert program.line()["steps"] == 768
 
 
@@ -161,13 +178,13 @@ def test_links_that_fail_under_a_driver_that_steps(cluster: Cluster, record: Rec
 
     TCP sends again what got lost in the first case. In the others the environments move; Ray has noticed nothing.
     """
-    first, second = cluster.others
+    first, second = others(cluster)
     with Program(cluster.head, PROGRAMS, "go_on", "rehost", "3") as program:
         program.until(restarted=[])
-        first.unplug()
+        unplug(first)
         time.sleep(3.0)  # the fault itself: a link that is down for so long
         began_s = time.monotonic()
-        first.plug()
+        plug(first)
         while (line := program.line())["at_s"] < began_s:
             pass
         assert line["restarted"] == []
@@ -184,7 +201,7 @@ def test_links_that_fail_under_a_driver_that_steps(cluster: Cluster, record: Rec
 
 @long
 def test_a_link_that_goes_down_while_chunks_are_collected(cluster: Cluster, record: Record) -> None:
-    lost = cluster.others[0]
+    lost = others(cluster)[0]
     with Program(cluster.head, PROGRAMS, "collect", "3") as program:
         program.until(restarts=0, errors=[])
         with unplugged(cluster, lost) as began_s:
@@ -195,7 +212,7 @@ def test_a_link_that_goes_down_while_chunks_are_collected(cluster: Cluster, reco
 
 @long
 def test_a_firewall_is_an_error_that_names_address_and_port(cluster: Cluster, record: Record) -> None:
-    host = cluster.others[0]
+    host = others(cluster)[0]
     with blocked(host), Program(cluster.head, PROGRAMS, "start") as program:
         line = program.line()
         assert f"{host.address}:" in line["error"] and "firewall" in line["error"]
@@ -249,25 +266,25 @@ def test_strangers_on_the_port_of_a_stream_change_nothing(cluster: Cluster, reco
     with Program(cluster.head, PROGRAMS, "go_on", "raise", "3") as program:
         line = program.line()
         (address, port), pid = line["streams"][0], str(line["pids"][0])
-        node = next(host for host in cluster.others if host.address == address)
-        other = next(host for host in cluster.others if host.address != address)
-        first, (cpu_s, memory, threads) = program.until(restarted=[]), node.python(USED, pid)
+        node = next(host for host in others(cluster) if host.address == address)
+        other = next(host for host in others(cluster) if host.address != address)
+        first, (cpu_s, memory, threads) = program.until(restarted=[]), python(node, USED, pid)
         last = program.until(restarted=[])
         while last["at_s"] - first["at_s"] < 3.0:
             last = program.until(restarted=[])
         record("no strangers: steps/s", (last["step"] - first["step"]) / (last["at_s"] - first["at_s"]))
-        record("no strangers: CPU seconds of the node's process", node.python(USED, pid)[0] - cpu_s)
+        record("no strangers: CPU seconds of the node's process", python(node, USED, pid)[0] - cpu_s)
         for kind, argument in KINDS:
-            before_s, before, _ = node.python(USED, pid)
+            before_s, before, _ = python(node, USED, pid)
             began_s = time.monotonic()
-            found = other.python(STRANGERS, kind, address, str(port), argument)
+            found = python(other, STRANGERS, kind, address, str(port), argument)
             seconds = time.monotonic() - began_s
             assert set(found["answers"]) <= {0, 32, 64}
             while last["at_s"] < began_s:
                 first = last = program.until(restarted=[])
             while last["at_s"] < began_s + seconds:
                 last = program.until(restarted=[])
-            after_s, after, after_threads = node.python(USED, pid)
+            after_s, after, after_threads = python(node, USED, pid)
             assert after - memory < 64 << 20 and after_threads <= threads + 20
             name = f"strangers, {kind} {argument}"
             steps, elapsed_s = last["step"] - first["step"], last["at_s"] - first["at_s"]
@@ -281,7 +298,7 @@ def test_strangers_on_the_port_of_a_stream_change_nothing(cluster: Cluster, reco
 def test_hosts_end_with_the_process_that_made_them() -> None:
     """Also if it is killed."""
     code = "from rayvec.bench.hosts import Network; import time; n = Network(2)"
-    code += "; print(*[each.pid for each in n.hosts], flush=True); time.sleep(600)"
+    code += "; print(*[each.space.pid for each in n.hosts], flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
@@ -292,10 +309,35 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
         wait_until(lambda: not any(map(alive, pids)))
 
 
+def test_hosts_end_although_a_child_holds_their_pipes() -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    with Network(2) as network:
+        pids = [int(host.space.pid) for host in network.hosts]
+        child.start()
+    try:
+        assert not any(map(alive, pids))
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_an_interrupt_while_a_host_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    def interrupt(host: Host) -> None:
+        pids.append(int(host.space.pid))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Host, "_connect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Network(1)
+    assert not any(map(alive, pids))
+
+
 @long
 def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, record: Record) -> None:
     """With ``num_nodes=(1, 3)``, while chunks are collected and while decentralized ranks train, both at once."""
-    lost = cluster.others[1]
+    lost = others(cluster)[1]
     ranks = lambda count: f"on Ray (nodes: {count}): {count} rank(s)"  # noqa: E731
     with (
         Program(cluster.head, PROGRAMS, "collect", "1:3") as central,
@@ -305,7 +347,7 @@ def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, reco
         decentralized.wait_until(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > 5)
         assert len(central.until(restarts=0)["hosts"]) == 3
         began_s = time.monotonic()
-        cluster.cut_off(lost)
+        cut_off(cluster, lost)
         line = until_moved(central, lost)
         assert line["errors"] == []
         record("elastic, host lost: central collecting resumes", line["at_s"] - began_s)
@@ -322,7 +364,7 @@ def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, reco
         record("elastic, host joined: ranks are on it", time.monotonic() - began_s)
         before = lines_of(tmp_path / "run" / "metrics.jsonl")
         decentralized.wait_until(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > before)
-    cluster.await_end(lost)
+    await_end(cluster, lost)
     steps = [line["steps"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert steps == sorted(set(steps))
 
@@ -332,14 +374,14 @@ def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
     cluster: Cluster, tmp_path: Path, record: Record
 ) -> None:
     """The run continues from its last checkpoint with the ranks that have room on the hosts that are left."""
-    metrics, lost = tmp_path / "run" / "metrics.jsonl", cluster.others[0]
+    metrics, lost = tmp_path / "run" / "metrics.jsonl", others(cluster)[0]
     with Program(cluster.head, PROGRAMS, "train", str(metrics.parent), "3") as program:
         program.wait_until(lambda: lines_of(metrics) > 20)
         began_s = time.monotonic()
-        lost.unplug()
+        unplug(lost)
         program.wait_until(lambda: "restarting all ranks" in program.log)
         record("link down in a decentralized training: noticed", time.monotonic() - began_s)
         before = lines_of(metrics)
         program.wait_until(lambda: lines_of(metrics) > before)
         record("link down in a decentralized training: training resumes", time.monotonic() - began_s)
-    cluster.cut_off(lost)
+    cut_off(cluster, lost)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.hosts import Program, Record, lines_of, long, on_hosts, until_error
+from helpers.hosts import Program, Record, cluster_of, cut_off, lines_of, long, on_hosts, others, python, until_error
 from helpers.waiting import wait_until
 
-from rayvec.bench.hosts import Cluster, cluster_of
+from rayvec.bench.hosts import Cluster
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 pytestmark = on_hosts
@@ -34,20 +34,20 @@ print(json.dumps(sum(command.startswith("ray::NodeActor") for command in command
 def test_a_host_that_is_gone_is_an_error_for_others_and_the_end_of_its_own_driver_s_actors(
     cluster: Cluster, record: Record
 ) -> None:
-    lost = cluster.others[1]
+    lost = others(cluster)[1]
     left = [host for host in cluster.network.hosts if host is not lost]
     with (
         Program(cluster.head, PROGRAMS, "go_on", "raise", "3") as uses,
         Program(lost, PROGRAMS, "go_on", "raise", "3") as drives,
     ):
         uses.until(restarted=[]), drives.until(restarted=[])
-        assert all(host.python(ACTORS) for host in left)
+        assert all(python(host, ACTORS) for host in left)
         began_s = time.monotonic()
-        cluster.cut_off(lost)
+        cut_off(cluster, lost)
         line = until_error(uses)
         assert lost.address in line["error"] and "Remedy:" in line["error"]
         record("host gone: NodeLostError", line["at_s"] - began_s)
-        wait_until(lambda: not any(host.python(ACTORS) for host in left))
+        wait_until(lambda: not any(python(host, ACTORS) for host in left))
         record("the driver's host gone: its actors on other hosts have ended", time.monotonic() - began_s)
 
 
@@ -58,13 +58,13 @@ def test_a_head_that_is_gone_is_a_clear_error(record: Record, tmp_path: Path) ->
     for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "2")):
         with cluster_of(int(arguments[-1]), cpus=4, quick=False) as cluster:
             head = cluster.head
-            with Program(cluster.others[0], PROGRAMS, *arguments) as program:
+            with Program(others(cluster)[0], PROGRAMS, *arguments) as program:
                 if arguments[0] == "go_on":
                     program.until(restarted=[])
                 else:
                     program.wait_until(lambda: lines_of(metrics) > 5)
                 began_s = time.monotonic()
-                cluster.cut_off(head)
+                cut_off(cluster, head)
                 line = until_error(program)
                 record(f"head gone, {arguments[0]}: error", line["at_s"] - began_s)
                 assert program.process.wait(60) == 1

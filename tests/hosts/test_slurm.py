@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.hosts import long, on_hosts
 
-from rayvec.bench.hosts import DEADLINE_S, Network, kill_group
+from rayvec.bench.hosts import DEADLINE_S, Network, kill_group, without_ray
 from rayvec.training.loggers import read_metrics
 
 pytestmark = on_hosts
@@ -39,8 +39,7 @@ class Job:
 
     def __init__(self, directory: Path, stub_tmp: Path, *arguments: str) -> None:
         self.network = Network(2)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment |= {
+        environment = without_ray() | {
             "PATH": f"{directory}:{ROOT / '.venv' / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "2",

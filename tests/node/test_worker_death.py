@@ -394,8 +394,8 @@ class InterruptsItsClose(CountingEnv):
 
 def open_files() -> Counter[str]:
     """Returns how many files of each kind this process has open."""
-    clients = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return Counter(client.split(":")[0] for client in clients)
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return Counter(link.split(":")[0] for link in links)
 
 
 def test_ctrl_c_while_it_closes_leaves_nothing() -> None:

@@ -99,13 +99,16 @@ def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference
 
 
 def test_slow_environments_go_on_where_they_ended_a_chunk_early() -> None:
-    """Three chunks of 60 steps of all environments, of which the last one's are much slower."""
-    fns = [*makers()[:1] * 3, lambda: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), 0.05)]
+    """Three chunks of 27 steps each of three environments, in which a slow one takes 1.08 steps."""
+    sleeps_s = [0.02] * 3 + [0.5]
+    fns = [lambda s=s: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), s) for s in sleeps_s]
     with RayVecEnv(fns, num_nodes=0, workers_per_node=NUM_ENVS) as env:
         collector = Collector(env, lean, seed=SEED)
-        cut = EnoughSteps(60, lambda taken: False)
+        cut = EnoughSteps(81, lambda taken: False)
         chunks = [collector.collect(n_step=400, cut=cut).chunks[0] for _ in range(3)]
-    assert all(chunk.valid.sum() >= 60 and chunk.valid[0].all() for chunk in chunks)
+    assert all(chunk.valid.sum() >= 81 and chunk.valid[0].all() for chunk in chunks)
+    slow = [chunk.valid[:, -1].sum() for chunk in chunks[1:]]  # its speed is known from the first chunk
+    assert slow == [1, 1], "a second step would end long after the others have theirs"
     assert all((np.diff(chunk.valid.astype(int), axis=0) <= 0).all() for chunk in chunks)
     for n in range(NUM_ENVS):
         rew, done = (
