@@ -80,7 +80,7 @@ if "Sleeping-v0" not in gymnasium.registry:  # as a script, this module is impor
 def run(
     config_class: type[rayvec.TrainConfig], *, factor: float, median_s: float, iterations: int, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Returns the metrics of each iteration of a run whose first process is `factor` times slower, but for two."""
+    """Returns the metrics of a run whose first process is `factor` times slower, without the first two iterations."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {_SLOW_PLACE: f"{directory}/slow", _SLOW_FACTOR: str(factor), _MEDIAN_S: str(median_s)}
         common: dict[str, Any] = {"env_id": "stragglers:Sleeping-v0", "eval_episodes": 0, "num_nodes": 0}

@@ -170,8 +170,8 @@ def assert_refused(
 def record(record_property: Callable[[str, Any], None]) -> Callable[[str, float], None]:
     """Keeps a figure, by default in seconds, in the test report and among what is printed (``-rP``)."""
 
-    def keep(what: str, seconds: float) -> None:
-        record_property(what, round(seconds, 1))
-        print(f"{what}: {seconds:.1f}")
+    def keep(what: str, value: float) -> None:
+        record_property(what, round(value, 1))
+        print(f"{what}: {value:.1f}")
 
     return keep

@@ -29,7 +29,8 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_dir.token"
 
 export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=120
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 # notices in 30 s that a node is gone
-export RAY_gcs_rpc_server_reconnect_timeout_s="${RECONNECT_S:-20}"        # nodes end 20 s after the first one
+# The other nodes exit when the first one has not answered for RECONNECT_S seconds, by default 20.
+export RAY_gcs_rpc_server_reconnect_timeout_s="${RECONNECT_S:-20}"
 ulimit -n "$(ulimit -Hn)"
 
 ranks=(--learners decentralized --num-learners "$SLURM_JOB_NUM_NODES")

@@ -320,7 +320,7 @@ def jitter_sigma(text: str | None) -> float:
 
 
 def check_any(settings: Any, *names: str) -> None:
-    """Refuses empty lists; None is none.
+    """Refuses empty lists. A setting that is None passes.
 
     Raises:
         ConfigError: One of the named settings is empty.

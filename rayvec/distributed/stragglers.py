@@ -88,9 +88,9 @@ class Stragglers:
     Once `sync_fraction` of the ranks have their steps, a rank that has `min_share` of its own stops (Wijmans et al.,
     "DD-PPO", ICLR 2020, arXiv:1911.00357, section 3). The update stays exact: it weighs each step of all ranks alike.
 
-    With `variable_lengths`, a rank's environments need not take equally many steps: it stops once they have its steps
-    together, and a slow one has taken fewer (Wijmans et al., "VER", 2022, arXiv:2210.05064). A worker for whose next
-    step the others would wait stops before it.
+    With `variable_lengths`, the environments of a rank may take different numbers of steps. The rank stops once the sum
+    of their steps is reached (Wijmans et al., "VER", 2022, arXiv:2210.05064). A worker ends its chunk early if the
+    other workers would have to wait for its next step.
 
     Args:
         arrivals: Who has arrived.

@@ -138,7 +138,7 @@ def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.E
 
 
 def _check_window() -> None:
-    """Refuses a window of pygame that SDL has made without a screen, since it could not open the one it was given."""
+    """Refuses a pygame window that nobody can see: SDL falls back to such a driver if the screen does not answer."""
     pygame = sys.modules.get("pygame")
     if pygame is None or not pygame.display.get_init() or "SDL_VIDEODRIVER" in os.environ:
         return
@@ -150,7 +150,7 @@ def _check_window() -> None:
 def _screen_error(got: str) -> ConfigError:
     return ConfigError(
         "--render human opens a window.",
-        expected="a screen (DISPLAY or WAYLAND_DISPLAY names it)",
+        expected="a screen that DISPLAY or WAYLAND_DISPLAY names, or a driver that SDL_VIDEODRIVER names",
         got=got,
         remedy="Record a video in place of it: --video out.mp4",
     )

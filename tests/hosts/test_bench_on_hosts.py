@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import partial
 from itertools import product
@@ -32,12 +33,9 @@ def is_measured(place: str, way: str, path: Path) -> bool:
 def directories(command: Command) -> set[Path]:
     """Returns where the clusters of a command keep their files."""
     name, found = f"{CLUSTER_MARK}=".encode(), set()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = entry.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if command.is_own(variables):
+    for pid in command.pids():
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             found |= {Path(each.removeprefix(name).decode()) for each in variables if each.startswith(name)}
     return found
 

@@ -1,4 +1,4 @@
-"""A host that is gone, first one of three, then the head; Ray notices after 24 s."""
+"""A host that is gone, with health checks of 24 s, and a head that is gone, with Ray's own settings."""
 
 from __future__ import annotations
 
