@@ -98,9 +98,10 @@ def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference
     assert len(lens) == sum(int(batch.chunks[0].done.sum()) for batch in batches)
 
 
+@pytest.mark.slow
 def test_slow_environments_go_on_where_they_ended_a_chunk_early() -> None:
-    """Three chunks of 27 steps each of three environments, in which a slow one takes 1.08 steps."""
-    sleeps_s = [0.02] * 3 + [0.5]
+    """Three chunks of 27 steps each of three environments, which take less time than one step of a slow one."""
+    sleeps_s = [0.0] * 3 + [4.0]
     fns = [lambda s=s: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), s) for s in sleeps_s]
     with RayVecEnv(fns, num_nodes=0, workers_per_node=NUM_ENVS) as env:
         collector = Collector(env, lean, seed=SEED)
