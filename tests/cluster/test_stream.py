@@ -192,7 +192,7 @@ def test_many_strangers_make_room_for_each_other_and_for_who_holds_the_key(
     wait_until(lambda: threading.active_count() <= before + stream._MOST_STRANGERS)
     for sock in silent:
         sock.close()
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() <= before)
 
 
 @pytest.mark.usefixtures("short_handshake")
@@ -325,7 +325,7 @@ def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         connect("127.0.0.1", listener.port, KEY, timeout_s=2.0)
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_a_connection_that_is_served_outlives_the_listener(listener: Listener) -> None:

@@ -62,7 +62,7 @@ def test_a_reward_that_is_not_finite_ends_a_run_with_a_good_checkpoint(tmp_path:
 @pytest.mark.slow
 def test_it_learns_pendulum(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a", learning_starts=600, batch_size=128, hidden_sizes=(64, 64), eval_episodes=10)
-    result = rayvec.train(SACConfig(**{**vars(config), "total_steps": 4_000}))
+    result = rayvec.train(replace(config, total_steps=4_000))
     assert result.eval_return_mean > -500  # random actions: about -1200
 
 
