@@ -92,11 +92,9 @@ class ProcessHost:
                 if self._server is None:
                     self._server = ForkServer.branch(_PRELOAD)
                 pid, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
-        except BaseException as error:
+        except (EOFError, NotReady, OSError) as error:
             ours.close()
-            if isinstance(error, (EOFError, NotReady, OSError)):
-                raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
-            raise
+            raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
         return RunningRank(placement, _Process(MessagePipe(ours, watch), watch), pid)
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:

@@ -138,7 +138,7 @@ def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.E
 
 
 def _check_window() -> None:
-    """Refuses a pygame window that nobody can see: SDL falls back to such a driver if the screen does not answer."""
+    """Refuses a pygame window that cannot be seen: SDL falls back to such a driver if the screen does not answer."""
     pygame = sys.modules.get("pygame")
     if pygame is None or not pygame.display.get_init() or "SDL_VIDEODRIVER" in os.environ:
         return
