@@ -58,7 +58,12 @@ def test_every_public_name_is_there_and_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["import rayvec.training.loop", "from rayvec.training.loop import resume", "import rayvec.cli"]
+    "first",
+    [
+        pytest.param("import rayvec.training.loop", marks=pytest.mark.slow),
+        "from rayvec.training.loop import resume",
+        pytest.param("import rayvec.cli", marks=pytest.mark.slow),
+    ],
 )
 def test_train_can_be_called_whatever_was_imported_before(first: str) -> None:
     statement = f"{first}\nimport rayvec\nassert callable(rayvec.train), rayvec.train"

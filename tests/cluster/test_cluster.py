@@ -253,6 +253,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_users_script(run: MakeDriver) -> None:
     """What stands in the main module reaches the workers; nothing is printed or left that should not be."""
     driver = run(SCRIPT)

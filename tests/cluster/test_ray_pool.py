@@ -60,7 +60,7 @@ def make_pool(ray_cluster: object) -> Iterator[MakePool]:
 
 
 @pytest.mark.parametrize("mode", list(Autoreset))
-@pytest.mark.parametrize("kind", ["nested", "custom"])
+@pytest.mark.parametrize("kind", [pytest.param("nested", marks=pytest.mark.slow), "custom"])
 def test_equals_the_serial_pool(make_pool: MakePool, kind: str, mode: Autoreset) -> None:
     space = ALL_SPACES[kind]
     fns = env_fns(5, space, space)

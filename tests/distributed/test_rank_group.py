@@ -189,17 +189,13 @@ def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) ->
     assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "where", "then"),
     [
         (1, "tell", lambda group: group.ask_all("tell")[0]),
-        pytest.param(2, "state_dict", lambda group: group.run("tell")[0], marks=pytest.mark.slow),
-        pytest.param(
-            1,
-            "load_state_dict",
-            lambda group: group.load_state_dict(group.state_dict()) or group.ask("tell"),
-            marks=pytest.mark.slow,
-        ),
+        (2, "state_dict", lambda group: group.run("tell")[0]),
+        (1, "load_state_dict", lambda group: group.load_state_dict(group.state_dict()) or group.ask("tell")),
     ],
     ids=["ask", "after a run", "load"],
 )
@@ -235,6 +231,7 @@ def test_no_other_process_can_read_or_write_what_ranks_exchange(two_nodes: RankG
     assert two_nodes.run("kind_of_ranks")[0][2] == 2
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_group._MOST_LOSSES", 1)
     group = make_group(1)

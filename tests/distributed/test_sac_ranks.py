@@ -85,6 +85,7 @@ def test_one_rank_takes_and_gives_the_state_of_a_learner(
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_with_a_rank_every_replay_is_lost_and_refills(
     make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,14 +15,16 @@ from helpers.pretend_device import pretended
 _SLOW = ("images", "dict", "discrete-True", "rmsprop", "numbers-discrete", "numbers-multibinary", "tuple-box")
 
 
-def param(case: Case) -> Any:
+def param(case: Case, slow: tuple[str, ...] = _SLOW) -> Any:
     """Marks what another case nearly covers as slow."""
-    is_slow = any(each in str(case) for each in _SLOW) and "gru" not in str(case)
+    is_slow = any(each in str(case) for each in slow) and "gru" not in str(case)
     return pytest.param(case, marks=pytest.mark.slow if is_slow else (), id=str(case))
 
 
 EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
-COMPILED = pytest.mark.parametrize("case", [param(each) for each in CASES if each.can_compile])
+COMPILED = pytest.mark.parametrize(
+    "case", [param(each, (*_SLOW, "multidiscrete", "tuple")) for each in CASES if each.can_compile]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,13 @@ def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any], gaps
 
 @pytest.mark.parametrize(
     "action_space",
-    [DISCRETE, BOX, UNEQUAL, spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(3)],
+    [
+        DISCRETE,
+        BOX,
+        UNEQUAL,
+        pytest.param(spaces.MultiDiscrete([2, 2]), marks=pytest.mark.slow),
+        pytest.param(spaces.MultiBinary(3), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_every_space_is_one_graph(

@@ -119,7 +119,7 @@ def test_in_another_thread_nothing_changes() -> None:
 @pytest.mark.parametrize("num_nodes", [0, SLOW_RAY])
 def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, num_nodes: int) -> None:
     run_dir = tmp_path / "a"
-    arguments = ["train", "ppo", f"--num-nodes={num_nodes}", "--total-steps", "10_000_000", "--run-dir", str(run_dir)]
+    arguments = ["train", "ppo", f"--num-nodes={num_nodes}", "--total-steps", "1_000_000", "--run-dir", str(run_dir)]
     with running(arguments, tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 3)

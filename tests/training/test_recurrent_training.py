@@ -26,10 +26,8 @@ CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
 ALGORITHMS = pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=["ppo", "impala"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"), [CONFIGS[0], pytest.param(*CONFIGS[1], marks=pytest.mark.slow)], ids=["ppo", "impala"]
-)
 @pytest.mark.slow
+@ALGORITHMS
 def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
     alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
     ranked = {name: value for name, value in settings.items() if name != "prefetch"}
@@ -64,7 +62,9 @@ def test_ranks_that_are_stopped_and_lengths_that_vary(tmp_path: Path, kind: Any,
     assert result.total_steps >= 512
 
 
-@ALGORITHMS
+@pytest.mark.parametrize(
+    ("kind", "settings"), [CONFIGS[0], pytest.param(*CONFIGS[1], marks=pytest.mark.slow)], ids=["ppo", "impala"]
+)
 @pytest.mark.parametrize("inference", ["worker", pytest.param("driver", marks=pytest.mark.slow)])
 def test_a_resumed_run_repeats_itself(tmp_path: Path, kind: Any, settings: dict[str, Any], inference: str) -> None:
     """Environments begin new episodes there, with no memory; the same twice."""

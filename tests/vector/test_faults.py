@@ -135,7 +135,7 @@ ONE_NODE_IS_SLOW = [pytest.param(1, marks=pytest.mark.slow, id="shm"), pytest.pa
 @pytest.mark.parametrize(
     ("fault", "slice_of", "nodes"),
     [
-        pytest.param(RAISE, 1, 1, id="raise-shm"),
+        pytest.param(RAISE, 1, 1, marks=pytest.mark.slow, id="raise-shm"),
         pytest.param(RAISE, 1, 2, id="raise-shm+tcp"),
         pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
         pytest.param(HANG, 2, 2, id="hang-shm+tcp"),

@@ -169,7 +169,7 @@ class TestCtrlC:
     """What is under way is answered some time, so that later answers could be taken for those of other steps."""
 
     @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
-    @pytest.mark.parametrize("how", ["step", "group", "driver"])
+    @pytest.mark.parametrize("how", ["step", "group", pytest.param("driver", marks=pytest.mark.slow)])
     def test_whoever_waits_for_a_step_loses_the_environments(self, make_vec: MakeVec, nodes: int, how: str) -> None:
         env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
         pids = [pid for node in pids_of(env) for pid in node]
