@@ -62,6 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Sets what differs between tests in the environment to one value: a fork server serves one environment."""
+    os.environ["PYTEST_CURRENT_TEST"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """Does the same where a test begins: pytest has just set it again."""
+    os.environ["PYTEST_CURRENT_TEST"] = ""
+
+
 def pytest_collection_finish() -> None:
     """Excludes what the test modules have imported from garbage collection, which would take 0.3 s each time."""
     gc.collect()
