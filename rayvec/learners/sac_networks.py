@@ -32,7 +32,16 @@ from rayvec.wrappers import MASK_KEY
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["InBF16", "Networks", "SACActor", "default_networks", "initial_nets", "make_math", "make_sac_distribution"]
+__all__ = [
+    "InBF16",
+    "Networks",
+    "ReplayActor",
+    "SACActor",
+    "default_networks",
+    "initial_nets",
+    "make_math",
+    "make_sac_distribution",
+]
 
 
 class Networks(NamedTuple):
@@ -55,7 +64,51 @@ class Networks(NamedTuple):
     is_masked: bool = False
 
 
-class SACActor(nn.Module):
+class ReplayActor(nn.Module):
+    """An actor that reads what a replay keeps of observations.
+
+    Args:
+        encoder: From observations to what the network sees of them, ``float32 [..., *shape]``.
+        distribution: Of actions.
+        is_masked: Whether observations have an action mask, which the encoder leaves out.
+
+    Attributes:
+        net: The network.
+    """
+
+    net: nn.Module
+
+    def __init__(self, encoder: Callable[[Tree], NDArray[np.float32]], distribution: Distribution, is_masked: bool):
+        super().__init__()
+        self.encoder, self.distribution, self.is_masked = encoder, distribution, is_masked
+
+    def rows(self, obs: Tree) -> NDArray[np.float32]:
+        """Returns what a replay keeps, ``[..., *shape]``; with action masks flat, the mask last, ``[..., D + P]``."""
+        numbers = self.encoder(obs)
+        if not self.is_masked:
+            return numbers
+        mask = np.asarray(obs[MASK_KEY]) != 0
+        size = math.prod(numbers.shape[mask.ndim - 1 :])
+        return np.concatenate([numbers.reshape(*mask.shape[:-1], size), mask.astype(np.float32)], -1)
+
+    def encode(self, obs: Tree) -> Tensor:
+        """Returns `rows` on the device of the parameters."""
+        return to_tensor(self.rows(obs)).to(next(self.parameters()))
+
+    def action_parameters(self, rows: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]``, for what `encode` returns."""
+        if not self.is_masked:
+            params: Tensor = self(rows)
+            return params
+        count = self.distribution.num_params
+        return torch.where(rows[:, -count:] > 0, self(rows[:, :-count]), NOT_ALLOWED)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of the parameters and buffers, flat."""
+        return flat_weights(self.net)
+
+
+class SACActor(ReplayActor):
     """An MLP with ReLU whose outputs are the parameters of a distribution; it acts without torch.
 
     Args:
@@ -66,11 +119,13 @@ class SACActor(nn.Module):
         is_masked: Whether observations have an action mask, which the encoder leaves out.
     """
 
+    encoder: Encoder
+    net: nn.Sequential
+
     def __init__(
         self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor, *, is_masked: bool = False
     ) -> None:
-        super().__init__()
-        self.encoder, self.distribution, self.is_masked = encoder, distribution, is_masked
+        super().__init__(encoder, distribution, is_masked)
         modules: list[nn.Module] = []
         for weight, bias in layout.layers(flat[: layout.num_params]):
             layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
@@ -83,28 +138,6 @@ class SACActor(nn.Module):
         """Returns the distribution's parameters ``[B, P]`` for encoded observations ``[B, D]``."""
         params: Tensor = self.net(rows)
         return params
-
-    def rows(self, obs: Tree) -> NDArray[np.float32]:
-        """Returns rows ``[..., D]``; with action masks ``[..., D + P]``, the mask last, as a replay keeps them."""
-        numbers: NDArray[np.float32] = self.encoder(obs)
-        if not self.is_masked:
-            return numbers
-        return np.concatenate([numbers, (np.asarray(obs[MASK_KEY]) != 0).astype(np.float32)], -1)
-
-    def encode(self, obs: Tree) -> Tensor:
-        """Returns `rows` on the device of the parameters."""
-        return to_tensor(self.rows(obs)).to(next(self.parameters()))
-
-    def action_parameters(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``, for what `encode` returns."""
-        if not self.is_masked:
-            return self.forward(rows)
-        count = self.distribution.num_params
-        return torch.where(rows[:, -count:] > 0, self.forward(rows[:, :-count]), NOT_ALLOWED)
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the parameters, flat."""
-        return flat_weights(self.net)
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights, free of torch."""

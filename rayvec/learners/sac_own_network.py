@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,12 @@ from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
 from rayvec.learners.base import FlatModule, flat_parameters
-from rayvec.learners.sac_networks import Networks
-from rayvec.policies.actors import Actor
+from rayvec.learners.sac_networks import Networks, ReplayActor
+from rayvec.policies.actors import Actor, MaskedActor
 from rayvec.policies.distributions import Categorical, Distribution
 from rayvec.policies.encoders import make_encoder
-from rayvec.policies.masks import has_mask
-from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights
+from rayvec.policies.masks import has_mask, seen, without_mask
+from rayvec.policies.networks import ModuleActor, copy_to_cpu
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
 
 if TYPE_CHECKING:
@@ -41,22 +42,18 @@ def own_networks(
     """Returns your own networks: a module with ``actor`` and ``critics``.
 
     They read observations as float32: ``[B, *obs_shape]`` where the space is a Box, else rows ``[B, D]`` of numbers
-    (choices one-hot, parts side by side). ``actor(obs)`` returns the parameters of the distribution, ``[B, P]``. For a
-    Box of actions, each of the ``critics`` returns values ``critic(obs, act)``, ``[B]`` or ``[B, 1]``, for actions
-    ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices, ``critic(obs)``, ``[B, C]``.
+    (choices one-hot, parts side by side). They do not see an action mask. ``actor(obs)`` returns the parameters of the
+    distribution, ``[B, P]``. For a Box of actions, each of the ``critics`` returns values ``critic(obs, act)``, ``[B]``
+    or ``[B, 1]``, for actions ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices,
+    ``critic(obs)``, ``[B, C]``.
 
     Raises:
         ConfigError: They are something else, or can't be trained or pickled.
     """
     assert config.network is not None
-    if config.action_masks and has_mask(observation_space, action_space):
-        raise ConfigError(
-            "SAC applies action masks with its default networks only.",
-            expected="action_masks=False, or no network",
-            got=f"network={config.network!r}, and observations with an action mask",
-            remedy="Leave network out. With action_masks=False your network reads a mask in the observation.",
-        )
-    module = build_network(resolve("network", config.network), observation_space, action_space, config)
+    is_masked = config.action_masks and has_mask(observation_space, action_space)
+    space = without_mask(observation_space) if is_masked else observation_space
+    module = build_network(resolve("network", config.network), space, action_space, config)
     actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
     if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
         raise ConfigError(
@@ -65,7 +62,7 @@ def own_networks(
             got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
             remedy="Assign both in the module that network returns.",
         )
-    read = Reader(observation_space)
+    read = Reader(observation_space, is_masked)
     obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
     is_discrete = isinstance(distribution, Categorical)
     num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
@@ -76,15 +73,17 @@ def own_networks(
     for critic in critics:
         name = "one value for each action" if is_discrete else "one value"
         check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
-    layouts = _ModuleLayout(critics), _ModuleLayout([actor])
+    shape = tuple(obs.shape[1:])
+    layouts = _ModuleLayout(critics, shape), _ModuleLayout([actor], shape)
     of_critics = itertools.chain(*(critic.parameters() for critic in critics))
     initial = flat_parameters(of_critics), flat_parameters(actor.parameters())
     module.to(device)  # with the buffers
     return Networks(
         *layouts,
         initial,
-        lambda flat: OwnSACActor(read, distribution, actor, flat),
-        tuple(obs.shape[1:]),
+        lambda flat: OwnSACActor(read, distribution, actor, flat, shape),
+        (math.prod(shape) + distribution.num_params,) if is_masked else shape,
+        is_masked,
     )
 
 
@@ -93,23 +92,34 @@ class Reader:
 
     Args:
         space: Of observations.
+        is_masked: Whether they have an action mask, which is left out.
 
     Attributes:
-        encoder: Turns observations into rows of numbers; None where the space is a Box, which is read as it is.
+        is_masked: As above.
+        encoder: Turns observations into rows of numbers; None where a Box is seen, which is read as it is.
     """
 
-    def __init__(self, space: spaces.Space[Any]) -> None:
-        self.encoder = None if isinstance(space, spaces.Box) else make_encoder(space)
+    def __init__(self, space: spaces.Space[Any], is_masked: bool) -> None:
+        self.is_masked = is_masked
+        sees_box = isinstance(without_mask(space) if is_masked else space, spaces.Box)
+        self.encoder = None if sees_box else make_encoder(space, masked=is_masked)
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
-        return np.asarray(obs, np.float32) if self.encoder is None else self.encoder(obs)
+        if self.encoder is not None:
+            return self.encoder(obs)
+        return np.asarray(seen(obs) if self.is_masked else obs, np.float32)
 
 
 class _ModuleLayout:
-    """Modules whose parameters lie one after another in a flat vector."""
+    """Modules whose parameters lie one after another in a flat vector.
 
-    def __init__(self, nets: Sequence[nn.Module]) -> None:
-        self._nets = [FlatModule(net) for net in nets]
+    Args:
+        nets: The modules.
+        shape: Of what they see of one observation.
+    """
+
+    def __init__(self, nets: Sequence[nn.Module], shape: tuple[int, ...]) -> None:
+        self._nets, self._shape = [FlatModule(net) for net in nets], shape
 
     @property
     def num_params(self) -> int:
@@ -119,43 +129,42 @@ class _ModuleLayout:
     def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
         """See :class:`NetLayout`."""
         parts = torch.split(flat, [net.num_params for net in self._nets])
-        results = [net(part, *inputs) for net, part in zip(self._nets, parts, strict=True)]
+        obs, *rest = inputs
+        obs = obs.reshape(-1, *self._shape)
+        results = [net(part, obs, *rest) for net, part in zip(self._nets, parts, strict=True)]
         return torch.stack([result if result.ndim == 2 else result.unsqueeze(-1) for result in results])
 
 
-class OwnSACActor(nn.Module):
+class OwnSACActor(ReplayActor):
     """Your own actor.
 
     Args:
-        reader: From observations to what the actor reads.
+        reader: From observations to what the actor sees.
         distribution: Of actions.
         net: The actor; its parameters become views of the flat vector.
         flat: That vector, and whatever follows the parameters in it.
+        shape: Of what the actor sees of one observation.
     """
 
-    def __init__(self, reader: Reader, distribution: Distribution, net: nn.Module, flat: Tensor) -> None:
-        super().__init__()
-        self.encoder = self.reader = reader
-        self.distribution, self.net = distribution, net.to(flat.device, flat.dtype)
+    encoder: Reader
+
+    def __init__(
+        self, reader: Reader, distribution: Distribution, net: nn.Module, flat: Tensor, shape: tuple[int, ...]
+    ) -> None:
+        super().__init__(reader, distribution, reader.is_masked)
+        self.net, self._shape = net.to(flat.device, flat.dtype), shape
         vector_to_parameters(flat, net.parameters())
         net.requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``."""
-        params: Tensor = self.net(rows)
+        """Returns the distribution's parameters ``[B, P]`` for what the actor sees."""
+        params: Tensor = self.net(rows.reshape(-1, *self._shape))
         return params
-
-    def rows(self, obs: Tree) -> NDArray[np.float32]:
-        """Returns what the actor reads, ``[..., *shape]``."""
-        return self.reader(obs)
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the parameters and buffers, flat."""
-        return flat_weights(self.net)
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights. It acts through torch."""
-        return _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
+        actor = _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
+        return MaskedActor(actor) if self.is_masked else actor
 
 
 class _ReadingActor(ModuleActor):

@@ -51,10 +51,12 @@ class GreedyModule(nn.Module):
             net = module.module
         self._space = observation_space
         self._sees_all = isinstance(net, OwnActorCritic)
-        self._sees_box = isinstance(net, OwnSACActor) and net.reader.encoder is None
-        encoder = (
-            net.reader.encoder or Encoder((), 0) if isinstance(net, OwnSACActor) else getattr(net, "encoder", None)
-        )
+        encoder = getattr(net, "encoder", None)
+        self._box: int | None = None
+        if isinstance(net, OwnSACActor):
+            encoder = net.encoder.encoder
+            if encoder is None:
+                encoder, self._box = Encoder((), 0), next(i for i, path in enumerate(paths) if path != (MASK_KEY,))
         has_memory = isinstance(net, RecurrentActorCritic)
         is_known = isinstance(encoder, Encoder) and isinstance(distribution, Categorical | Gaussian | TanhGaussian)
         if has_memory or not is_known:
@@ -88,8 +90,8 @@ class GreedyModule(nn.Module):
         if self._sees_all:
             params = self.module.action_parameters(self.module.read(_assembled(iter(obs), self._space)))
             return params
-        if self._sees_box:
-            params = self.module(obs[0].float())
+        if self._box is not None:
+            params = self.module(obs[self._box].float())
             return params
         rows = [_encoded(obs[index], space, scale) for index, space, scale in self._numbers]
         images = [obs[index] for index in self._images]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.own_parts import actor_and_critics
 from helpers.sac_kit import DISCRETE, OBS, STATS, N, make_chunk, make_config
 from helpers.thread_ranks import ThreadRanks, on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayvec.config.references import refer
-from rayvec.data import Batch, Chunk
-from rayvec.errors import ConfigError
+from rayvec.data import Batch, Chunk, tree_leaves
 from rayvec.learners.sac import SACLearner
 from rayvec.learners.sac_math import Minibatch, forward
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
+from rayvec.training.export import GreedyModule
 
 C = 3
 SPACE = spaces.Dict(numbers=OBS, action_mask=spaces.MultiBinary(C))
@@ -164,8 +164,49 @@ def test_acting_and_random_starts_choose_what_is_allowed() -> None:
         assert chosen == {1, 2, 3}
 
 
-def test_a_network_of_ones_own_has_no_masks() -> None:
-    network = refer(actor_and_critics)
-    with pytest.raises(ConfigError, match="default networks only"):
-        make_learner(network=network)
-    assert make_learner(action_masks=False)._math.num_masked == 0
+@pytest.mark.parametrize("key", ["numbers", "observation"])
+def test_your_own_networks_learn_what_the_default_ones_do(key: str) -> None:
+    """They see rows of numbers, or the Box under "observation" as it is."""
+    space = spaces.Dict({key: OBS, "action_mask": spaces.MultiBinary(C)})
+    default = make_learner()
+    shape = None if key == "numbers" else OBS.shape
+    network = refer(partial(copies_of, default, shape))
+    own = SACLearner(space, DISCRETE, make_config(network=network), dtype=torch.float64)
+    np.testing.assert_array_equal(own.weights(), default.weights())
+    for seed in range(3):
+        batch = make_batch(seed)
+        (chunk,) = batch.chunks
+        names = {name: renamed(getattr(chunk, name), key) for name in ("obs", "last_obs", "final_obs")}
+        metrics = own.update(Batch((replace(chunk, **names),), STATS))
+        assert metrics == pytest.approx(default.update(batch), rel=1e-9)
+    np.testing.assert_allclose(own.weights(), default.weights(), atol=1e-12)
+    obs = {name: part[0] for name, part in masked_chunk(1).obs.items()}
+    wanted = default.module.make_actor()(obs)
+    np.testing.assert_allclose(own.module.make_actor()(renamed(obs, key)), wanted, atol=1e-4)
+    actions = GreedyModule(own.module.float(), space)(*map(torch.as_tensor, tree_leaves(renamed(obs, key))))
+    np.testing.assert_array_equal(actions, wanted.argmax(-1) + DISCRETE.start)
+
+
+def renamed(obs: Any, key: str) -> dict[str, Any]:
+    return {"action_mask": obs["action_mask"], key: obs["numbers"]}
+
+
+def copies_of(default: SACLearner, shape: Any, observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    """Returns networks like the default ones of a learner, with its weights, that check the shape of what they see."""
+    assert shape is None or observation_space.shape == shape
+
+    def mlp(layers: Any, which: int) -> nn.Sequential:
+        modules: list[nn.Module] = []
+        for weight, bias in layers:
+            layer = nn.Linear(weight.shape[2], weight.shape[1])
+            layer.weight.data.copy_(weight[which])
+            layer.bias.data.copy_(bias[which])
+            modules += [layer, nn.ReLU()]
+        return nn.Sequential(*modules[:-1])
+
+    math: Any = default._math
+    module = nn.Module()
+    module.actor = mlp(math.actor.layers(default._nets.actor.param[:-1]), 0)
+    critics = list(math.critic.layers(default._nets.critic.param))
+    module.critics = nn.ModuleList(mlp(critics, which) for which in range(config.num_critics))
+    return module
