@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.util import Finalize
@@ -46,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="rvt-")
         Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)  # after multiprocessing's own
+
+
+def pytest_keyboard_interrupt() -> None:
+    """Cancels the timer that pytest-timeout was starting for a test: this process would wait for it in the end."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

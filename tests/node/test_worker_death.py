@@ -82,6 +82,7 @@ class TestInTheMidstOfAReply:
             wait_until(lambda: (tmp_path / "stepped").exists(), "the step is done")
             wait_until(lambda: Path(f"/proc/{pid}/wchan").read_text() not in ("", "0"), "the worker waits")
             os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not alive(pid), "the worker is gone")  # the kernel goes on writing for one who reads
             (tmp_path / "stepped").unlink()
             return env
 
