@@ -146,7 +146,7 @@ def show(records: list[Record], task: str, columns: Sequence[tuple[str, int]], s
 
 def main(
     tasks: tuple[Literal["cartpole", "pendulum"], ...] = ("cartpole", "pendulum"),
-    libraries: tuple[str, ...] = tuple(LIBRARIES),
+    libraries: tuple[Literal[tuple(LIBRARIES)], ...] = tuple(LIBRARIES),  # type: ignore[valid-type]
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
     threads: tuple[int, ...] = (0, 1),
     limit_s: float = 240.0,

@@ -156,7 +156,7 @@ class Host:
         self.space.end()
 
 
-class Network:
+class Network(contextlib.AbstractContextManager["Network"]):
     """A switch and hosts.
 
     Args:
@@ -188,9 +188,6 @@ class Network:
         with contextlib.ExitStack() as stack:  # also the others if one raises
             for end in (self._switch.end, *(host.end for host in reversed(self.hosts))):
                 stack.callback(end)
-
-    def __enter__(self) -> Network:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -149,7 +149,7 @@ class _Line:
         return {name: seconds for name, seconds in self.times_s.items() if "/" not in name}
 
 
-class RunLogger:
+class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     """Sends metrics to ``metrics.jsonl``, to TensorBoard, to a tracker if there is one, and to the terminal.
 
     A line is written once `config.log_interval_steps` have passed since the line before, with every checkpoint and
@@ -172,9 +172,6 @@ class RunLogger:
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration)
         self._line = _Line()
         self._greedy: tuple[int, float] | None = None
-
-    def __enter__(self) -> RunLogger:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
