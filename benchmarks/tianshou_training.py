@@ -61,6 +61,7 @@ class Side:
     threads: int
 
     def __post_init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._time("collecting", self.collector, "collect")
         self._time("collecting", self.collector, "reset")
         self._time("updating", self.algorithm, "update")

@@ -73,7 +73,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     found = []
     for members in groups.values():
         config = configs[members[0]]
-        read = [list(read_metrics(path)) if path.exists() else [] for path in (m / "metrics.jsonl" for m in members)]
+        read = [list(read_metrics(run_dir / "metrics.jsonl")) for run_dir in members]
         curves = [training_points(lines)[:2] for lines in read]
         for run_dir, points in zip(members, curves, strict=True):
             if not points.size:

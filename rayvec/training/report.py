@@ -47,7 +47,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     """
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    lines = list(read_metrics(metrics)) if metrics.exists() else []
+    lines = list(read_metrics(metrics))
     if not lines:
         raise ConfigError(
             "A report shows the metrics of a run.",
