@@ -22,23 +22,20 @@ x86 processors promise that another core sees a mark only after what was written
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
+import select
 import time
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
-from rayvec.node.pipe import ProcessWatch
-from rayvec.pools.shared_memory import SharedBlock
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 
-_LINE = 8
-"""Numbers of 8 bytes in a line of the processor's cache: each rank writes to a line of its own."""
+_LINE_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 _SLOT_BYTES = 16 * 1024 * 1024
 _LEFT = 1 << 62
@@ -90,23 +87,38 @@ class SharedMemoryRanks:
         self._others = [other for other in range(size) if other != rank]
         self._num_steps = 0
         self._num_small = 0
-        self._watches: dict[int, ProcessWatch] = {}
-        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
-        fields: dict[str, Any] = {  # pages that no rank writes to take no memory
-            "marks": (np.uint64, (_LINE * size,)),
-            "pids": (np.uint64, (_LINE * size,)),
-            "small": (np.uint8, (2, size, _SMALL_BYTES)),
-            "large": (np.uint8, (size + 1, _SLOT_BYTES)),
-        }
+        self._pidfds: dict[int, int] = {}
+        fd = self._open(path)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
+        self._fd: int | None = fd
+        self._map(fd)
+        self._pids[rank * 8] = os.getpid()
+
+    def _open(self, path: str | None) -> int:
+        if path is None:
+            fd = os.memfd_create("rayvec-ranks", os.MFD_CLOEXEC)
+            os.ftruncate(fd, self._num_bytes)
+            return fd
         try:
-            block = SharedBlock(fields, None if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise _lost("rank 0 to hold the shared memory", f"rank 0 exited ({error.strerror})") from error
-        self.path = f"/proc/{os.getpid()}/fd/{block.fd}" if path is None else path
-        self._block = block
-        self._marks, self._pids = block.arrays["marks"].data, block.arrays["pids"].data
-        self._small, self._large = (torch.from_numpy(block.arrays[name]) for name in ("small", "large"))
-        self._pids[rank * _LINE] = os.getpid()
+
+    @property
+    def _num_bytes(self) -> int:
+        """Size of the block; pages that no rank writes to take no memory."""
+        return 2 * self.size * _LINE_BYTES + 2 * self.size * _SMALL_BYTES + (self.size + 1) * _SLOT_BYTES
+
+    def _map(self, fd: int) -> None:
+        self._block = mmap.mmap(fd, self._num_bytes)
+        lines = self.size * _LINE_BYTES
+        whole = memoryview(self._block)
+        self._marks = whole[:lines].cast("Q")
+        self._pids = whole[lines : 2 * lines].cast("Q")
+        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
+        self._small_start = 2 * lines
+        self._large_start = self._small_start + 2 * self.size * _SMALL_BYTES
+        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
@@ -137,15 +149,23 @@ class SharedMemoryRanks:
 
     def _make_views(self, key: tuple[torch.dtype, int]) -> list[list[Tensor]]:
         """Returns the slots of both sets for tensors of this dtype and length, and stores them."""
-        dtype, length = key
-        used = self._small[:, :, : length * dtype.itemsize]
-        views = self._views[key] = [[slot.view(dtype) for slot in slots] for slots in used]
+        views = [
+            [
+                self._view(self._small_start + (which * self.size + rank) * _SMALL_BYTES, *key)
+                for rank in range(self.size)
+            ]
+            for which in range(2)
+        ]
+        self._views[key] = views
         return views
+
+    def _view(self, start: int, dtype: torch.dtype, length: int) -> Tensor:
+        return self._bytes[start : start + length * dtype.itemsize].view(dtype)
 
     def _sum_large(self, flat: Tensor) -> None:
         bounds = [len(flat) * rank // self.size for rank in range(self.size + 1)]
         parts = [slice(bounds[rank], bounds[rank + 1]) for rank in range(self.size)]
-        slots = [slot.view(flat.dtype) for slot in self._large[:, : flat.nbytes]]
+        slots = [self._view(self._large_start + k * _SLOT_BYTES, flat.dtype, len(flat)) for k in range(self.size + 1)]
         own, total = slots[self.rank], slots[self.size]
         for other in self._others:
             own[parts[other]].copy_(flat[parts[other]])
@@ -162,10 +182,10 @@ class SharedMemoryRanks:
         """Sets this rank's mark to the next step, and waits until all marks are there."""
         marks = self._marks
         self._num_steps += 1
-        marks[self.rank * _LINE] = num_steps = self._num_steps
+        marks[self.rank * 8] = num_steps = self._num_steps
         begin_s = 0.0
         for other in self._others:
-            place = other * _LINE
+            place = other * 8
             for _ in range(_NUM_READS):
                 if marks[place] >= num_steps:
                     break
@@ -184,7 +204,7 @@ class SharedMemoryRanks:
         Returns:
             When it began.
         """
-        place = other * _LINE
+        place = other * 8
         begin_s = begin_s or time.monotonic()
         checked_s = begin_s
         while (mark := self._marks[place]) < self._num_steps:
@@ -193,7 +213,7 @@ class SharedMemoryRanks:
                 os.sched_yield()
                 continue
             if now_s - begin_s > self._timeout_s:
-                here = [str(rank) for rank in range(self.size) if self._marks[rank * _LINE] >= self._num_steps]
+                here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
                 raise _lost(
                     f"rank {other} in a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
                 )
@@ -207,20 +227,30 @@ class SharedMemoryRanks:
 
     def _check_process(self, other: int) -> None:
         """Raises if the process of a rank that has mapped the block has ended."""
-        pid = self._pids[other * _LINE]
+        pid = self._pids[other * 8]
         if pid == 0:
             return
-        if other not in self._watches:
-            self._watches[other] = ProcessWatch(pid)
-        if self._watches[other].ended() and self._marks[other * _LINE] < self._num_steps:
+        try:
+            if other not in self._pidfds:
+                self._pidfds[other] = os.pidfd_open(pid)
+            poll = select.poll()
+            poll.register(self._pidfds[other], select.POLLIN)
+            has_ended = bool(poll.poll(0))
+        except ProcessLookupError:
+            has_ended = True
+        if has_ended and self._marks[other * 8] < self._num_steps:
             raise _lost(f"rank {other} to live", f"its process {pid} has ended")
 
     def close(self) -> None:
         """Leaves: a rank that waits for this one, now or later, raises. May be called again."""
-        self._marks[self.rank * _LINE] = _LEFT + self._num_steps
-        self._block.close()
-        for watch in self._watches.values():
-            watch.close()
+        if self._fd is None:
+            return
+        self._marks[self.rank * 8] = _LEFT + self._num_steps
+        os.close(self._fd)
+        self._fd = None
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds = {}
 
 
 def _lost(expected: str, got: str) -> RankLostError:

@@ -85,11 +85,18 @@ def of_versions(facts: Mapping[str, Any], driver: Mapping[str, Any], name: str) 
         yield Finding("ok", name, "versions", same + listed)
     for package in others:
         found = f"{package} {theirs[package] or 'missing'}, but {ours[package] or 'none'} on the driver"
-        if _is_fatal(package, ours[package], theirs[package]):
-            meaning = "What the driver sends may not be read there, or be read wrongly."
-            yield Finding("error", name, "versions", found, meaning, _INSTALL)
-        else:
-            yield Finding("warning", name, "versions", found, "Results may depend on the node.", _INSTALL)
+        yield _judged(
+            name,
+            "versions",
+            found,
+            _Problem(
+                _is_fatal(package, ours[package], theirs[package]),
+                "error",
+                "What the driver sends may not be read there, or be read wrongly.",
+                _INSTALL,
+            ),
+            _Problem(True, "warning", "Results may depend on the node.", _INSTALL),
+        )
     if facts["digest"] and facts["digest"] != driver["digest"] and "rayvec" not in others:
         found = f"rayvec {theirs['rayvec']} with source {facts['digest']}, but {driver['digest']} on the driver"
         yield Finding("error", name, "versions", found, "The same version has different code.", _INSTALL)
@@ -158,10 +165,17 @@ def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
         found += f", a quota of {facts['quota_cores']:g}"
     if node is None:
         return _judged(name, "cores", found)
-    meaning = f"Ray starts {node.cores} workers, which share {usable:g} cores: each step takes longer."
-    remedy = f"Start Ray with --num-cpus={max(1, int(usable))}, or raise the limit of the container."
-    too_many = _Problem(node.cores > usable, "warning", meaning, remedy)
-    return _judged(name, "cores", f"{node.cores} in Ray, {found}", too_many)
+    return _judged(
+        name,
+        "cores",
+        f"{node.cores} in Ray, {found}",
+        _Problem(
+            node.cores > usable,
+            "warning",
+            f"Ray starts {node.cores} workers, which share {usable:g} cores: each step takes longer.",
+            f"Start Ray with --num-cpus={max(1, int(usable))}, or raise the limit of the container.",
+        ),
+    )
 
 
 def _niceness(facts: Mapping[str, Any], name: str, of_driver: int) -> Finding:
