@@ -9,16 +9,17 @@ interleaved.
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tyro
+from measure import interleaved
 from stragglers import run as run_slowly
 from stragglers import seconds
 
 import rayvec
+from rayvec.bench.terminal import show_table, spread
 
 _NUM_ENVS = 16
 WAYS: dict[str, dict[str, Any]] = {
@@ -42,34 +43,22 @@ def run(factor: float, max_staleness: int | None, iterations: int) -> tuple[floa
     return (lines[-1]["steps"] - lines[0]["steps"]) / elapsed_s, (len(lines) - 1) / elapsed_s, counts.tolist()
 
 
-@dataclass
-class Settings:
-    """Measures asynchronous collecting."""
+def main(repeats: int = 5, iterations: int = 40) -> None:
+    """Prints steps/s and updates/s of each way, and the staleness of what was learned from.
 
-    repeats: int = 5
-    """How often each way is run."""
-
-    iterations: int = 40
-    """Updates of each run."""
-
-
-def main() -> None:
-    """Prints steps/s and updates/s of each way, and the staleness of what was learned from."""
-    settings = tyro.cli(Settings, description=__doc__)
-    found: dict[str, list[tuple[float, float, list[int]]]] = {name: [] for name in WAYS}
-    for _ in range(settings.repeats):
-        for name, way in WAYS.items():
-            found[name].append(run(**way, iterations=settings.iterations))
-    for name, results in found.items():
-        steps, updates = ([result[k] for result in results] for k in (0, 1))
-        counts = np.sum([result[2] for result in results], 0)
-        mean = float((counts * np.arange(len(counts))).sum() / counts.sum())
-        print(
-            f"{name:36} {statistics.median(steps):7,.0f} steps/s ({min(steps):,.0f} to {max(steps):,.0f}), "
-            f"{statistics.median(updates):5.1f} updates/s; staleness {mean:.2f} in the mean, "
-            f"{int(np.flatnonzero(counts).max())} at most"
-        )
+    Args:
+        repeats: How often each way is run.
+        iterations: Updates of each run.
+    """
+    ways = {name: partial(run, **way, iterations=iterations) for name, way in WAYS.items()}
+    rows = []
+    for name, results in interleaved(ways, repeats).items():
+        steps, updates, counts = zip(*results, strict=True)
+        total = np.sum(counts, 0)
+        staleness = f"{np.average(np.arange(len(total)), weights=total):.2f}"
+        rows.append([name, spread(steps), spread(updates, ".1f"), staleness, int(np.flatnonzero(total).max())])
+    show_table("IMPALA", ["", "steps/s", "updates/s", "mean staleness", "greatest staleness"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+CLIP = 0.2
 OnStep = Callable[[int, Act], None]
 """Called with the steps taken so far and the greedy policy."""
 
@@ -45,10 +46,21 @@ def orthogonal(ins: int, outs: int, gain: float = 2**0.5) -> nn.Linear:
     return layer
 
 
+def ppo_loss(
+    ratio: Tensor, advantage: Tensor, value: Tensor, old_value: Tensor, target: Tensor, entropy: Tensor
+) -> Any:
+    """Returns the clipped loss of a minibatch, of columns ``[B]`` each, advantages normalised within it."""
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    policy_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+    near = old_value + (value - old_value).clamp(-CLIP, CLIP)
+    value_loss = 0.5 * torch.max((value - target) ** 2, (near - target) ** 2).mean()
+    return policy_loss - 0.01 * entropy.mean() + 0.5 * value_loss
+
+
 def ppo(env_id: str, seed: int, on_step: OnStep, total_steps: int = 500_000) -> None:
     """Proximal policy optimisation for Discrete actions."""
     num_envs, num_steps, num_minibatches, num_epochs = 4, 128, 4, 4
-    gamma, lam, clip, learning_rate = 0.99, 0.95, 0.2, 2.5e-4
+    gamma, lam, learning_rate = 0.99, 0.95, 2.5e-4
     envs = make_envs(env_id, num_envs, seed)
     ins, outs = int(np.prod(envs.single_observation_space.shape or ())), int(envs.single_action_space.n)  # type: ignore
 
@@ -93,12 +105,7 @@ def ppo(env_id: str, seed: int, on_step: OnStep, total_steps: int = 500_000) -> 
                 o, a, old_logp, old_value, adv, target = (column[index] for column in columns)
                 policy = torch.distributions.Categorical(logits=actor(o))
                 ratio = (policy.log_prob(a) - old_logp).exp()
-                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                policy_loss = torch.max(-adv * ratio, -adv * ratio.clamp(1 - clip, 1 + clip)).mean()
-                new_value = critic(o).flatten()
-                near = old_value + (new_value - old_value).clamp(-clip, clip)
-                value_loss = 0.5 * torch.max((new_value - target) ** 2, (near - target) ** 2).mean()
-                loss = policy_loss - 0.01 * policy.entropy().mean() + 0.5 * value_loss
+                loss = ppo_loss(ratio, adv, critic(o).flatten(), old_value, target, policy.entropy())
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(parameters, 0.5)

@@ -22,18 +22,19 @@ keeps each run as soon as it is over; runs that are in the file already are not 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import tyro
 from judge import MARK, TASKS
 from measure import heading, tree
 
@@ -51,6 +52,7 @@ LIBRARIES = {
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
 OURS = ("rayvec", "rayvec, native", "rayvec, with Ray")
+CORES = sorted(os.sched_getaffinity(0))[:2]
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -63,7 +65,7 @@ def python_of(library: str, venvs: Path) -> Path | None:
     return python if python.exists() else None
 
 
-def learn(library: str, threads: int, python: Path, task: str, seed: int, options: argparse.Namespace) -> Record:
+def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_s: float) -> Record:
     """Lets a library learn once, with so many threads or, if that is 0, as many as it chooses.
 
     Returns:
@@ -74,14 +76,14 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, option
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     began_s = time.monotonic()
-    command = [python, Path(__file__).with_name("end_to_end_peers.py"), library, task, seed, began_s, options.limit_s]
+    command = [python, Path(__file__).with_name("end_to_end_peers.py"), library, task, seed, began_s, limit_s]
     with subprocess.Popen(
         list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, options.cores),
+        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, CORES),
     ) as process:  # fmt: skip
         error = ""
         try:
-            output, errors = process.communicate(timeout=2 * options.limit_s + GRACE_S)
+            output, errors = process.communicate(timeout=2 * limit_s + GRACE_S)
         except subprocess.TimeoutExpired:
             kill(process)
             output, errors = process.communicate()
@@ -91,9 +93,9 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, option
             raise
     if process.returncode and not error:
         error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
-    evaluations = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    evaluations = [loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     last = evaluations[-1] if evaluations else None
-    reached = last is not None and last["return_mean"] >= TASKS[task].threshold and last["clock_s"] <= options.limit_s
+    reached = last is not None and last["return_mean"] >= TASKS[task].threshold and last["clock_s"] <= limit_s
     return {
         "library": library,
         "threads": threads,
@@ -116,18 +118,18 @@ def kill(process: subprocess.Popen[str]) -> None:
 TITLES = {"cartpole": "PPO, CartPole-v1 to 475", "pendulum": "SAC, Pendulum-v1 to -200"}
 
 
-def variants(libraries: list[str], threads: list[int]) -> list[tuple[str, int]]:
+def variants(libraries: Sequence[str], threads: Sequence[int]) -> list[tuple[str, int]]:
     """Returns what runs for each seed: our own settings say how many threads to learn with, of others all are tried."""
     return [(name, count) for name in libraries for count in ([0] if name in OURS else threads)]
 
 
-def show(records: list[Record], task: str, options: argparse.Namespace) -> None:
+def show(records: list[Record], task: str, columns: Sequence[tuple[str, int]], seeds: Sequence[int]) -> None:
     """Prints the table of a task: one line for each variant, those that are not installed included."""
     mine = {(r["library"], r["threads"], r["seed"]): r for r in records if r["task"] == task}
     rows = []
-    for name, threads in variants(options.libraries, options.threads):
+    for name, threads in columns:
         title = f"{name}, one thread" if threads == 1 else f"{name}, {threads} threads" if threads else name
-        runs = [mine[name, threads, seed] for seed in options.seeds if (name, threads, seed) in mine]
+        runs = [mine[name, threads, seed] for seed in seeds if (name, threads, seed) in mine]
         if not runs:
             rows.append([title, "not installed", "", "", ""])
             continue
@@ -142,43 +144,45 @@ def show(records: list[Record], task: str, options: argparse.Namespace) -> None:
     show_table(TITLES[task], header, rows)
 
 
-def parse() -> argparse.Namespace:
-    """Returns the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--threads", type=int, nargs="+", default=[0, 1], help="of the others; 0: their own choice")
-    parser.add_argument("--limit-s", type=float, default=240, help="of the clock, for each run")
-    parser.add_argument("--venvs", type=Path, default=Path("venvs"), help="where make_peer_venvs.sh made them")
-    parser.add_argument("--json", type=Path, help="file to keep the runs in, and to resume")
-    options = parser.parse_args()
-    options.cores = sorted(os.sched_getaffinity(0))[:2]
-    return options
+def main(
+    tasks: tuple[Literal["cartpole", "pendulum"], ...] = ("cartpole", "pendulum"),
+    libraries: tuple[Literal[tuple(LIBRARIES)], ...] = tuple(LIBRARIES),  # type: ignore[valid-type]
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
+    threads: tuple[int, ...] = (0, 1),
+    limit_s: float = 240.0,
+    venvs: Path = Path("venvs"),
+    json: Path | None = None,
+) -> None:
+    """Runs what is missing, interleaved, and prints a table for each task.
 
-
-def main() -> None:
-    """Runs what is missing, interleaved, and prints a table for each task."""
-    options = parse()
-    results = Results("end-to-end", {}, options.json or Path(os.devnull))
+    Args:
+        tasks: What is learned.
+        libraries: Which libraries learn.
+        seeds: Of the runs.
+        threads: Of the libraries other than ours; 0: their own choice.
+        limit_s: Of the clock, for each run.
+        venvs: Where make_peer_venvs.sh made them.
+        json: File to keep the runs in, and to resume.
+    """
+    results = Results("end-to-end", {}, json or Path(os.devnull))
     if results.path.is_file():
         results = Results.read(results.path, "end-to-end")
     known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in results.rows}
-    for task, seed in itertools.product(options.tasks, options.seeds):
-        for library, threads in variants(options.libraries, options.threads):
-            python = python_of(library, options.venvs)
-            if python is None or (library, threads, task, seed) in known:
-                continue
-            record = learn(library, threads, python, task, seed, options)
-            results.rows.append(record)
-            result = f"{record['reached_s']} s {record['error']}"
-            print(f"{library}, {threads} threads, {task}, seed {seed}: {result}", file=sys.stderr)
-            if options.json:
-                results.write()
+    ways = variants(libraries, threads)
+    for task, seed, (library, count) in itertools.product(tasks, seeds, ways):
+        python = python_of(library, venvs)
+        if python is None or (library, count, task, seed) in known:
+            continue
+        record = learn(library, count, python, task, seed, limit_s)
+        results.rows.append(record)
+        result = f"{record['reached_s']} s {record['error']}"
+        print(f"{library}, {count} threads, {task}, seed {seed}: {result}", file=sys.stderr)
+        if json:
+            results.write()
     print(heading())
-    for task in options.tasks:
-        show(results.rows, task, options)
+    for task in tasks:
+        show(results.rows, task, ways, seeds)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

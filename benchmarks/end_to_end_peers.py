@@ -11,7 +11,7 @@ Tianshou's in its ``test/discrete/test_ppo_discrete.py`` and ``test/continuous/t
 
 from __future__ import annotations
 
-import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -260,18 +260,10 @@ LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
 }
 
 
-def main() -> None:
-    """Learns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("began_s", type=float)
-    parser.add_argument("limit_s", type=float, help="of wall time, after which it gives up")
-    options = parser.parse_args()
-    judge = Judge(TASKS[options.task], options.seed, options.began_s, options.limit_s)
-    LIBRARIES[options.library](options.task, options.seed, judge)
+def main(library: str, task: str, seed: str, began_s: str, limit_s: str) -> None:
+    """Learns, until the judge is satisfied or the time is over."""
+    LIBRARIES[library](task, int(seed), Judge(TASKS[task], int(seed), float(began_s), float(limit_s)))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -111,15 +112,6 @@ def pids(env: RayVecEnv, node: int) -> list[int]:
     return env.worker_pids()[env.topology.nodes[node].name]
 
 
-def stepping(make: Callable[[], Any], **kwargs: Any) -> RayVecEnv:
-    """Returns eight environments on two nodes, that have stepped."""
-    env = RayVecEnv([make] * 8, num_nodes=2, workers_per_node=2, on_env_error="restart", **kwargs)
-    env.reset(seed=0)
-    for _ in range(20):
-        env.step(np.zeros(8, np.int64))
-    return env
-
-
 def until(error: type[BaseException], function: Callable[[], object]) -> float:
     """Returns how many seconds a call takes to raise an error."""
     begin = time.perf_counter()
@@ -130,9 +122,9 @@ def until(error: type[BaseException], function: Callable[[], object]) -> float:
     raise AssertionError(f"no {error.__name__}")
 
 
-def one_machine(make: Callable[[], Any] = Failing, **kwargs: Any) -> RayVecEnv:
-    """Returns eight environments on two workers of this machine, that have stepped."""
-    env = RayVecEnv([make] * 8, num_nodes=0, workers_per_node=2, **kwargs)
+def stepping(make: Callable[[], Any] = Failing, num_nodes: int = 0, **kwargs: Any) -> RayVecEnv:
+    """Returns eight environments that have stepped, on this machine or on nodes, with two workers on each."""
+    env = RayVecEnv([make] * 8, num_nodes=num_nodes, workers_per_node=2, **kwargs)
     env.reset(seed=0)
     for _ in range(20):
         env.step(np.zeros(8, np.int64))
@@ -146,13 +138,13 @@ def acts(first: int) -> Any:
 
 def raises() -> float:
     """An environment raises: its exception is raised, everything is closed."""
-    env = one_machine()
+    env = stepping()
     return until(ValueError, lambda: env.step(acts(RAISE)))
 
 
 def raises_and_restarts() -> float:
     """An environment raises, `on_env_error="restart"`: the step returns."""
-    with one_machine(on_env_error="restart") as env:
+    with stepping(on_env_error="restart") as env:
         begin = time.perf_counter()
         *_, info = env.step(acts(RAISE))
         assert info["env_restarted"][0]
@@ -161,7 +153,7 @@ def raises_and_restarts() -> float:
 
 def killed_without_restarts() -> float:
     """A worker is killed (SIGKILL): the error."""
-    env = one_machine()
+    env = stepping()
     worker = pids(env, 0)[1]
     env.step_async(acts(HANG))
     os.kill(worker, signal.SIGKILL)
@@ -170,7 +162,7 @@ def killed_without_restarts() -> float:
 
 def killed_in_a_reply() -> float:
     """A worker is killed while it sends 4 MB, and a child of its environment holds the pipe: the error."""
-    env = one_machine(WithChild)
+    env = stepping(WithChild)
     worker = pids(env, 0)[1]
     env.step_async(acts(LARGE))
     time.sleep(0.5)
@@ -186,18 +178,18 @@ def constructor_exits() -> float:
             time.sleep(3600.0)
         os._exit(3)
 
-    return until(WorkerLostError, lambda: one_machine(exits))
+    return until(WorkerLostError, lambda: stepping(exits))
 
 
 def constructor_hangs() -> float:
     """A constructor hangs: the error, measured from the end of `start_timeout_s`."""
-    with one_machine():  # the fork server has started
-        return until(WorkerLostError, lambda: one_machine(lambda: time.sleep(3600.0), start_timeout_s=2.0)) - 2.0
+    with stepping():  # the fork server has started
+        return until(WorkerLostError, lambda: stepping(lambda: time.sleep(3600.0), start_timeout_s=2.0)) - 2.0
 
 
 def crash_loop() -> float:
     """A worker is killed again and again: the error, from the sixth time."""
-    with one_machine(on_env_error="restart") as env:
+    with stepping(on_env_error="restart") as env:
         for _ in range(5):
             worker = pids(env, 0)[1]
             stepped_on(env, lambda worker=worker: os.kill(worker, signal.SIGKILL))
@@ -208,7 +200,7 @@ def crash_loop() -> float:
 
 def processes_end() -> float:
     """`close()` while environments have processes: it returns, and they are gone."""
-    env = one_machine(WithProcess)
+    env = stepping(WithProcess)
     children = env.call("child")
     begin = time.perf_counter()
     env.close()
@@ -219,21 +211,21 @@ def processes_end() -> float:
 
 def closed_by_a_thread() -> float:
     """Another thread closes the environments in a step that hangs: the error, after the timeout of `close(0.5)`."""
-    env = one_machine()
+    env = stepping()
     threading.Timer(0.5, env.close, kwargs={"timeout": 0.5}).start()
     return until(ClosedEnvironmentError, lambda: env.step(acts(HANG))) - 1.0
 
 
 def interrupted() -> float:
     """Ctrl-C in a step that takes its time: KeyboardInterrupt, everything closed."""
-    env = one_machine(lambda: TimedEnv(0.2))
+    env = stepping(lambda: TimedEnv(0.2))
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     return until(KeyboardInterrupt, lambda: [env.step(acts(0)) for _ in range(100)]) - 0.5
 
 
 def fork_server_killed() -> float:
     """The fork server is killed, `on_env_error="restart"`: its workers' environments are restarted."""
-    with one_machine(on_env_error="restart") as env:
+    with stepping(on_env_error="restart") as env:
         return stepped_on(env, lambda: os.kill(pids(env, 0)[0], signal.SIGKILL))
 
 
@@ -251,14 +243,14 @@ def machine_gone() -> float:
 
 def worker_killed(cluster: Any) -> float:
     """A worker process is killed (SIGKILL): its environments are restarted."""
-    with stepping(timed(1e-3)) as env:
+    with stepping(timed(1e-3), 2, on_env_error="restart") as env:
         worker = pids(env, 1)[1]
         return stepped_on(env, lambda: os.kill(worker, signal.SIGKILL))
 
 
 def environment_hangs(cluster: Any) -> float:
     """An environment hangs: its worker is replaced, measured from the end of `step_timeout_s`."""
-    with stepping(Failing, step_timeout_s=STEP_TIMEOUT_S) as env:
+    with stepping(Failing, 2, on_env_error="restart", step_timeout_s=STEP_TIMEOUT_S) as env:
         begin = time.perf_counter()
         *_, info = env.step(np.eye(8, dtype=np.int64)[5])
         assert info["env_restarted"][5]
@@ -273,33 +265,28 @@ def actor_killed(cluster: Any) -> float:
         return stepped_on(env, lambda: os.kill(pids(env, 1)[0], signal.SIGKILL))
 
 
+def kill_raylet(cluster: Any, num_envs: int, error: type[BaseException] | None = None, **kwargs: Any) -> float:
+    """Returns seconds from the loss of a node until its environments resume, or until an error is raised."""
+    extra = cluster.add_node(num_cpus=2)
+    with RayVecEnv([timed(1e-3)] * num_envs, **kwargs) as env:
+        env.reset(seed=0)
+        resume = partial(stepped_on, env, lambda: cluster.remove_node(extra, allow_graceful=False))
+        return resume() if error is None else until(error, resume)
+
+
 def node_lost_without_rehost(cluster: Any) -> float:
     """A raylet is killed, `on_node_loss="raise"`: the error."""
-    extra = cluster.add_node(num_cpus=2)
-    with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="raise") as env:
-        env.reset(seed=0)
-        return until(NodeLostError, lambda: stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False)))
+    return kill_raylet(cluster, 12, NodeLostError, num_nodes=3, workers_per_node=2, on_node_loss="raise")
 
 
 def node_lost(cluster: Any) -> float:
     """A raylet is killed, others have free cores: its environments resume on another node."""
-    extra = cluster.add_node(num_cpus=2)
-    with RayVecEnv([timed(1e-3)] * 12, num_nodes=3, workers_per_node=2, on_node_loss="rehost") as env:
-        env.reset(seed=0)
-        return stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False))
+    return kill_raylet(cluster, 12, num_nodes=3, workers_per_node=2, on_node_loss="rehost")
 
 
 def no_core_left(cluster: Any) -> float:
     """A raylet is killed, no other node has a free core: an error."""
-    extra = cluster.add_node(num_cpus=2)
-    with RayVecEnv([timed(1e-3)] * 10, workers_per_node=None, on_node_loss="rehost") as env:
-        env.reset(seed=0)
-        begin = time.perf_counter()
-        try:
-            stepped_on(env, lambda: cluster.remove_node(extra, allow_graceful=False))
-        except NodeLostError:
-            return time.perf_counter() - begin
-        raise AssertionError("a core was free")
+    return kill_raylet(cluster, 10, NodeLostError, on_node_loss="rehost")
 
 
 def driver_killed(cluster: Any) -> float:

@@ -28,6 +28,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from cleanrl_style import ppo_loss
 from torch import Tensor, nn
 
 from rayvec.bench.harness.learners import LearnerTask
@@ -122,11 +123,7 @@ def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
         with autocast(precision, obs.device):  # type: ignore[arg-type]
             new, entropy, value = agent.evaluate(obs, act)
         ratio = (new.float() - logp).exp()
-        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-        policy = torch.max(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).mean()
-        clipped = old + (value - old).clamp(-0.2, 0.2)
-        fit = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
-        loss = policy + 0.5 * fit - 0.01 * entropy.mean()
+        loss = ppo_loss(ratio, adv, value, old, target, entropy)
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), 0.5, foreach=True)
         adam.step()

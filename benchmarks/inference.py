@@ -10,10 +10,9 @@ process computes with one thread.
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy and torch start theirs
@@ -22,8 +21,10 @@ import gymnasium
 import numpy as np
 import tyro
 from gymnasium import spaces
+from measure import interleaved
 
 import rayvec
+from rayvec.bench.terminal import show_table, spread
 from rayvec.policies.networks import make_actor_critic
 
 IMAGES = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -58,45 +59,36 @@ class Still(gymnasium.Env[Any, Any]):
         return self._obs, 0.0, False, False, {}
 
 
-@dataclass
-class Settings:
-    """Measures where the policy should act."""
-
-    repeats: int = 3
-    """How many chunks of each way are measured."""
-
-    num_steps: int = 16
-    """Steps of a chunk."""
-
-
-def measure(space: spaces.Box, num_envs: int, step_s: float, settings: Settings) -> dict[str, list[float]]:
+def measure(space: spaces.Box, num_envs: int, step_s: float, num_steps: int, repeats: int) -> dict[str, list[float]]:
     """Returns the steps/s of each way."""
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
     fns = [partial(Still, space, step_s)] * num_envs
     with rayvec.RayVecEnv(fns, num_nodes=0, workers_per_node=2, preload=("torch",)) as env:
         net = make_actor_critic(space, env.single_action_space, () if space is IMAGES else (1024, 1024))
         collectors = {name: rayvec.Collector(env, rayvec.Policy(net), name, seed=1) for name in WAYS}
-        for repeat in range(settings.repeats + 1):
-            for name in WAYS:
-                rate = collectors[name].collect(n_step=settings.num_steps * num_envs).stats.steps_per_s
-                if repeat:
-                    rates[name].append(rate)
-    return rates
+        ways = {name: partial(rate, each, num_steps * num_envs) for name, each in collectors.items()}
+        interleaved(ways, 1)  # the first chunk of each starts what acts
+        return interleaved(ways, repeats)
 
 
-def main() -> None:
-    """Prints a table."""
-    settings = tyro.cli(Settings, description=__doc__)
-    for net, space in (("Nature-CNN", IMAGES), ("MLP 1024x1024", NUMBERS)):
-        for num_envs in (8, 64):
-            for step_s in (0.0, 0.002):
-                rates = measure(space, num_envs, step_s, settings)
-                figures = ", ".join(
-                    f"{name} {statistics.median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f})"
-                    for name, each in rates.items()
-                )
-                print(f"{net}, {num_envs} environments, steps of {1000 * step_s:g} ms: {figures}", flush=True)
+def rate(collector: rayvec.Collector, n_step: int) -> float:
+    """Returns the steps/s of a chunk."""
+    return collector.collect(n_step=n_step).stats.steps_per_s
+
+
+def main(repeats: int = 3, num_steps: int = 16) -> None:
+    """Prints a table.
+
+    Args:
+        repeats: How many chunks of each way are measured.
+        num_steps: Steps of a chunk.
+    """
+    rows = []
+    nets = {"Nature-CNN": IMAGES, "MLP 1024x1024": NUMBERS}
+    for (net, space), num_envs, step_s in product(nets.items(), (8, 64), (0.0, 0.002)):
+        rates = measure(space, num_envs, step_s, num_steps, repeats)
+        rows.append([net, num_envs, f"{1000 * step_s:g}", *map(spread, rates.values())])
+    show_table("Steps/s", ["", "environments", "step, ms", *WAYS], rows)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -90,6 +90,7 @@ def arithmetic(rows: int) -> Update:
 def torch_style(rows: int, *, compile: bool) -> Update:
     """A minibatch in the way of CleanRL, or of LeanRL: an agent of two networks, and one tensor for each column."""
     import torch
+    from cleanrl_style import ppo_loss
     from torch import nn
 
     def net(outs: int) -> nn.Sequential:
@@ -113,12 +114,7 @@ def torch_style(rows: int, *, compile: bool) -> Update:
         ratio = log_ratio.exp()
         with torch.no_grad():
             kl, clipped = ((ratio - 1) - log_ratio).mean(), ((ratio - 1).abs() > CLIP).float().mean()
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        policy_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
-        new_value = critic(obs).view(-1)
-        near = value + (new_value - value).clamp(-CLIP, CLIP)
-        value_loss = 0.5 * torch.max((new_value - target) ** 2, (near - target) ** 2).mean()
-        return policy_loss - ENTROPY_COEF * entropy.mean() + VALUE_COEF * value_loss, kl, clipped
+        return ppo_loss(ratio, advantage, critic(obs).view(-1), value, target, entropy), kl, clipped
 
     compute = torch.compile(loss) if compile else loss
 

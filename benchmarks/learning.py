@@ -33,8 +33,12 @@ from measure import heading
 from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
+from rayvec.collect.collector import Collector
+from rayvec.training.evaluation import evaluate_run
 from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.learning_curve import episode_mean
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env
 
 RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
 INTERRUPTED = 130
@@ -82,8 +86,6 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
     """
     before_s = 0.0
     if (run_dir / "checkpoint.pt").exists():
-        from rayvec.training.run_dir import load_run
-
         before_s = load_run(run_dir)[1]["progress"]["wall_s"]
         command = ["train", args.algorithm, "--resume", str(run_dir)]
     else:
@@ -111,9 +113,6 @@ def judged(run_dir: Path, episodes: int) -> tuple[int, NDArray[np.float64]]:
     if (run_dir / "result.json").exists():
         result = json.loads((run_dir / "result.json").read_text())
         return result["total_steps"], np.array(result["eval_returns"], np.float64)
-    from rayvec.training.evaluation import evaluate_run
-    from rayvec.training.run_dir import load_run
-
     steps = load_run(run_dir)[1]["progress"]["steps"]
     return steps, evaluate_run(run_dir, num_episodes=episodes).returns
 
@@ -176,10 +175,6 @@ def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
 
 def random_return(run_dir: Path, episodes: int) -> float:
     """Returns the mean return of actions drawn uniformly, in the environments of a run."""
-    from rayvec.collect.collector import Collector
-    from rayvec.training.run_dir import load_run
-    from rayvec.training.runs import make_env
-
     config, _ = load_run(run_dir)
     with make_env(config) as env:
         env.action_space.seed(0)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from rayvec.bench.peers import PeerProcess, marked_environment, peer_process
 from rayvec.bench.results import machine, versions
 from rayvec.bench.terminal import ratio, show_table, spread
+
+_T = TypeVar("_T")
 
 
 def share_modules() -> None:
@@ -31,9 +33,9 @@ def tree(root: int) -> list[int]:
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
-def interleaved(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(ways: Mapping[str, Callable[[], _T]], repeats: int) -> dict[str, list[_T]]:
     """Measures each way once in every turn, so that other work on the machine disturbs all alike."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[_T]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, measure in ways.items():
             found[name].append(measure())

@@ -11,23 +11,25 @@ included, depend less on what else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import itertools
-import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
+from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import psutil
+import tyro
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from measure import interleaved
 from numpy.typing import NDArray
 
 from rayvec import RayVecEnv
@@ -178,6 +180,13 @@ def cpu_s(pids: list[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
+def rates(pids: list[int], measure: Callable[[], tuple[int, float]]) -> tuple[float, float]:
+    """Returns steps/s, and steps per CPU-second of some processes."""
+    before = cpu_s(pids)
+    steps, steps_per_s = measure()
+    return steps_per_s, steps / (cpu_s(pids) - before)
+
+
 Side = tuple[list[int], Callable[[float], tuple[int, float]]]
 BOUNDS = {
     "by step": "independent",
@@ -205,27 +214,28 @@ def sides(name: str) -> Iterator[dict[str, Side]]:
         }
 
 
-def main() -> None:
-    """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(ENVS))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--window", type=float, default=1.0, help="seconds of each measurement")
-    parser.add_argument("--json", type=Path, help="file for all measurements")
-    options = parser.parse_args()
-    if any(name.startswith("envpool") for name in options.envs) and importlib.util.find_spec("envpool") is None:
-        parser.error("envpool is not installed: pip install 'rayvec[envpool]', or pass --envs cartpole")
-    kept: dict[str, dict[str, list[list[float]]]] = {}
-    for name in options.envs:
+def main(
+    envs: tuple[Literal["cartpole", "envpool-cartpole", "envpool-breakout"], ...] = tuple(ENVS),  # type: ignore[assignment]
+    repeats: int = 7,
+    window: float = 1.0,
+    json: Path | None = None,
+) -> None:
+    """Measures and prints a table.
+
+    Args:
+        envs: Which environments.
+        repeats: How often each side is measured.
+        window: Seconds of each measurement.
+        json: File for all measurements.
+    """
+    if any(name.startswith("envpool") for name in envs) and importlib.util.find_spec("envpool") is None:
+        sys.exit("envpool is not installed: pip install 'rayvec[envpool]', or pass --envs cartpole")
+    kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name in envs:
         with sides(name) as measures:
-            found: dict[str, list[list[float]]] = {side: [] for side in measures}
-            for repeat in range(options.repeats + 1):
-                for side, (pids, measure) in measures.items():
-                    before = cpu_s(pids)
-                    steps, steps_per_s = measure(options.window)
-                    if repeat:  # the first is the warm-up
-                        found[side].append([steps_per_s, steps / (cpu_s(pids) - before)])
-        kept[name] = found
+            ways = {side: partial(rates, pids, partial(measure, window)) for side, (pids, measure) in measures.items()}
+            interleaved(ways, 1)  # warms up
+            kept[name] = found = interleaved(ways, repeats)
         rows = []
         for side, values in found.items():
             by_clock, by_cpu = zip(*values, strict=True)
@@ -235,11 +245,11 @@ def main() -> None:
         title = f"{name}, 2 x {ENVS[name][1]} environments; load average {os.getloadavg()[0]:.1f}"
         header = ["", "steps/s", "of the upper bound", "steps per CPU-second, of the upper bound's"]
         show_table(title, header, rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps(kept))
+    if json is not None:
+        json.write_text(dumps(kept))
 
 
 if __name__ == "__main__":
     from native import main  # the processes import this module by its name
 
-    main()
+    tyro.cli(main, description=__doc__)

@@ -21,31 +21,36 @@ from rayvec.bench.harness.task import Adapter, Task
 _RAY = {"log_to_driver": False, "logging_level": 40}
 
 
-class TianshouVector(Adapter):
-    """Tianshou's; it does not reset by itself, so Gymnasium's wrapper begins new episodes."""
+class Foreign(Adapter):
+    """A vector environment of a library with an interface of its own."""
 
-    def __init__(self, task: Task, kind: str, transport: str) -> None:
-        import tianshou.env
-
-        self.num_envs, self.transport = task.num_envs, transport
-        make: Any = task.make if task.env_id is None else lambda: gymnasium.wrappers.Autoreset(task.make())
-        self.env: Any = getattr(tianshou.env, kind)([make] * task.num_envs)
-        self.env.seed(0)
-        self.env.reset()
-        self.actions = task.actions()
+    def __init__(self, env: Any, num_envs: int, transport: str, actions: list[Any]) -> None:
+        self.env, self.num_envs, self.transport, self.actions = env, num_envs, transport, actions
 
     def advance(self) -> int:
         """Steps all."""
         self.env.step(self.next_actions())
         return self.num_envs
 
-    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
-        """Sets how long emulated environments take."""
-        self.env.set_env_attr("step_s", step_s)
-
     def close(self) -> None:
         """Ends it."""
         self.env.close()
+
+
+class TianshouVector(Foreign):
+    """Tianshou's; it does not reset by itself, so Gymnasium's wrapper begins new episodes."""
+
+    def __init__(self, task: Task, kind: str, transport: str) -> None:
+        import tianshou.env
+
+        make: Any = task.make if task.env_id is None else lambda: gymnasium.wrappers.Autoreset(task.make())
+        super().__init__(getattr(tianshou.env, kind)([make] * task.num_envs), task.num_envs, transport, task.actions())
+        self.env.seed(0)
+        self.env.reset()
+
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
+        """Sets how long emulated environments take."""
+        self.env.set_env_attr("step_s", step_s)
 
 
 def tianshou_subproc(task: Task) -> TianshouVector:
@@ -67,22 +72,6 @@ def tianshou_ray(task: Task) -> TianshouVector:
     found = TianshouVector(few, "RayVectorEnv", "ray actors")
     found.spans_nodes = True
     return found
-
-
-class Foreign(Adapter):
-    """A vector environment of a library with an interface of its own."""
-
-    def __init__(self, env: Any, num_envs: int, transport: str, actions: list[Any]) -> None:
-        self.env, self.num_envs, self.transport, self.actions = env, num_envs, transport, actions
-
-    def advance(self) -> int:
-        """Steps all."""
-        self.env.step(self.next_actions())
-        return self.num_envs
-
-    def close(self) -> None:
-        """Ends it."""
-        self.env.close()
 
 
 def stable_baselines3(task: Task) -> Foreign:

@@ -14,16 +14,19 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 import tyro
 from gymnasium import spaces
+from measure import interleaved
 
 import rayvec
+from rayvec.bench.terminal import show_table, spread
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 
@@ -105,57 +108,44 @@ def ranks(repeats: int) -> None:
     common = {"num_envs": 16, "num_steps": 32, "minibatch_size": 512, "num_learners": 8, "workers_per_node": 0}
     common |= {"env_kwargs": {"sigma": _SIGMA}, "median_s": 0.001, "iterations": 12}
     ways = {
-        "8 equal ranks, nobody is stopped": {"factor": 1, "sync_fraction": 1.0},
-        "one 5 x slower, nobody is stopped": {"factor": 5, "sync_fraction": 1.0},
-        "one 5 x slower, sync_fraction=0.6, min_share=0.25": {"factor": 5, "sync_fraction": 0.6},
-        "8 equal ranks, sync_fraction=0.6, min_share=0.25": {"factor": 1, "sync_fraction": 0.6},
+        "8 equal ranks, nobody is stopped": partial(run_ranks, **common, factor=1, sync_fraction=1.0),
+        "one 5 x slower, nobody is stopped": partial(run_ranks, **common, factor=5, sync_fraction=1.0),
+        "one 5 x slower, sync_fraction=0.6, min_share=0.25": partial(run_ranks, **common, factor=5, sync_fraction=0.6),
+        "8 equal ranks, sync_fraction=0.6, min_share=0.25": partial(run_ranks, **common, factor=1, sync_fraction=0.6),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    cut: dict[str, list[float]] = {name: [] for name in ways}
-    shares: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            lines = run_ranks(**common, **way)
-            times[name].append(statistics.median(map(seconds, lines)))
-            cut[name].append(statistics.mean(line["ranks_cut"] for line in lines))
-            steps = np.diff([line["steps"] for line in lines]).mean()
-            shares[name].append(float(steps / 512))
-    base = statistics.median(times["8 equal ranks, nobody is stopped"])
-    for name, values in times.items():
-        middle = statistics.median(values)
-        print(
-            f"{name:52} {middle:6.3f} s an iteration ({min(values):.3f} to {max(values):.3f}), {middle / base:4.2f} x; "
-            f"ranks stopped {statistics.mean(cut[name]):.1f}, steps taken {statistics.mean(shares[name]):.0%}"
-        )
+    found = interleaved(ways, repeats)
+    times = {name: [statistics.median(map(seconds, lines)) for lines in runs] for name, runs in found.items()}
+    base = statistics.median(next(iter(times.values())))
+    rows = []
+    for name, runs in found.items():
+        cut = statistics.mean(statistics.mean(line["ranks_cut"] for line in lines) for lines in runs)
+        taken = np.mean([np.diff([line["steps"] for line in lines]).mean() / 512 for lines in runs])
+        slower = f"{statistics.median(times[name]) / base:.2f}"
+        rows.append([name, spread(times[name], ".3f"), slower, f"{cut:.1f}", f"{taken:.0%}"])
+    show_table("Ranks", ["", "s of an iteration", "times the first", "ranks stopped", "steps taken"], rows)
 
 
 def environments(repeats: int) -> None:
     """Prints the steps per second of 16 environments of which one is slow, and of 15 fast ones."""
     common = {"num_steps": 128, "num_learners": 1, "iterations": 8, "minibatch_size": 960, "median_s": 0.005}
+    fast = {"num_envs": 15, "workers_per_node": 15, "factor": 1}
+    slow = {"num_envs": 16, "workers_per_node": 16, "factor": 20}
     ways = {
-        "15 fast ones alone": {"num_envs": 15, "workers_per_node": 15, "factor": 1, "variable_lengths": False},
-        "16, one 20 x slower": {"num_envs": 16, "workers_per_node": 16, "factor": 20, "variable_lengths": False},
-        "16, one 20 x slower, variable_lengths": {
-            "num_envs": 16,
-            "workers_per_node": 16,
-            "factor": 20,
-            "variable_lengths": True,
-        },
+        "15 fast ones alone": partial(run_ranks, **common, **fast),
+        "16, one 20 x slower": partial(run_ranks, **common, **slow),
+        "16, one 20 x slower, variable_lengths": partial(run_ranks, **common, **slow, variable_lengths=True),
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    returns: list[tuple[float, int]] = []
-    for _ in range(repeats):
-        for name, way in ways.items():
-            lines = run_ranks(**common, **way)
-            rates[name].append(statistics.median(line["steps_per_s"] for line in lines))
-            if way["variable_lengths"]:
-                returns += [(episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]
-    base = statistics.median(rates["15 fast ones alone"])
-    for name, values in rates.items():
-        middle = statistics.median(values)
-        print(f"{name:40} {middle:8,.0f} steps/s ({min(values):,.0f} to {max(values):,.0f}), {middle / base:4.2f} x")
-    count = sum(episodes for _, episodes in returns)
-    mean = sum(value * episodes for value, episodes in returns) / count
+    found = interleaved(ways, repeats)
+    rates = {
+        name: [statistics.median(line["steps_per_s"] for line in lines) for lines in runs]
+        for name, runs in found.items()
+    }
+    base = statistics.median(next(iter(rates.values())))
+    rows = [[name, spread(values), f"{statistics.median(values) / base:.2f}"] for name, values in rates.items()]
+    show_table("Environments", ["", "steps/s", "times the first"], rows)
+    ended = [line for lines in found["16, one 20 x slower, variable_lengths"] for line in lines if line["episodes"]]
+    count = sum(line["episodes"] for line in ended)
+    mean = sum(episode_mean(line) * line["episodes"] for line in ended) / count
     error = np.sqrt(10 / count)
     print(
         f"mean return {mean:.3f} of {count} episodes; the truth is 1, {abs(mean - 1) / error:.1f} standard errors away"
@@ -164,39 +154,39 @@ def environments(repeats: int) -> None:
 
 def learning(repeats: int) -> None:
     """Prints the mean return of all training episodes and the greedy return, with and without mitigation."""
-    results: dict[float, list[float]] = {0.5: [], 1.0: []}
-    greedy: dict[float, list[float]] = {0.5: [], 1.0: []}
-    for seed in range(1, repeats + 1):
-        for fraction, values in results.items():
-            with tempfile.TemporaryDirectory() as directory:
-                config = rayvec.PPOConfig(
-                    env_id="CartPole-v1",
-                    wrappers=("stragglers:jitter",),
-                    total_steps=20_000,
-                    num_envs=16,
-                    num_nodes=0,
-                    workers_per_node=0,
-                    learners="decentralized",
-                    num_learners=4,
-                    sync_fraction=fraction,
-                    seed=seed,
-                    eval_episodes=20,
-                    run_dir=Path(directory, "run"),
-                )
-                result = rayvec.train(config)
-                lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
-                total = sum(line["return_sum"] for line in lines)
-                values.append(total / sum(line["episodes"] for line in lines))
-                greedy[fraction].append(result.eval_return_mean)
-                cut = sum(line["ranks_cut"] for line in lines) / len(lines)
-                print(
-                    f"seed {seed}, sync_fraction {fraction}: return {values[-1]:.1f} in training, "
-                    f"{result.eval_return_mean:.1f} greedy; ranks stopped in an iteration: {cut:.2f}"
-                )
-    for name, found in (("in training", results), ("greedy", greedy)):
-        for fraction, values in found.items():
+    ways = {fraction: [learn(seed, fraction) for seed in range(1, repeats + 1)] for fraction in (0.5, 1.0)}
+    for fraction, found in ways.items():
+        for name, values in zip(("in training", "greedy"), zip(*found, strict=True), strict=True):
             error = statistics.stdev(values) / repeats**0.5
             print(f"{name}, sync_fraction {fraction}: {statistics.mean(values):.1f} ± {error:.1f} (standard error)")
+
+
+def learn(seed: int, sync_fraction: float) -> tuple[float, float]:
+    """Returns the mean return of the training episodes of a run, and the greedy return."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = rayvec.PPOConfig(
+            env_id="CartPole-v1",
+            wrappers=("stragglers:jitter",),
+            total_steps=20_000,
+            num_envs=16,
+            num_nodes=0,
+            workers_per_node=0,
+            learners="decentralized",
+            num_learners=4,
+            sync_fraction=sync_fraction,
+            seed=seed,
+            eval_episodes=20,
+            run_dir=Path(directory, "run"),
+        )
+        result = rayvec.train(config)
+        lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
+    in_training = sum(line["return_sum"] for line in lines) / sum(line["episodes"] for line in lines)
+    cut = sum(line["ranks_cut"] for line in lines) / len(lines)
+    print(
+        f"seed {seed}, sync_fraction {sync_fraction}: return {in_training:.1f} in training, "
+        f"{result.eval_return_mean:.1f} greedy; ranks stopped in an iteration: {cut:.2f}"
+    )
+    return in_training, result.eval_return_mean
 
 
 class _Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -214,22 +204,18 @@ def jitter(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     return _Jitter(env)
 
 
-@dataclass
-class Settings:
-    """Measures straggler mitigation."""
+def main(
+    what: tyro.conf.Positional[Literal["ranks", "environments", "learning"]],
+    repeats: int = 5,
+) -> None:
+    """Measures straggler mitigation.
 
-    what: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="{ranks,environments,learning}")]]
-    """What to measure."""
-
-    repeats: int = 5
-    """How often, or with how many seeds."""
-
-
-def main() -> None:
-    """Measures what the command line asks for."""
-    settings = tyro.cli(Settings, description=__doc__)
-    {"ranks": ranks, "environments": environments, "learning": learning}[settings.what](settings.repeats)
+    Args:
+        what: What to measure.
+        repeats: How often, or with how many seeds.
+    """
+    {"ranks": ranks, "environments": environments, "learning": learning}[what](repeats)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

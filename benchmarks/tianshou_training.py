@@ -15,13 +15,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium
 import torch
 import tyro
-from measure import heading, simulated_cluster
+from measure import heading, interleaved, simulated_cluster
 from tianshou.algorithm import PPO
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
@@ -37,12 +39,12 @@ from rayvec.bench.terminal import ratio, show_table, spread
 from rayvec.tianshou.learn.data_parallel import DataParallel
 
 STEPS, TEST_EPISODES = 2048, 10
-PHASES = ("collecting", "updating", "testing", "the rest", "whole loop")
+PHASES = ("collecting", "updating", "testing")
 
 
 @dataclass
 class Side:
-    """One way to train, and what it took.
+    """One way to train.
 
     Attributes:
         name: For a person.
@@ -50,7 +52,6 @@ class Side:
         collector: That fills the buffer.
         test_collector: That takes whole episodes.
         threads: How many torch may use in this process.
-        seconds: By phase, of every round.
     """
 
     name: str
@@ -58,10 +59,9 @@ class Side:
     collector: Any
     test_collector: Any
     threads: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def __post_init__(self) -> None:
-        self._now = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._time("collecting", self.collector, "collect")
         self._time("collecting", self.collector, "reset")
         self._time("updating", self.algorithm, "update")
@@ -75,15 +75,15 @@ class Side:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
             result = function(*args, **kwargs)
-            self._now[phase] += time.perf_counter() - began_s
+            self._seconds[phase] += time.perf_counter() - began_s
             return result
 
         setattr(holder, name, timed)
 
-    def run(self, iterations: int, keep: bool = True) -> None:
-        """Trains for some iterations."""
+    def run(self, iterations: int) -> dict[str, float]:
+        """Trains for some iterations; returns the seconds of each phase."""
         torch.set_num_threads(self.threads)
-        self._now = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         began_s = time.perf_counter()
         self.algorithm.run_training(
             OnPolicyTrainerParams(
@@ -99,11 +99,8 @@ class Side:
                 verbose=False,
             )
         )
-        self._now["whole loop"] = time.perf_counter() - began_s
-        self._now["the rest"] = 2 * self._now["whole loop"] - sum(self._now.values())
-        if keep:
-            for phase, seconds in self._now.items():
-                self.seconds[phase].append(seconds)
+        whole_s = time.perf_counter() - began_s
+        return self._seconds | {"the rest": whole_s - sum(self._seconds.values()), "whole loop": whole_s}
 
     def close(self) -> None:
         """Ends what runs for it."""
@@ -178,16 +175,19 @@ def make_rayvec(num_envs: int, workers: int, num_learners: int) -> Side:
     return Side(name, algorithm, collector, rayvec.tianshou.Collector(algorithm, testing), 1)
 
 
-def show(sides: list[Side], iterations: int) -> None:
-    """Prints what was measured: a row for each side and phase."""
-    steps = iterations * STEPS
-    peers = [side for side in sides if isinstance(side.collector.env, SubprocVectorEnv)]
-    best = min(peers, key=lambda side: statistics.median(side.seconds["whole loop"]))
+def show(found: dict[str, list[dict[str, float]]], peers: list[str], steps: int) -> None:
+    """Prints what was measured: a row for each side and phase.
+
+    Args:
+        found: By side, the seconds of each phase in each round.
+        peers: Tianshou's sides.
+        steps: Taken in each round.
+    """
+    best = min(peers, key=lambda name: statistics.median(each["whole loop"] for each in found[name]))
     rows = []
-    for phase in PHASES:
-        for side in sides:
-            rates, others = ([steps / each for each in one.seconds[phase]] for one in (side, best))
-            rows.append([phase, side.name + " (best)" * (side is best), spread(rates), ratio(rates, others)])
+    for phase, (name, rounds) in product(found[best][0], found.items()):
+        rates, others = ([steps / each[phase] for each in one] for one in (rounds, found[best]))
+        rows.append([phase, name + " (best)" * (name == best), spread(rates), ratio(rates, others)])
     show_table("Tianshou's PPO on HalfCheetah-v5", ["phase", "side", "steps/s", "times as fast"], rows)
 
 
@@ -205,12 +205,10 @@ def main(
     with simulated_cluster(4):
         sides += [make_rayvec(envs, workers, count) for count in learners]
         for side in sides:
-            side.run(1, keep=False)
-        for _ in range(rounds):
-            for side in sides:
-                side.run(iterations)
+            side.run(1)
+        found = interleaved({side.name: partial(side.run, iterations) for side in sides}, rounds)
         print(heading())
-        show(sides, iterations)
+        show(found, [side.name for side in sides[: len(peer_threads)]], iterations * STEPS)
         for side in sides:
             side.close()
 

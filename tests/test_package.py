@@ -30,7 +30,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec; rayvec.errors.ConfigError; rayvec.Chunk", set()),
         ("import rayvec; rayvec.PPOConfig()", set()),
         ("import rayvec.cli", set()),
-        ("import rayvec.pools.serial, rayvec.rollout.loop", {"gymnasium"}),
+        ("import rayvec.pools.step_and_autoreset, rayvec.rollout.loop", {"gymnasium"}),
         ("import rayvec.node.worker", {"gymnasium"}),
         ("import rayvec.tianshou; dir(rayvec.tianshou)", set()),
         ("import rayvec.tianshou.env.pool_env", {"gymnasium"}),

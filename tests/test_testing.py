@@ -15,7 +15,7 @@ from helpers.exact import DriftEnv, SpaceEnv, TablePolicy, WordSpace, describe
 from helpers.kinds import ALL_SPACES, factory
 
 from rayvec.data import Chunk
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 

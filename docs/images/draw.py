@@ -149,7 +149,7 @@ def paths() -> None:
             (1, "received, unpacked", "cluster.node_actor"),
             (1, "written to memory", "node.worker_client"),
             (2, "worker wakes up", "node.worker"),
-            (2, "environment steps", "pools.serial"),
+            (2, "environment steps", "pools.step_and_autoreset"),
             (1, "answer is packed", "cluster.node_actor"),
             (0, "answers are joined", "cluster.merging"),
             (0, "observations, infos", "vector"),

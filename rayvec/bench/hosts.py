@@ -131,11 +131,11 @@ class Host:
             **options,
         )
 
-    def run(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host and waits until it exits. Daemons that it has started keep running.
 
         Raises:
-            RayvecError: Its exit code is not 0, and `check` is set.
+            RayvecError: Its exit code is not 0.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = self.popen(*command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
@@ -147,7 +147,7 @@ class Host:
             out.seek(0)
             err.seek(0)
             done = subprocess.CompletedProcess([*command], code, out.read(), err.read())
-        if check and code != 0:
+        if code != 0:
             raise RayvecError(f"{' '.join(command)} on {self.name}: exit code {code}\n{done.stderr}")
         return done
 
@@ -156,7 +156,7 @@ class Host:
         self.space.end()
 
 
-class Network:
+class Network(contextlib.AbstractContextManager["Network"]):
     """A switch and hosts.
 
     Args:
@@ -189,9 +189,6 @@ class Network:
             for end in (self._switch.end, *(host.end for host in reversed(self.hosts))):
                 stack.callback(end)
 
-    def __enter__(self) -> Network:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -223,12 +220,11 @@ class Cluster:
         """The host of the head, on which drivers run."""
         return self.network.hosts[0]
 
-    def join(self, host: Host, *before: str, cpus: int | None = None) -> None:
+    def join(self, host: Host, *, cpus: int | None = None) -> None:
         """Starts Ray on a host; one after another, since raylets that start together can fail.
 
         Args:
             host: Which.
-            before: Words before the command, such as ``prlimit``.
             cpus: Cores that it has in Ray; by default as many as the others.
         """
         host.environment = {**self.network.environment, **host.environment}
@@ -240,7 +236,6 @@ class Cluster:
         cpus = self._cpus if cpus is None else cpus
         sizes = [f"--num-cpus={cpus}", f"--object-store-memory={self._store_mib << 20}", "--memory=2000000000"]
         host.run(
-            *before,
             *_RAY,
             "start",
             *where,

@@ -81,8 +81,11 @@ def show(results: Results) -> None:
         row["efficiency"] = speedup / row["num_learners"] if speedup else None
         gain = (f"{speedup:.2f}", f"{row['efficiency']:.0%}") if speedup else ("", "")
         lines.append((*cells, f"{row['samples_per_s']:,.0f}", spread(row["update_ms_all"], ".1f"), *gain))
-    header = ("algorithm", "by", "minibatch", "ranks or threads", "samples/s", "update, ms", "times one", "efficiency")
-    show_table(f"{results.rows[0]['scaling']} scaling", header, lines)
+    show_table(
+        f"{results.rows[0]['scaling']} scaling",
+        ("algorithm", "by", "minibatch", "ranks or threads", "samples/s", "update, ms", "times one", "efficiency"),
+        lines,
+    )
     cores = max((row["cores"] for row in done), default=0)
     if cores and max(row["num_learners"] for row in results.rows) > cores:
         print(f"More ranks than this machine has cores ({cores}) share them: no gain can be expected there.")

@@ -19,6 +19,7 @@ import psutil
 
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
+from rayvec.training.files import written_whole
 
 __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
 
@@ -102,9 +103,8 @@ class Results:
             "rows": self.rows,
             **self.extra,
         }
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(self.path)
+        with written_whole(self.path) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
 
     @contextmanager
     def shown(self, show: Callable[[Results], None], advice: str = "") -> Iterator[None]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from rayvec.errors import ConfigError, RankLostError
 __all__ = ["CollectiveRanks", "check_device"]
 
 _NCCL_WAITS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Lets a sum raise where it has waited for too long."""
 
 _c10d: Any = dist  # what is used of it is there in all versions, but only partly in its annotations
 
@@ -78,7 +79,8 @@ class CollectiveRanks:
         options = _c10d.ProcessGroupNCCL.Options() if is_cuda else _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_cuda:
-            with _waiting_for_nccl():
+            # By default NCCL's `wait` returns at once, and a watchdog ends the process minutes after a rank was lost.
+            with mock.patch.dict(os.environ, _NCCL_WAITS):
                 return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
         return _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
@@ -115,24 +117,6 @@ class CollectiveRanks:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
         self._group = None
-
-
-@contextlib.contextmanager
-def _waiting_for_nccl() -> Iterator[None]:
-    """Lets a process group that is made meanwhile raise a timeout where a sum is waited for.
-
-    By default NCCL's ``wait`` returns at once, and a watchdog ends the process minutes after a rank was lost.
-    """
-    before = {name: os.environ.get(name) for name in _NCCL_WAITS}
-    os.environ.update(_NCCL_WAITS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def check_device(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
@@ -74,12 +75,8 @@ class LearnerGroup:
         self.num_learners = check_count("num_learners", num_learners)
         self._weights: NDArray[np.float32] | None = None
         self._num_starts = 1
-
-        def make(ranks: Ranks) -> _RankLearner:
-            return _RankLearner(make_learner, ranks)
-
         self._group = RankGroup(
-            make,
+            functools.partial(_RankLearner, make_learner),
             num_learners,
             device=device,
             threads=learner_threads,
@@ -91,7 +88,6 @@ class LearnerGroup:
             num_nodes=num_nodes,
             address=address,
         )
-
         self._rank_local_names: tuple[str, ...] = self._group.ask("rank_local_names")
 
     @property

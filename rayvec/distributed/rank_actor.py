@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -38,6 +39,19 @@ class RankOffer:
     path: str | None
 
 
+def _returning_failures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a method of a rank return the failure in the place of an exception; the rank then leaves the others."""
+
+    @functools.wraps(method)
+    def returning(self: RankActor, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            return self.leave(error)
+
+    return returning
+
+
 class RankActor:
     """Holds one object and calls its methods.
 
@@ -58,19 +72,17 @@ class RankActor:
         self._object: Any = None
         torch.set_num_threads(threads)
 
-    def offer(self) -> RankOffer | RemoteFailure:
+    @_returning_failures
+    def offer(self) -> RankOffer:
         """Prepares what the other ranks will need from this one."""
+        check_device(self._device)
+        place = self._placement
+        if place.node_rank == 0 and place.node_size > 1 and self._device == "cpu" and can_share_memory():
+            self._block = SharedMemoryRanks(0, place.node_size, timeout_s=self._timeout_s)
+        return RankOffer(os.getpid(), can_share_memory(), self._block.path if self._block else None)
 
-        def prepare() -> RankOffer:
-            check_device(self._device)
-            place = self._placement
-            if place.node_rank == 0 and place.node_size > 1 and self._device == "cpu" and can_share_memory():
-                self._block = SharedMemoryRanks(0, place.node_size, timeout_s=self._timeout_s)
-            return RankOffer(os.getpid(), can_share_memory(), self._block.path if self._block else None)
-
-        return self._guard(prepare)  # type: ignore[no-any-return]
-
-    def join(self, make_store: MakeStore, path: str | None, share_memory: bool, make: bytes) -> RemoteFailure | None:
+    @_returning_failures
+    def join(self, make_store: MakeStore, path: str | None, share_memory: bool, make: bytes) -> None:
         """Connects to the other ranks and makes the object.
 
         Args:
@@ -79,12 +91,8 @@ class RankActor:
             share_memory: Whether all ranks can share memory.
             make: Pickled function of this rank's `Ranks` that returns the object.
         """
-
-        def begin() -> None:
-            self._ranks = self._connect(make_store, path, share_memory)
-            self._object = pickle.loads(make)(self._ranks)
-
-        return self._guard(begin)  # type: ignore[no-any-return]
+        self._ranks = self._connect(make_store, path, share_memory)
+        self._object = pickle.loads(make)(self._ranks)
 
     def _connect(self, make_store: MakeStore, path: str | None, share_memory: bool) -> ClosableRanks:
         place, timeout_s = self._placement, self._timeout_s
@@ -105,26 +113,25 @@ class RankActor:
         leaders = collective(place.node, place.num_nodes) if place.node_rank == 0 else None
         return TwoLevelRanks(place.rank, place.size, on_node, leaders)
 
+    @_returning_failures
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the object."""
-        return self._guard(lambda: getattr(self._object, name)(*args))
+        return getattr(self._object, name)(*args)
 
+    @_returning_failures
     def state_dict(self) -> Any:
         """Returns the object's ``state_dict()`` in a form that Ray carries without copies."""
-        return self._guard(lambda: pack(self._object.state_dict()))
+        return pack(self._object.state_dict())
 
-    def load_state_dict(self, *states: Any) -> Any:
+    @_returning_failures
+    def load_state_dict(self, *states: Any) -> None:
         """Hands the object one state: what `state_dict` returned, then rank-local parts, all packed."""
-        return self._guard(
-            lambda: self._object.load_state_dict({key: part for each in states for key, part in unpack(each).items()})
-        )
+        self._object.load_state_dict({key: part for each in states for key, part in unpack(each).items()})
 
-    def _guard(self, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as error:
-            self._ranks.close()
-            return RemoteFailure.capture(error, f"{self._placement} (process {os.getpid()})")
+    def leave(self, error: Exception) -> RemoteFailure:
+        """Leaves the other ranks because of an error; returns what to tell the driver of it."""
+        self._ranks.close()
+        return RemoteFailure.capture(error, f"{self._placement} (process {os.getpid()})")
 
 
 _SMALL_BYTES = 65536

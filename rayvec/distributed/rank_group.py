@@ -113,11 +113,22 @@ class RankGroup:
         self._num_starts = 0
         self._closed = False
         cpus = threads if num_cpus is None else num_cpus
-        self._host = (
-            _ray_host(cpus, device, ranks_per_node, nodes, avoid_nodes, address)
-            if num_nodes is None
-            else _process_host(num_nodes, address)
-        )
+        self._host: RankHost
+        if num_nodes is None:
+            from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
+            from rayvec.distributed.ray_host import RayHost
+
+            request = ResourceRequest(cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes)
+            self._host = RayHost(request, address)
+        elif num_nodes == 0 and address is None:
+            self._host = ProcessHost()
+        else:
+            raise ConfigError(
+                "num_nodes=0 runs ranks as processes of this machine, without Ray.",
+                expected="num_nodes=0 and no address, or no num_nodes",
+                got=f"num_nodes={num_nodes!r}, address={address!r}",
+                remedy="Leave num_nodes out to run the ranks on Ray.",
+            )
         self._set = RankSet(self._host, device, threads, timeout_s)
         try:
             self._retry_on_rank_loss(lambda: None)
@@ -220,7 +231,12 @@ class RankGroup:
                 self._end_ranks()
                 self._num_losses += 1
                 if self._num_losses > _MOST_LOSSES:
-                    raise _crash_loop(error) from error
+                    raise LearnerError(
+                        "A group whose ranks are lost continues from its checkpoint.",
+                        expected=f"at most {_MOST_LOSSES} losses in a row",
+                        got=f"another one: {error}",
+                        remedy="Look for what ends the ranks, such as too little memory",
+                    ) from error
                 logger.warning("restarting all ranks: %s", error)
                 time.sleep(_PAUSE_S * (self._num_losses - 1))  # Ray lists a node for a while after it is gone
             except BaseException:
@@ -294,37 +310,3 @@ class RankGroup:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _process_host(num_nodes: int, address: str | None) -> RankHost:
-    if num_nodes != 0 or address is not None:
-        raise ConfigError(
-            "num_nodes=0 runs ranks as processes of this machine, without Ray.",
-            expected="num_nodes=0 and no address, or no num_nodes",
-            got=f"num_nodes={num_nodes!r}, address={address!r}",
-            remedy="Leave num_nodes out to run the ranks on Ray.",
-        )
-    return ProcessHost()
-
-
-def _ray_host(
-    num_cpus: int,
-    device: str,
-    ranks_per_node: int | None,
-    nodes: Collection[str] | None,
-    avoid_nodes: Collection[str],
-    address: str | None,
-) -> RankHost:
-    from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
-    from rayvec.distributed.ray_host import RayHost
-
-    return RayHost(ResourceRequest(num_cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes), address)
-
-
-def _crash_loop(error: RankLostError) -> LearnerError:
-    return LearnerError(
-        "A group whose ranks are lost continues from its checkpoint.",
-        expected=f"at most {_MOST_LOSSES} losses in a row",
-        got=f"another one: {error}",
-        remedy="Look for what ends the ranks, such as too little memory",
-    )

@@ -15,7 +15,16 @@ import psutil
 
 from rayvec.errors import RankLostError
 
-__all__ = ["MakeStore", "RankHost", "RankPlacement", "RunningRank", "VitalSigns", "lost", "vital_signs"]
+__all__ = [
+    "MakeStore",
+    "RankHost",
+    "RankPlacement",
+    "RunningRank",
+    "VitalSigns",
+    "divided_workers",
+    "lost",
+    "vital_signs",
+]
 
 MakeStore = Callable[[float], Any]
 """Returns a store of torch.distributed through which ranks exchange addresses, given how long to wait for a key."""
@@ -150,6 +159,16 @@ class RankHost(Protocol):
     def close(self) -> None:
         """Releases what the host itself uses."""
         ...
+
+
+def divided_workers(workers_per_node: int | None, num_cores: int, num_ranks: int) -> int:
+    """Returns how many workers each of a node's ranks has; by default the ranks divide its cores.
+
+    >>> divided_workers(None, 8, 3), divided_workers(4, 8, 2), divided_workers(0, 8, 2)
+    (2, 2, 0)
+    """
+    num_workers = num_cores if workers_per_node is None else workers_per_node
+    return 0 if workers_per_node == 0 else max(1, num_workers // num_ranks)
 
 
 def lost(rank: RunningRank, reason: str) -> RankLostError:

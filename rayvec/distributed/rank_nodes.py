@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from rayvec.cluster.elastic import leaving_nodes
 from rayvec.cluster.placement import choose_nodes, look_until
+from rayvec.distributed.rank_host import divided_workers
 from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities
 from rayvec.errors import ConfigError
 
@@ -59,11 +60,8 @@ class RankNodes:
 
     def workers_per_rank(self, workers_per_node: int | None) -> int:
         """Returns how many workers each rank has; by default, the ranks of the smallest node divide its cores."""
-        if workers_per_node == 0:
-            return 0
         per_node = -(-self.num_ranks // len(self.node_ids))
-        cores = workers_per_node or min(self._cores[node_id] for node_id in self.node_ids)
-        return max(1, cores // per_node)
+        return divided_workers(workers_per_node, min(self._cores[node_id] for node_id in self.node_ids), per_node)
 
     def has_changed(self, used: Collection[str]) -> bool:
         """Whether other nodes should be used: one has joined, or one of them leaves. It reads them once a second.

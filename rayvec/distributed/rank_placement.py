@@ -12,7 +12,7 @@ import ray
 from rayvec.cluster.placement import free_nodes
 from rayvec.cluster.reachability import check_head, raylets, unreachable
 from rayvec.data.partition import even_bounds
-from rayvec.distributed.rank_host import RankPlacement
+from rayvec.distributed.rank_host import RankPlacement, divided_workers
 from rayvec.errors import ConfigError
 
 __all__ = ["NodeCapacity", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
@@ -160,8 +160,7 @@ def rank_share(
             remedy="Lower num_nodes, or add nodes.",
         )
     per_node = -(-num_ranks // count)
-    cores = free[count - 1] if workers_per_node is None else workers_per_node
-    return count, 0 if workers_per_node == 0 else max(1, cores // per_node)
+    return count, divided_workers(workers_per_node, free[count - 1], per_node)
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +17,11 @@ import numpy as np
 
 from rayvec.node.slow_workers import EnoughSteps
 from rayvec.pools.base import Cut
+from rayvec.pools.shared_memory import SharedBlock
 
 __all__ = ["Arrivals", "MakeArrivals", "SharedArrivals", "Stragglers", "shared_arrivals"]
 
 _LOOK_S = 0.001
-_ITEM_BYTES = 8
 
 
 class Arrivals(Protocol):
@@ -55,11 +54,9 @@ class SharedArrivals:
     """
 
     def __init__(self, path: str, rank: int, size: int) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._iterations = np.frombuffer(mmap.mmap(fd, size * _ITEM_BYTES), np.int64)
-        finally:
-            os.close(fd)
+        block = _block(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        self._iterations = block.arrays["iterations"]
+        block.close()
         self._rank = rank
 
     def arrive(self, iteration: int) -> None:
@@ -74,12 +71,12 @@ class SharedArrivals:
 @contextlib.contextmanager
 def shared_arrivals(size: int) -> Iterator[str]:
     """Yields the path of new memory for the arrivals of so many ranks of this machine."""
-    fd = os.memfd_create("rayvec-arrivals", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, size * _ITEM_BYTES)
-        yield f"/proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
+    with contextlib.closing(_block(size)) as block:
+        yield f"/proc/{os.getpid()}/fd/{block.fd}"
+
+
+def _block(size: int, fd: int | None = None) -> SharedBlock:
+    return SharedBlock({"iterations": (np.int64, (size,))}, fd)
 
 
 class Stragglers:

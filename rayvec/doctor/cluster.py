@@ -57,10 +57,14 @@ def examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
 
 
 def _no_ray(address: str | None, error: Exception) -> Finding:
-    found = " ".join(str(error).split()) or type(error).__name__
-    meaning = "A run on several nodes cannot start." if address else "Only num_nodes=0 works, which needs no Ray."
-    remedy = "Start Ray (ray start --head), or check the address, RAY_AUTH_MODE and RAY_AUTH_TOKEN."
-    return Finding("error", "driver", "ray", found, meaning, remedy)
+    return Finding(
+        "error",
+        "driver",
+        "ray",
+        found=" ".join(str(error).split()) or type(error).__name__,
+        meaning="A run on several nodes cannot start." if address else "Only num_nodes=0 works, which needs no Ray.",
+        remedy="Start Ray (ray start --head), or check the address, RAY_AUTH_MODE and RAY_AUTH_TOKEN.",
+    )
 
 
 class _Examination:
@@ -120,8 +124,9 @@ class _Examination:
             yield Finding("ok", node.name, "port there", there)
             yield of_network(node.name, *self._networks[-1])
         except (OSError, ray.exceptions.RayError) as error:
-            meaning = "The driver cannot step environments of this node."
-            yield _blocked(node, "port there", there, _first_line(error), meaning)
+            yield _blocked(
+                node, "port there", there, _first_line(error), "The driver cannot step environments of this node."
+            )
         listener = Listener(here, key, lambda connection: None)
         try:
             wrong = self._ask(node, "connect", here, listener.port, key)
@@ -130,8 +135,7 @@ class _Examination:
         finally:
             listener.close()
         if wrong:
-            meaning = "Ranks of learners cannot connect from this node."
-            yield _blocked(node, "port back", back, wrong, meaning)
+            yield _blocked(node, "port back", back, wrong, "Ranks of learners cannot connect from this node.")
         else:
             yield Finding("ok", node.name, "port back", back)
 
@@ -148,13 +152,18 @@ class _Examination:
             except ray.exceptions.RayError as error:
                 found = {"error": _first_line(error)}
             if "error" in found:
-                remedy = "Install on that node what the environment needs, or correct the environment."
-                meaning = f"{env_id} cannot be made or stepped there."
-                yield Finding("error", node.name, "environment", found["error"], meaning, remedy)
+                yield Finding(
+                    "error",
+                    node.name,
+                    "environment",
+                    found["error"],
+                    meaning=f"{env_id} cannot be made or stepped there.",
+                    remedy="Install on that node what the environment needs, or correct the environment.",
+                )
                 continue
             measured.append((node, found))
-            told = f"{env_id}: made in {found['make_s']:.2f} s, a step takes {_duration(found['step_s'])}"
-            yield Finding("ok", node.name, "environment", told)
+            times = f"made in {found['make_s']:.2f} s, a step takes {_duration(found['step_s'])}"
+            yield Finding("ok", node.name, "environment", f"{env_id}: {times}")
         if measured:
             yield from _slow_nodes(measured)
             yield self._recommended(measured)
@@ -191,23 +200,40 @@ def _nodes() -> list[Node]:
 
 
 def _silent(node: Node, error: Exception) -> Finding:
-    meaning = "No worker can start there: the node is lost or overloaded, or its Python cannot run Ray's workers."
-    remedy = "Look into the logs of Ray on that node (/tmp/ray/session_latest/logs), or stop Ray there."
-    return Finding("error", node.name, "answer", _first_line(error), meaning, remedy)
+    return Finding(
+        "error",
+        node.name,
+        "answer",
+        _first_line(error),
+        meaning="No worker can start there: the node is lost or overloaded, or its Python cannot run Ray's workers.",
+        remedy="Look into the logs of Ray on that node (/tmp/ray/session_latest/logs), or stop Ray there.",
+    )
 
 
 def _blocked(node: Node, check: str, way: str, reason: str, meaning: str) -> Finding:
-    remedy = "Open these ports between the nodes: a firewall may block them."
-    return Finding("error", node.name, check, f"{way}: {reason}", meaning, remedy)
+    return Finding(
+        "error",
+        node.name,
+        check,
+        f"{way}: {reason}",
+        meaning,
+        remedy="Open these ports between the nodes: a firewall may block them.",
+    )
 
 
 def _slow_nodes(measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Iterator[Finding]:
     usual = statistics.median(each["step_s"] for _, each in measured)
     for node, each in measured:
         if each["step_s"] > 2 * usual:
-            found = f"a step takes {_duration(each['step_s'])}, {each['step_s'] / usual:.1f} times as long as elsewhere"
-            remedy = "Look for other work on it, or train with learners='decentralized' and sync_fraction=0.6."
-            yield Finding("warning", node.name, "environment", found, "All nodes wait for the slowest.", remedy)
+            times = f"{each['step_s'] / usual:.1f} times as long as elsewhere"
+            yield Finding(
+                "warning",
+                node.name,
+                "environment",
+                f"a step takes {_duration(each['step_s'])}, {times}",
+                meaning="All nodes wait for the slowest.",
+                remedy="Look for other work on it, or train with learners='decentralized' and sync_fraction=0.6.",
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -85,11 +85,18 @@ def of_versions(facts: Mapping[str, Any], driver: Mapping[str, Any], name: str) 
         yield Finding("ok", name, "versions", same + listed)
     for package in others:
         found = f"{package} {theirs[package] or 'missing'}, but {ours[package] or 'none'} on the driver"
-        if _is_fatal(package, ours[package], theirs[package]):
-            meaning = "What the driver sends may not be read there, or be read wrongly."
-            yield Finding("error", name, "versions", found, meaning, _INSTALL)
-        else:
-            yield Finding("warning", name, "versions", found, "Results may depend on the node.", _INSTALL)
+        yield _judged(
+            name,
+            "versions",
+            found,
+            _Problem(
+                _is_fatal(package, ours[package], theirs[package]),
+                "error",
+                "What the driver sends may not be read there, or be read wrongly.",
+                _INSTALL,
+            ),
+            _Problem(True, "warning", "Results may depend on the node.", _INSTALL),
+        )
     if facts["digest"] and facts["digest"] != driver["digest"] and "rayvec" not in others:
         found = f"rayvec {theirs['rayvec']} with source {facts['digest']}, but {driver['digest']} on the driver"
         yield Finding("error", name, "versions", found, "The same version has different code.", _INSTALL)
@@ -123,99 +130,159 @@ def of_node(
     else:
         yield Finding("ok", name, "/dev/shm", f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}")
     yield _memory(facts, name, workers, node)
-    yield from _gpus(facts, name, node)
+    yield _gpus(facts, name, node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What would be wrong with a node.
+
+    Attributes:
+        exists: Whether it is.
+        level: How bad that is.
+        meaning: What it means for a run.
+        remedy: What to do.
+    """
+
+    exists: bool
+    level: Level
+    meaning: str
+    remedy: str
+
+
+def _judged(name: str, check: str, found: str, *problems: _Problem) -> Finding:
+    """Returns the first problem that exists as a finding; without any, all is well."""
+    problem = next((each for each in problems if each.exists), None)
+    if problem is None:
+        return Finding("ok", name, check, found)
+    return Finding(problem.level, name, check, found, problem.meaning, problem.remedy)
 
 
 def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
     usable = min(float(facts["cores"]), facts["quota_cores"] or float("inf"))
-    limits = f"{facts['cores']} of {facts['machine_cores']} usable by this process"
+    found = f"{facts['cores']} of {facts['machine_cores']} usable by this process"
     if facts["quota_cores"] is not None:
-        limits += f", a quota of {facts['quota_cores']:g}"
+        found += f", a quota of {facts['quota_cores']:g}"
     if node is None:
-        return Finding("ok", name, "cores", limits)
-    found = f"{node.cores} in Ray, {limits}"
-    if node.cores > usable:
-        meaning = f"Ray starts {node.cores} workers, which share {usable:g} cores: each step takes longer."
-        remedy = f"Start Ray with --num-cpus={max(1, int(usable))}, or raise the limit of the container."
-        return Finding("warning", name, "cores", found, meaning, remedy)
-    return Finding("ok", name, "cores", found)
+        return _judged(name, "cores", found)
+    return _judged(
+        name,
+        "cores",
+        f"{node.cores} in Ray, {found}",
+        _Problem(
+            node.cores > usable,
+            "warning",
+            f"Ray starts {node.cores} workers, which share {usable:g} cores: each step takes longer.",
+            f"Start Ray with --num-cpus={max(1, int(usable))}, or raise the limit of the container.",
+        ),
+    )
 
 
 def _niceness(facts: Mapping[str, Any], name: str, of_driver: int) -> Finding:
-    found = f"workers at nice {facts['niceness']}"
-    if facts["niceness"] <= max(0, of_driver):
-        return Finding("ok", name, "niceness", found)
-    return Finding(
-        "warning", name, "niceness", found, "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0."
-    )
+    is_nice = facts["niceness"] > max(0, of_driver)
+    starved = _Problem(is_nice, "warning", "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0.")
+    return _judged(name, "niceness", f"workers at nice {facts['niceness']}", starved)
 
 
 def _files(facts: Mapping[str, Any], name: str, workers: int) -> Finding:
     soft, hard = facts["files_soft"], facts["files_hard"]
-    found = f"{soft} allowed, can be raised to {hard}".replace("-1", "any number")
     needed = FILES_OF_A_WORKER * workers + SPARE_FILES
     remedy = "Run `ulimit -n 65536` before `ray start`, or set LimitNOFILE of its service."
-    if 0 <= hard < needed:
-        meaning = f"{workers} workers need {needed}: a run ends when it starts."
-        return Finding("error", name, "open files", found, meaning, remedy)
-    if 0 <= hard < _FEW_FILES:
-        return Finding("warning", name, "open files", found, "Ray and many workers may run out of them.", remedy)
-    return Finding("ok", name, "open files", found)
+    meaning = f"{workers} workers need {needed}: a run ends when it starts."
+    return _judged(
+        name,
+        "open files",
+        f"{soft} allowed, can be raised to {hard}".replace("-1", "any number"),
+        _Problem(0 <= hard < needed, "error", meaning, remedy),
+        _Problem(0 <= hard < _FEW_FILES, "warning", "Ray and many workers may run out of them.", remedy),
+    )
 
 
 def _shm(facts: Mapping[str, Any], name: str, store: int) -> Finding:
-    found = f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}, objects of Ray may take {_gib(store)}"
     remedy = "Enlarge it (docker run --shm-size, a memory volume in Kubernetes), or lower --object-store-memory."
-    if facts["shm_free"] < _LEAST_SHM_BYTES:
-        return Finding("error", name, "/dev/shm", found, "Chunks and weights have no room: a run fails.", remedy)
-    if facts["shm_total"] < store:
-        return Finding("warning", name, "/dev/shm", found, "Chunks and weights go to the disk or fail.", remedy)
-    return Finding("ok", name, "/dev/shm", found)
+    is_full, is_small = facts["shm_free"] < _LEAST_SHM_BYTES, facts["shm_total"] < store
+    return _judged(
+        name,
+        "/dev/shm",
+        f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}, objects of Ray may take {_gib(store)}",
+        _Problem(is_full, "error", "Chunks and weights have no room: a run fails.", remedy),
+        _Problem(is_small, "warning", "Chunks and weights go to the disk or fail.", remedy),
+    )
 
 
 def _memory(facts: Mapping[str, Any], name: str, workers: int, node: Node | None) -> Finding:
     limit, free = facts["memory_limit"], facts["memory_free"]
     claimed = 0 if node is None else int(sum(node.resources.get(key, 0) for key in ("memory", "object_store_memory")))
     found = f"{_gib(free)} free" + (f", a limit of {_gib(limit)}" if limit is not None else "")
-    if claimed:
-        found += f", Ray gives out {_gib(claimed)}"
-    if limit is not None and limit < claimed:
-        meaning = "The kernel kills processes of a run before Ray notices that memory is short."
-        remedy = "Start Ray with a lower --memory and --object-store-memory, or raise the limit of the container."
-        return Finding("warning", name, "memory", found, meaning, remedy)
-    if min(free, limit or free) < workers * _CORE_BYTES:
-        meaning = f"{workers} workers need about {_gib(workers * _CORE_BYTES)} and more: some may be killed."
-        return Finding("warning", name, "memory", found, meaning, "Use fewer workers_per_node, or free memory.")
-    return Finding("ok", name, "memory", found)
+    found += f", Ray gives out {_gib(claimed)}" if claimed else ""
+    needed = workers * _CORE_BYTES
+    return _judged(
+        name,
+        "memory",
+        found,
+        _Problem(
+            limit is not None and limit < claimed,
+            "warning",
+            "The kernel kills processes of a run before Ray notices that memory is short.",
+            "Start Ray with a lower --memory and --object-store-memory, or raise the limit of the container.",
+        ),
+        _Problem(
+            min(free, limit or free) < needed,
+            "warning",
+            f"{workers} workers need about {_gib(needed)} and more: some may be killed.",
+            "Use fewer workers_per_node, or free memory.",
+        ),
+    )
 
 
-def _gpus(facts: Mapping[str, Any], name: str, node: Node | None) -> Iterator[Finding]:
-    claimed = 0 if node is None else int(node.resources.get("GPU", 0))
+def _gpus(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
+    gpus, claimed = facts["gpus"], 0 if node is None else int(node.resources.get("GPU", 0))
     cuda = f"torch for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "torch without CUDA"
-    found = f"{facts['gpus']} on the machine, {cuda}" + (f", {claimed} in Ray" if node is not None else "")
-    if claimed > facts["gpus"]:
-        remedy = "Give the container its GPUs, or start Ray with --num-gpus=0."
-        yield Finding("error", name, "GPU", found, "Learners with learner_device='cuda' cannot start there.", remedy)
-    elif facts["gpus"] and not facts["torch_cuda"]:
-        remedy = "Install torch for CUDA, or leave learner_device='cpu'."
-        yield Finding("warning", name, "GPU", found, "Learners cannot use the GPU.", remedy)
-    elif facts["gpus"] and node is not None and not claimed:
-        remedy = "Start Ray with --num-gpus."
-        yield Finding("warning", name, "GPU", found, "Ray gives no GPU to learners.", remedy)
-    else:
-        yield Finding("ok", name, "GPU", found if facts["gpus"] or claimed else "none")
+    found = f"{gpus} on the machine, {cuda}" + (f", {claimed} in Ray" if node is not None else "")
+    return _judged(
+        name,
+        "GPU",
+        found if gpus or claimed else "none",
+        _Problem(
+            claimed > gpus,
+            "error",
+            "Learners with learner_device='cuda' cannot start there.",
+            "Give the container its GPUs, or start Ray with --num-gpus=0.",
+        ),
+        _Problem(
+            bool(gpus) and not facts["torch_cuda"],
+            "warning",
+            "Learners cannot use the GPU.",
+            "Install torch for CUDA, or leave learner_device='cpu'.",
+        ),
+        _Problem(
+            bool(gpus) and node is not None and not claimed,
+            "warning",
+            "Ray gives no GPU to learners.",
+            "Start Ray with --num-gpus.",
+        ),
+    )
 
 
 def of_network(name: str, round_trip_s: float, bytes_per_s: float) -> Finding:
     """Returns what the round trip and the bandwidth between the driver and a node mean."""
-    found = f"round trip {1e3 * round_trip_s:.2f} ms, {8e-9 * bytes_per_s:.2f} Gbit/s"
-    if round_trip_s > _SLOW_S:
-        meaning = "Every `env.step` waits for it."
-        return Finding("warning", name, "network", found, meaning, "Collect in chunks (inference='worker').")
-    if bytes_per_s < _NARROW_BYTES_PER_S:
-        meaning = "Chunks with large observations wait for it."
-        return Finding("warning", name, "network", found, meaning, "Train with learners='decentralized'.")
-    return Finding("ok", name, "network", found)
+    return _judged(
+        name,
+        "network",
+        f"round trip {1e3 * round_trip_s:.2f} ms, {8e-9 * bytes_per_s:.2f} Gbit/s",
+        _Problem(
+            round_trip_s > _SLOW_S,
+            "warning",
+            "Every `env.step` waits for it.",
+            "Collect in chunks (inference='worker').",
+        ),
+        _Problem(
+            bytes_per_s < _NARROW_BYTES_PER_S,
+            "warning",
+            "Chunks with large observations wait for it.",
+            "Train with learners='decentralized'.",
+        ),
+    )
 
 
 def _gib(count: float) -> str:

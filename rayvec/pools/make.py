@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayvec.envs.factory import EnvFactory
 from rayvec.pools.base import NO_RESTARTS, RestartPolicy
 from rayvec.pools.native import NativePool
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 
 __all__ = ["make_pool"]
 

@@ -126,27 +126,23 @@ def load_policy(run_dir: Path | str, checkpoint: str = "checkpoint.pt") -> Agent
             got=type(module).__name__,
             remedy="Act with rayvec.load, or build the policy of Tianshou from agent.module yourself.",
         )
-    is_actor_critic = isinstance(module, ActorCritic)
-    if not isinstance(action_space, spaces.Discrete | spaces.Box) or not (
-        is_actor_critic or starts_at_0 or isinstance(action_space, spaces.Box)
-    ):
+    is_known = isinstance(action_space, spaces.Box) or starts_at_0
+    if not is_known and not (isinstance(module, ActorCritic) and isinstance(action_space, spaces.Discrete)):
         raise ConfigError(
             "A policy of Tianshou chooses one action, or numbers.",
             expected="a Box, or a Discrete that starts at 0",
             got=action_space,
             remedy="Wrap the environment's actions, or act with rayvec.load.",
         )
-    policy: AgentPolicy | SACPolicy | DiscreteSACPolicy
-    if is_actor_critic:
-        policy = AgentPolicy(cast(ActorCritic, module), action_space, agent.observation_space)
-    else:
-        kind = DiscreteSACPolicy if starts_at_0 else SACPolicy
-        policy = kind(
-            actor=_Actor(module),
-            deterministic_eval=True,
-            action_space=action_space,
-            observation_space=agent.observation_space,
-        )
+    if isinstance(module, ActorCritic):
+        return AgentPolicy(module, action_space, agent.observation_space)
+    kind: Any = DiscreteSACPolicy if starts_at_0 else SACPolicy
+    policy: SACPolicy | DiscreteSACPolicy = kind(
+        actor=_Actor(module),
+        deterministic_eval=True,
+        action_space=action_space,
+        observation_space=agent.observation_space,
+    )
     return policy
 
 

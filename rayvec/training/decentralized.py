@@ -86,13 +86,16 @@ class RankTrainer:
             self._env.close()
             raise
 
-    def spaces(self) -> tuple[Any, Any]:
-        """Returns the observation space and the action space of this rank's environments."""
-        return self._env.single_observation_space, self._env.single_action_space
+    def describe(self) -> tuple[tuple[Any, Any], tuple[str, ...], Any]:
+        """Returns what the driver needs to begin.
 
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of the rank-local parts of the learner's state."""
-        return tuple(rank_local_state(self._learner))
+        Returns:
+            The observation space and the action space of this rank's environments; the names of the rank-local parts
+            of the learner's state; and on rank 0, packed, what all ranks share of it.
+        """
+        shared = pack(shared_state(self._learner)) if self._ranks.rank == 0 else None
+        spaces = self._env.single_observation_space, self._env.single_action_space
+        return spaces, tuple(rank_local_state(self._learner)), shared
 
     def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:
         """Continues from a state.
@@ -127,10 +130,6 @@ class RankTrainer:
     def num_eval_episodes(self) -> int:
         """Returns how many episodes all ranks play in an evaluation."""
         return self._trainer.num_eval_episodes
-
-    def shared(self) -> Any:
-        """Returns what all ranks share of the learner's state, packed, on rank 0."""
-        return pack(shared_state(self._learner)) if self._ranks.rank == 0 else None
 
     def parts(self) -> Any:
         """Returns the state of the run, packed: what all ranks share, on rank 0; and what belongs to this rank."""
@@ -172,16 +171,17 @@ class DecentralizedTrainer:
         has_changed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
         self._config, self._group, self._has_changed = config, group, has_changed
-        found = group.run("spaces")
-        check_same_spaces(found)
-        warn_of_wide_ranges(found[0][0], config)
-        choice = choice_of(config, found[0][0])
+        found = group.run("describe")
+        check_same_spaces([spaces for spaces, _, _ in found])
+        (observation_space, _), names, own = found[0]
+        warn_of_wide_ranges(observation_space, config)
+        choice = choice_of(config, observation_space)
         if choice is not None:
             print(f"rayvec: {choice}", file=sys.stderr)
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
-        learner_state = state["learner"] if state else initial_state(config, unpack(group.run("shared")[0]))
-        shared, rank_local = split_state(learner_state, group.run("names")[0], group.num_ranks)
+        learner_state = state["learner"] if state else initial_state(config, unpack(own))
+        shared, rank_local = split_state(learner_state, names, group.num_ranks)
         collector_state = state["collector"] if state else None
         packed = pack(shared)
         group.run("begin", [(progress, (packed, pack(local)), collector_state) for local in rank_local])

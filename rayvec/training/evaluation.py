@@ -103,20 +103,19 @@ class Evaluator:
     Args:
         config: Settings of the run.
         steps: Environment steps taken so far.
-        env: The environments; None for no evaluations.
+        env: The environments.
+        interval_steps: Steps between two evaluations.
     """
 
-    def __init__(self, config: TrainConfig, steps: int, env: RayVecEnv | None) -> None:
-        self._config, self._env = config, env
-        self._interval_steps = config.eval_interval_steps or 0
-        self._num_done = steps // self._interval_steps if env else 0
-        if env is not None:
-            with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
-                self._module = make_learner(replace(config, learner_device="cpu"), env).module
+    def __init__(self, config: TrainConfig, steps: int, env: RayVecEnv, interval_steps: int) -> None:
+        self._config, self._env, self._interval_steps = config, env, interval_steps
+        self._num_done = steps // interval_steps
+        with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
+            self._module = make_learner(replace(config, learner_device="cpu"), env).module
 
     def is_due(self, steps: int) -> bool:
         """Whether the weights after `steps` environment steps are to be evaluated."""
-        return self._env is not None and steps // self._interval_steps > self._num_done
+        return steps // self._interval_steps > self._num_done
 
     def evaluate(self, steps: int, weights: NDArray[np.float32]) -> tuple[Evaluation, float]:
         """Plays the episodes of an evaluation, which are the same every time; returns it and how long it took.
@@ -125,7 +124,6 @@ class Evaluator:
             steps: Environment steps taken so far.
             weights: The acting weights, ``float32 [P]``.
         """
-        assert self._env is not None
         began_s = time.monotonic()
         self._num_done = steps // self._interval_steps
         evaluation = evaluate(
@@ -139,21 +137,21 @@ class Evaluator:
 
 
 @contextlib.contextmanager
-def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator]:
+def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None]:
     """Yields what plays the greedy episodes during training, on this machine without Ray.
 
     Args:
-        config: Settings of the run; without `eval_interval_steps` no evaluation is due.
+        config: Settings of the run; None is yielded without `eval_interval_steps`.
         steps: Environment steps taken so far.
     """
     if config.eval_interval_steps is None:
-        yield Evaluator(config, steps, None)
+        yield None
         return
     workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
     here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
     with make_env(here, min(config.num_envs, config.eval_episodes)) as env:
         try:
-            yield Evaluator(config, steps, env)
+            yield Evaluator(config, steps, env, config.eval_interval_steps)
         except KeyboardInterrupt:
             env.close(terminate=True)
             raise

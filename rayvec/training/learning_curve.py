@@ -37,12 +37,11 @@ def plot_learning_curve(
     ]
     figure, (axes,) = curves_figure()
     if len(steps):
-        label = "episodes of a line of metrics"
-        axes.plot(steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label=label)
+        axes.plot(steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="episodes of a line of metrics")
         axes.plot(steps, returns, color=BLUE, linewidth=2, label="smoothed")
     if evaluations:
-        label = "greedy evaluations during training"
-        axes.plot(*np.array(evaluations).T, ".-", color=ORANGE, linewidth=1.2, ms=5, label=label)
+        points = np.array(evaluations).T
+        axes.plot(*points, ".-", color=ORANGE, linewidth=1.2, ms=5, label="greedy evaluations during training")
     if greedy:
         label = f"greedy evaluation after training: {greedy[1]:.1f}"
         axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=label)

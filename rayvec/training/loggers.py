@@ -42,7 +42,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, steps: int) -> None:
-        kept = [line for line in read_metrics(path) if line["steps"] <= steps] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["steps"] <= steps]
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -58,13 +58,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics file, up to the first incomplete one."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+    """Yields the lines of a metrics file, up to the first incomplete one; none where there is no file."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
@@ -149,7 +148,7 @@ class _Line:
         return {name: seconds for name, seconds in self.times_s.items() if "/" not in name}
 
 
-class RunLogger:
+class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     """Sends metrics to ``metrics.jsonl``, to TensorBoard, to a tracker if there is one, and to the terminal.
 
     A line is written once `config.log_interval_steps` have passed since the line before, with every checkpoint and
@@ -172,9 +171,6 @@ class RunLogger:
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration)
         self._line = _Line()
         self._greedy: tuple[int, float] | None = None
-
-    def __enter__(self) -> RunLogger:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

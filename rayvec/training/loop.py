@@ -250,11 +250,11 @@ class _Run:
                     is_end = self._ends(interrupts) or last_step >= config.total_steps
                     is_last = is_end or trainer.is_outdated
                     is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
-                    is_evaluated = evaluator.is_due(last_step) and not is_end
+                    is_evaluated = evaluator is not None and evaluator.is_due(last_step) and not is_end
                     is_saved = context.take_request() or is_late or is_last or is_evaluated
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
-                    if iteration.weights is not None:
+                    if evaluator is not None and iteration.weights is not None:
                         iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
                         iteration.times_s["evaluate"] = elapsed_s
                     context.metrics = logger.log(iteration)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ from rayvec.training.trainer import Iteration
 __all__ = ["Monitor"]
 
 _INTERVAL_S = 1.0
+_VERBS = {"gauge": "set", "counter": "inc"}
+"""What the metrics of Ray and of prometheus_client call it to record a value."""
 logger = logging.getLogger(__name__)
 Labels = tuple[str, ...]
 
@@ -37,31 +41,31 @@ Labels = tuple[str, ...]
 class _Sink(Protocol):
     """Where metrics go."""
 
-    def set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        """Sets a gauge."""
-        ...
-
-    def add(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        """Adds to a counter, more than 0."""
+    def record(self, name: str, value: float, labels: dict[str, str]) -> None:
+        """Sets a gauge, or adds to a counter, more than 0."""
         ...
 
 
 class _RaySink:
-    """The metrics of Ray, which each of its nodes serves to Prometheus."""
+    """The metrics of Ray, which each of its nodes serves to Prometheus.
+
+    Attributes:
+        board: Shows the status of the run on the same Ray.
+    """
 
     def __init__(self) -> None:
         from ray.util import metrics
+
+        from rayvec.cluster.status_board import StatusBoard
 
         kinds = {"gauge": metrics.Gauge, "counter": metrics.Counter}
         self._metrics: dict[str, Any] = {
             each.name: kinds[each.kind](each.name, each.help, ("run", *each.labels)) for each in METRICS.values()
         }
+        self.board = StatusBoard()
 
-    def set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        self._metrics[name].set(value, dict(labels))
-
-    def add(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        self._metrics[name].inc(value, dict(labels))
+    def record(self, name: str, value: float, labels: dict[str, str]) -> None:
+        getattr(self._metrics[name], _VERBS[METRICS[name].kind])(value, labels)
 
 
 class _PortSink:
@@ -102,11 +106,8 @@ class _PortSink:
             ) from error
         print(f"rayvec: metrics at http://{address}:{self._server.server_port}/metrics", file=sys.stderr)
 
-    def set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        self._metrics[name].labels(**labels).set(value)
-
-    def add(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        self._metrics[name].labels(**labels).inc(value)
+    def record(self, name: str, value: float, labels: dict[str, str]) -> None:
+        getattr(self._metrics[name].labels(**labels), _VERBS[METRICS[name].kind])(value)
 
     def close(self) -> None:
         """Closes the port."""
@@ -115,16 +116,7 @@ class _PortSink:
         self._thread.join()
 
 
-class _OnRay:
-    """What a run publishes on the Ray that this process is connected to."""
-
-    def __init__(self) -> None:
-        from rayvec.cluster.status_board import StatusBoard
-
-        self.sink, self.board = _RaySink(), StatusBoard()
-
-
-class Monitor:
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Collects what iterations did, and publishes it. Use it as a context manager around the whole run.
 
     Publishing never fails a run: the first error is logged and ends it.
@@ -140,20 +132,17 @@ class Monitor:
     def __init__(self, config: TrainConfig, run_dir: Path) -> None:
         self._config, self._run_dir = config, run_dir
         self._port = None if config.metrics_port is None else _PortSink(config.metrics_port, config.metrics_address)
-        self._ray: _OnRay | None = None
+        self._ray: _RaySink | None = None
         self._ray_key: Any = None
         self._iterations: list[Iteration] = []
         self._progress = Progress()
-        self._counted: Counter[tuple[str, Labels]] = Counter()
+        self._totals: Counter[tuple[str, Labels]] = Counter()
         self._new: Counter[tuple[str, Labels]] = Counter()
         self._seen_s: dict[str, float] = {}
         self._published_s = -math.inf
         self._number = 0
         self._last: RunStatus | None = None
         self._has_failed = False
-
-    def __enter__(self) -> Monitor:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -201,7 +190,8 @@ class Monitor:
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         if amount > 0:
-            self._new[name, labels] += amount  # type: ignore[assignment]  # counters of seconds
+            for counts in (self._totals, self._new):
+                counts[name, labels] += amount  # type: ignore[assignment]  # counters of seconds
 
     def _guarded(self, publish: Callable[[], None]) -> None:
         if self._has_failed:
@@ -217,45 +207,38 @@ class Monitor:
         status, gauges = self._status(state)
         self._last = status
         sinks = self._sinks() if state == "running" else [self._port] if self._port else []
-        for name, labels, value in gauges:
-            for sink in sinks:
-                sink.set(name, value, self._labels(name, labels))
-        for (name, values), amount in self._new.items():
-            for sink in sinks:
-                sink.add(name, amount, self._labels(name, values))
-        self._counted.update(self._new)
+        counters = [(name, labels, amount) for (name, labels), amount in self._new.items()]
+        for sink, (name, labels, value) in itertools.product(sinks, [*gauges, *counters]):
+            named = zip(METRICS[name].labels, labels, strict=True)
+            sink.record(name, value, {"run": self._run_dir.name, **dict(named)})
         self._new.clear()
         self._iterations.clear()
         write_status(self._run_dir, status)
         if self._ray is not None and state == "running":
             self._ray.board.put(status.to_json())
 
-    def _labels(self, name: str, values: Labels) -> dict[str, str]:
-        return dict(zip(("run", *METRICS[name].labels), (self._run_dir.name, *values), strict=True))
-
     def _sinks(self) -> list[_Sink]:
         if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
             context = ray.get_runtime_context()
             if (key := (context.gcs_address, context.get_job_id())) != self._ray_key:
-                self._ray, self._ray_key = _OnRay(), key
+                self._ray, self._ray_key = _RaySink(), key
         else:
             self._ray = self._ray_key = None
-        found: list[_Sink | None] = [None if self._ray is None else self._ray.sink, self._port]
+        found: list[_Sink | None] = [self._ray, self._port]
         return [sink for sink in found if sink is not None]
-
-    def _total(self, name: str, *labels: str) -> int:
-        return int(self._counted[name, labels] + self._new[name, labels])
 
     def _status(self, state: str) -> tuple[RunStatus, list[tuple[str, Labels, float]]]:
         """Returns the status, and the values of gauges."""
         iterations, progress = self._iterations, self._progress
         self._number += 1
-        kinds = {values[0] for name, values in {**self._counted, **self._new} if name == "rayvec_restarts_total"}
+        restarts = {
+            labels[0]: count for (name, labels), count in self._totals.items() if name == "rayvec_restarts_total"
+        }
         fresh: dict[str, Any] = {
             "state": state,
             "steps": progress.steps,
             "return_mean": float(np.mean(progress.recent_returns)) if progress.recent_returns else None,
-            "restarts": {kind: self._total("rayvec_restarts_total", kind) for kind in sorted(kinds)},
+            "restarts": dict(sorted(restarts.items())),
             "number": self._number,
         }
         if self._last is None:
@@ -263,20 +246,22 @@ class Monitor:
             last = RunStatus(str(self._run_dir.absolute()), self._config.title, state, 0, total_steps)
         else:
             last = self._last
-        values = {name: getattr(last, name) for name in RunStatus.__slots__} | fresh
         if not iterations:
-            return RunStatus(**values), []
+            return replace(last, **fresh), []
         split_s: Counter[str] = Counter()
         for iteration in iterations:
             split_s.update(iteration.times_s)
         wall_s = sum(split_s.values())
         nodes = [self._node(node, wall_s) for node in _nodes(iterations)]
-        values["steps_per_s"] = sum(each.stats.n_collected_steps for each in iterations) / wall_s
-        values["staleness"] = max(each.stats.staleness for each in iterations)
-        values["time_share"] = {name: seconds / wall_s for name, seconds in split_s.items()}
         gone = {node.node for node in last.nodes} - {node.node for node in nodes}
-        values["nodes"] = tuple(nodes)
-        status = RunStatus(**values)
+        status = replace(
+            last,
+            **fresh,
+            steps_per_s=sum(each.stats.n_collected_steps for each in iterations) / wall_s,
+            staleness=max(each.stats.staleness for each in iterations),
+            time_share={name: seconds / wall_s for name, seconds in split_s.items()},
+            nodes=tuple(nodes),
+        )
         gauges = [gauge for node in nodes for gauge in _gauges(node)]
         gauges += [(name, (node,), 0.0) for node in gone for name in _PER_NODE]
         gauges.append(("rayvec_staleness_updates", (), float(status.staleness)))
@@ -293,7 +278,7 @@ class Monitor:
             node.n_steps / wall_s,
             node.environment_s / node.n_steps if is_measured else None,
             node.environment_s / (node.num_workers * wall_s) if is_measured else None,
-            self._total("rayvec_node_restarts_total", node.node),
+            self._totals["rayvec_node_restarts_total", (node.node,)],
             node.n_pending,
             time.monotonic() - self._seen_s.get(node.node, time.monotonic()),
         )

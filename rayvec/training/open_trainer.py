@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
-from rayvec.distributed.rank_host import RankHost
+from rayvec.distributed.rank_host import RankHost, divided_workers
 from rayvec.training.decentralized import open_decentralized
 from rayvec.training.initial import initial_state
 from rayvec.training.progress import Progress, restore
@@ -96,8 +96,8 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     """
     count = config.num_learners
     if config.num_nodes == 0:
-        cores = len(os.sched_getaffinity(0)) if config.workers_per_node is None else config.workers_per_node
-        return _Places(ProcessHost(), count, 0 if config.workers_per_node == 0 else max(1, cores // count))
+        workers = divided_workers(config.workers_per_node, len(os.sched_getaffinity(0)), count)
+        return _Places(ProcessHost(), count, workers)
     from rayvec.cluster.session import RaySession  # these import Ray
     from rayvec.distributed.rank_nodes import RankNodes
     from rayvec.distributed.rank_placement import ResourceRequest, rank_share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import plot_learning_curve
 from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_config, versions
+from rayvec.training.run_dir import load_config, load_result, versions
 
 __all__ = ["write_report"]
 
@@ -47,7 +47,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     """
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    lines = list(read_metrics(metrics)) if metrics.exists() else []
+    lines = list(read_metrics(metrics))
     if not lines:
         raise ConfigError(
             "A report shows the metrics of a run.",
@@ -55,8 +55,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
             got="none",
             remedy="Wait until the run has logged its first line.",
         )
-    outcome = run_dir / "result.json"
-    result = json.loads(outcome.read_text(encoding="utf-8")) if outcome.exists() else {}
+    result = load_result(run_dir)
     parts = [
         f"<h1>{html.escape(config.title)}</h1><p class=note>{html.escape(str(run_dir))}</p>",
         _facts(lines, result),
@@ -79,7 +78,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
 
 def _facts(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
     last = lines[-1]
-    train_s = sum(sum(_split(line).values()) for line in lines)
+    train_s = _whole_s(_times_s(lines))
     evaluations = [line["eval/return_mean"] for line in lines if line.get("eval/return_mean") is not None]
     facts = [("environment steps", f"{last['steps']:,}")]
     if train_s > 0:
@@ -122,20 +121,22 @@ def _evaluation(result: Mapping[str, Any]) -> str:
     return "<h2>Greedy evaluation after training</h2>" + _saved(figure, "returns of the evaluation") + _table(rows)
 
 
-def _split(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the wall time of a line by activity, in seconds."""
-    times = {name.removeprefix("time_s/"): value for name, value in line.items() if name.startswith("time_s/")}
-    return {name: value for name, value in times.items() if "/" not in name and value is not None}
+def _times_s(lines: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Returns the wall time by activity, in seconds; a part of an activity has a slash in its name."""
+    totals: Counter[str] = Counter()
+    for line in lines:
+        times_s = {name.removeprefix("time_s/"): value for name, value in line.items() if name.startswith("time_s/")}
+        totals.update({name: value for name, value in times_s.items() if value is not None})
+    return totals
+
+
+def _whole_s(times_s: Mapping[str, float]) -> float:
+    return sum(value for name, value in times_s.items() if "/" not in name)
 
 
 def _times(lines: Sequence[Mapping[str, Any]]) -> str:
-    totals: dict[str, float] = {}
-    for line in lines:
-        for name, value in line.items():
-            if name.startswith("time_s/") and value is not None:
-                totals[name.removeprefix("time_s/")] = totals.get(name.removeprefix("time_s/"), 0.0) + value
-    whole_s = sum(value for name, value in totals.items() if "/" not in name) or 1.0
-    rows = []
+    totals, rows = _times_s(lines), []
+    whole_s = _whole_s(totals) or 1.0
     for name in sorted(totals, key=lambda name: (-totals[name.split("/")[0]], name)):
         share = totals[name] / whole_s
         indent = "&emsp;" * name.count("/")

@@ -46,6 +46,7 @@ __all__ = [
     "begin_run_dir",
     "free_run_dir",
     "load_config",
+    "load_result",
     "load_run",
     "load_weights",
     "locked",
@@ -125,19 +126,15 @@ def locked(run_dir: Path) -> Iterator[None]:
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _busy(run_dir) from None
+                raise ConfigError(
+                    "One process at a time trains in the directory of a run.",
+                    expected=f"no other process that trains in {run_dir}",
+                    got="one that does",
+                    remedy="Wait until it has ended, or stop it with Ctrl-C; then resume.",
+                ) from None
         yield
     finally:
         os.close(directory)
-
-
-def _busy(run_dir: Path) -> ConfigError:
-    return ConfigError(
-        "One process at a time trains in the directory of a run.",
-        expected=f"no other process that trains in {run_dir}",
-        got="one that does",
-        remedy="Wait until it has ended, or stop it with Ctrl-C; then resume.",
-    )
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
@@ -166,6 +163,12 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
     )
     with written_whole(run_dir / "result.json") as file:
         file.write((text + "\n").encode())
+
+
+def load_result(run_dir: Path) -> dict[str, Any]:
+    """Returns what `save_result` wrote; empty where the run has not ended."""
+    path = run_dir / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def versions() -> dict[str, str]:

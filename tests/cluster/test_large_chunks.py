@@ -23,7 +23,7 @@ from helpers.waiting import wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 
 REPEATS = 3_000

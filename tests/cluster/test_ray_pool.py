@@ -35,7 +35,7 @@ from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.data import NodeSlice, StepBatch
 from rayvec.errors import NodeLostError
 from rayvec.pools.base import Autoreset
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.testing import CountingEnv, TimedEnv
 
 DEADLINE_S = 20.0

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from rayvec.bench.hosts import DEADLINE_S, Cluster, Host, Network, kill_group, why_not
-from rayvec.training.loggers import read_metrics
 
 on_hosts = [
     pytest.mark.slow,
@@ -194,8 +193,3 @@ def until_error(program: Program) -> Any:
     while "error" not in line:
         line = program.line()
     return line
-
-
-def lines_of(metrics: Path) -> int:
-    """Returns how many lines of metrics a run has written."""
-    return sum(1 for _ in read_metrics(metrics)) if metrics.exists() else 0

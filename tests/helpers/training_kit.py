@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rayvec.config import PPOConfig
+from rayvec.training.loggers import read_metrics
 
 HERE = {"num_nodes": 0, "workers_per_node": 0}
 """Environments are stepped in the process of the test."""
@@ -47,3 +48,8 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(a, b)
     else:
         assert a == b
+
+
+def lines_of(metrics: Path) -> int:
+    """Returns how many lines of metrics a run has written."""
+    return len(list(read_metrics(metrics)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 from helpers.hosts import Program, block, cluster_of, limit, on_hosts
 
 import rayvec
-from rayvec.bench.hosts import Cluster
+from rayvec.bench.hosts import DEADLINE_S, Cluster
 
 pytestmark = on_hosts
 DOCTOR = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())", "doctor"]
@@ -25,7 +28,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         narrow = cluster.network.add(shm_mib=32)
         limit(narrow, "50000 100000", "1000000000")
         narrow.environment["RAY_worker_niceness"] = "15"
-        cluster.join(narrow, "prlimit", "--nofile=1024:1024")
+        few_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (1024, 1024))
+        narrow.popen = partial(narrow.popen, preexec_fn=few_files)  # type: ignore[method-assign]
+        cluster.join(narrow)
         other = cluster.network.add()
         package = Path(rayvec.__file__).parent
         shutil.copytree(package, tmp_path / "rayvec", ignore=shutil.ignore_patterns("__pycache__"))
@@ -41,10 +46,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_planted_faults_are_found_and_explained(cluster: Cluster) -> None:
-    done = cluster.head.run(*DOCTOR, "--address", cluster.address, "--env-id=CartPole-v1", check=False)
-    print(done.stdout)
-    assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
+    command = *DOCTOR, "--address", cluster.address, "--env-id=CartPole-v1"
+    with cluster.head.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
+        found, errors = doctor.communicate(timeout=DEADLINE_S)
+    print(found)
+    assert doctor.returncode == 1, errors
+    lines = found.splitlines()
     _, narrow, other = (host.address for host in cluster.network.hosts)
     for address, level, check, words in (
         (narrow, "warning", "cores", ["2 in Ray", "quota of 0.5", "--num-cpus=1"]),

@@ -25,7 +25,6 @@ from helpers.hosts import (
     block,
     cluster_of,
     cut_off,
-    lines_of,
     long,
     on_hosts,
     others,
@@ -35,7 +34,7 @@ from helpers.hosts import (
     unblock,
     unplug,
 )
-from helpers.training_kit import lengthen
+from helpers.training_kit import lengthen, lines_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.bench.hosts import Cluster, Host, Network

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.hosts import Program, Record, cluster_of, cut_off, lines_of, long, on_hosts, others, python, until_error
+from helpers.hosts import Program, Record, cluster_of, cut_off, long, on_hosts, others, python, until_error
+from helpers.training_kit import lines_of
 from helpers.waiting import wait_until
 
 from rayvec.bench.hosts import Cluster

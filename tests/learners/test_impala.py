@@ -36,7 +36,7 @@ from rayvec.learners.impala import IMPALALearner, Minibatch
 from rayvec.learners.ranks import stratified_shuffle
 from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import torch_threads
 

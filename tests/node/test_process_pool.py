@@ -57,7 +57,7 @@ from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.pipe import ProcessWatch
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.testing import CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 

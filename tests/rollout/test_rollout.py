@@ -25,7 +25,7 @@ from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import keyed_noise
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv

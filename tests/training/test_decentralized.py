@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from helpers.processes import Command, assert_nothing_left, running
-from helpers.training_kit import HERE, SMALL, lengthen, options
+from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
 from rayvec.config import TrainConfig
@@ -114,18 +114,15 @@ def test_no_iteration_is_left_out_of_the_last_checkpoint(tmp_path: Path) -> None
     )
     rayvec.train(config)
     state = load_run(tmp_path / "a")[1]
-    assert state["learner"]["num_updates"] == state["progress"]["iterations"] == lines_of(tmp_path / "a")
+    assert (
+        state["learner"]["num_updates"] == state["progress"]["iterations"] == lines_of(tmp_path / "a" / "metrics.jsonl")
+    )
     assert state["learner"]["num_steps"] == state["progress"]["steps"] >= 640
 
 
 def ranks_of(command: Command) -> list[psutil.Process]:
     """Returns the processes of the ranks that a command has started."""
     return [psutil.Process(pid) for pid in sorted(command.pids()) if psutil.Process(pid).name() == "rayvec-rank"]
-
-
-def lines_of(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(list(read_metrics(path))) if path.exists() else 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ def test_ranks_restart_from_the_checkpoint_when_one_is_lost(tmp_path: Path, who:
     run_dir = tmp_path / "a"
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 6400, "eval_episodes": 2, "run_dir": run_dir}
     with running(["train", "ppo", *options({**settings, **HERE}), "--checkpoint-interval-s=0.5"], tmp_path) as command:
-        command.wait_until(lambda: lines_of(run_dir) >= 5)
+        command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= 5)
         os.kill(ranks_of(command)[who].pid, number)
         assert command.process.wait(300) == 0, command.stderr.read_text()
         assert_nothing_left(command)
@@ -152,7 +149,7 @@ def test_ctrl_c_and_death_of_the_driver_leave_no_rank(tmp_path: Path, number: An
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 64_000, "run_dir": run_dir, "eval_episodes": 0}
     workers = {"num_nodes": 0, "workers_per_node": 2}
     with running(["train", "ppo", *options({**settings, **workers}), "--checkpoint-interval-s=0"], tmp_path) as command:
-        command.wait_until(lambda: lines_of(run_dir) >= 5)
+        command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= 5)
         if number == signal.SIGINT:
             assert command.interrupt() == 130
             assert "resume with: rayvec train ppo --resume" in command.stderr.read_text()
@@ -235,7 +232,7 @@ def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
     settings = {**SMALL, **UNCUT, "num_learners": 3, "num_nodes": 3, "workers_per_node": 1, "total_steps": 12_800}
 
     def strike() -> None:
-        while lines_of(run_dir) < 5:
+        while lines_of(run_dir / "metrics.jsonl") < 5:
             time.sleep(0.05)
         if what == "node":
             ray_cluster.remove_node(extra, allow_graceful=False)

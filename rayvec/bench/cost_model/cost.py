@@ -141,8 +141,7 @@ def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
         factor = mix.price_per_hour / mixes["cheapest"].price_per_hour
         results.rows.append({"what": what, **asdict(mix), "mix": str(mix), "factor": factor})
         lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
-    header = ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest")
-    show_table(f"For {wanted}", header, lines)
+    show_table(f"For {wanted}", ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest"), lines)
     results.finish()
 
 

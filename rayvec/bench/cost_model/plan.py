@@ -156,11 +156,10 @@ class _Plan:
         on_two = dict.fromkeys(replace(setting, nodes=2) for setting in todo)
         cells = measured.check_observations or self._measure([*on_two, *todo], "check_observations")
         checks = compare_overheads(found, cells, cluster)
-        names = ("setting", "step, ms", "measured", "slowest turn", "model", "off", "as on 2 nodes", "off")
         show_table(
             f"Overhead per step, ms: fitted to 1 and 2 nodes, checked on {_PLACES[self._place]}; "
             f"the aim is at most {_CHECK_LIMIT:.0%} off",
-            names,
+            ("setting", "step, ms", "measured", "slowest turn", "model", "off", "as on 2 nodes", "off"),
             [
                 (
                     *(each["name"], f"{1e3 * each['step_duration_s']:g}", f"{1e3 * each['measured_s']:.3f}"),
@@ -212,16 +211,19 @@ class _Plan:
                 texts = [f"{rate:,.0f} ({rate / ideal:.0%})" if rate else "" for rate in shown]
                 lines.append((count, cores, f"{step_s:g}", f"{ideal:,.0f}", *texts, f"{1e3 * sum_s:.2f}"))
                 advice.append((count, f"{step_s:g}", describe(best), f"{row['recommended_steps_per_s']:,.0f}"))
-        title = (
-            f"Predicted steps/s and share of ideal for {settings.cores_per_node} cores per node, chunks of 128 steps;\n"
-            f"all-reduce: one sum of the gradient of {settings.parameters:,} parameters over one rank on each node"
-        )
         ours = ("central, by step", "central, chunks", "decentralized, chunks")
-        header = ("nodes", "cores", "step, s", "ideal", *ours, "old design, measured", "all-reduce, ms")
-        show_table(title, header, lines)
+        show_table(
+            f"Predicted steps/s and share of ideal for {settings.cores_per_node} cores per node, chunks of 128 steps;\n"
+            f"all-reduce: one sum of the gradient of {settings.parameters:,} parameters over one rank on each node",
+            ("nodes", "cores", "step, s", "ideal", *ours, "old design, measured", "all-reduce, ms"),
+            lines,
+        )
         policy = f"a policy of 2 x {settings.hidden_size} units" if settings.hidden_size else "no policy"
-        title = f"Recommended for {settings.envs_per_core} environments per core and {policy}"
-        show_table(title, ("nodes", "step, s", "setting", "steps/s"), advice)
+        show_table(
+            f"Recommended for {settings.envs_per_core} environments per core and {policy}",
+            ("nodes", "step, s", "setting", "steps/s"),
+            advice,
+        )
 
     @staticmethod
     def _rates(found: Fit, base: Setting, network: Cluster) -> dict[str, float]:

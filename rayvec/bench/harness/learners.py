@@ -25,7 +25,7 @@ from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.envs.factory import EnvFactory
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.policies.policy import Policy
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import LEARNERS
 

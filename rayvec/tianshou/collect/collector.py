@@ -319,7 +319,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending), *kept_steps])
         most = min(steps_per_env(self.buffer) // longest, math.inf if self._max_staleness > 1 else 1)
         if most < min(2, self._max_staleness):
-            raise _room_error(longest, steps_per_env(self.buffer))
+            raise ConfigError(
+                "With `max_staleness` a fast worker may deliver several chunks to one call, none overwriting another.",
+                expected=f"a buffer with room for two chunks of {longest} steps of each environment",
+                got=f"room for {steps_per_env(self.buffer)} steps of each",
+                remedy="Double the size of the buffer, or pass max_staleness=1.",
+            )
         parts.start(store, num_steps, ahead=True)
         while True:
             num_columns = sum(len(part.envs) for part in self._kept_parts)
@@ -467,13 +472,4 @@ def _prefetch_error(expected: str, got: str, remedy: str = "Leave prefetch and m
         expected=expected,
         got=got,
         remedy=remedy,
-    )
-
-
-def _room_error(num_steps: int, room: int) -> ConfigError:
-    return ConfigError(
-        "With `max_staleness` a fast worker may deliver several chunks to one call, and none may overwrite another.",
-        expected=f"a buffer with room for two chunks of {num_steps} steps of each environment",
-        got=f"room for {room} steps of each",
-        remedy="Double the size of the buffer, or pass max_staleness=1.",
     )

@@ -19,7 +19,6 @@ from tianshou.data import ReplayBuffer
 
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.learners.ranks import Ranks
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState, Numbers
 from rayvec.tianshou.learn.impala import IMPALA
@@ -81,13 +80,8 @@ def data_parallel(
     check_count("num_learners", num_learners)
     check_choice("device", device, ("cpu", "cuda"))
     _check_algorithm(algorithm)
-    pickled = pickle_algorithm(algorithm)
-
-    def make(ranks: Ranks) -> AlgorithmRank:
-        return AlgorithmRank(pickled, device, ranks)
-
     group = RankGroup(
-        make,
+        functools.partial(AlgorithmRank, pickle_algorithm(algorithm), device),
         num_learners,
         device=device,
         threads=learner_threads,

@@ -1,4 +1,4 @@
-"""The innermost pool, which steps environments one after another in this process."""
+"""The innermost pool: it steps environments one after another in this process, and resets them after an episode."""
 
 from __future__ import annotations
 

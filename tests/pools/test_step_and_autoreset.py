@@ -19,7 +19,7 @@ from helpers.odd_envs import OneInfo, ReusedObject
 from rayvec.data import tree_map
 from rayvec.errors import EnvError
 from rayvec.pools.base import Autoreset
-from rayvec.pools.serial import SerialPool
+from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 
