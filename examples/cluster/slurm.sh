@@ -48,10 +48,14 @@ requeue() {
 }
 trap requeue USR1
 
+# The job has the exit code of the training: Ray on the other nodes may exit with an error once the first one is gone.
+exit_code="$run_dir.exit-code"
+rm -f "$exit_code"
 srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
-	--num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- "${command[@]}" &
+	--num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- sh -c '"$@"; echo $? >"$0"' "$exit_code" "${command[@]}" &
 run=$!
 until wait "$run"; do # USR1 ends a wait, too, but not the run
 	code=$?
-	kill -0 "$run" 2>/dev/null || exit "$code"
+	kill -0 "$run" 2>/dev/null || exit "$(cat "$exit_code" 2>/dev/null || echo "$code")"
 done
+exit "$(cat "$exit_code")"

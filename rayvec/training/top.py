@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,9 +45,7 @@ def top(run_dir: Path | None, address: str | None, *, once: bool = False) -> int
             remedy="Pass the directory of a run, such as one below runs/, or --address auto.",
         )
     with contextlib.ExitStack() as stack:
-        read: Read = lambda: [read_status(cast(Path, run_dir))]  # noqa: E731
-        if address is not None:
-            read = stack.enter_context(_on_cluster(address))
+        read = stack.enter_context(_on_cluster(address)) if address is not None else _in_directory(run_dir)
         console, ages = Console(), _Ages()
         if not console.is_terminal:
             console.width = _WIDTH
@@ -65,6 +62,11 @@ def top(run_dir: Path | None, address: str | None, *, once: bool = False) -> int
     died = any(run.has_died for run in runs)
     console.print("the process of the run has died" if died else "no run is left" if not runs else "the run has ended")
     return int(died)
+
+
+def _in_directory(run_dir: Path | None) -> Read:
+    assert run_dir is not None
+    return lambda: [read_status(run_dir)]
 
 
 @contextlib.contextmanager
