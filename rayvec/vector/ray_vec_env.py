@@ -190,8 +190,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._assert_idle("reset_async")
         seeds = env_seeds(seed, self.num_envs)
         options = None if options is None else dict(options)
-        mask = None if options is None else options.pop("reset_mask", None)
-        ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
+        ids = self._everyone
+        if options and "reset_mask" in options:
+            ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs))
 
         def start() -> Wait:
             self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
