@@ -42,7 +42,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, steps: int) -> None:
-        kept = [line for line in read_metrics(path) if line["steps"] <= steps] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["steps"] <= steps]
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -58,13 +58,18 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics file, up to the first incomplete one."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    """Yields the lines of a metrics file, up to the first that is incomplete or damaged; nothing if it is absent."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for data in file:
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                line = json.loads(data)
+            except ValueError:  # no JSON, or no UTF-8
                 return
+            if not isinstance(line, dict) or not isinstance(line.get("steps"), int):
+                return
+            yield line
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:

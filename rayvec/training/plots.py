@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import training_points
 from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_config
+from rayvec.training.run_dir import load_config, load_result
 
 __all__ = ["Curves", "plot_runs", "read_runs"]
 
@@ -74,7 +73,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     found = []
     for members in groups.values():
         config = configs[members[0]]
-        read = [list(read_metrics(path / "metrics.jsonl")) if _has_metrics(path) else [] for path in members]
+        read = [list(read_metrics(path / "metrics.jsonl")) for path in members]
         curves = [training_points(lines)[:2] for lines in read]
         for run_dir, points in zip(members, curves, strict=True):
             if not points.size:
@@ -85,23 +84,15 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
                     remedy="Leave this run out, or let it train for longer.",
                 )
         evaluations = [_points(lines, "eval/return_mean") for lines in read]
-        finals = [value for value in map(_final, members) if value is not None]
+        results = [load_result(run_dir).get("eval_return_mean") for run_dir in members]
+        finals = [value for value in results if value is not None]
         found.append(Curves(_label(config, list(configs.values())), config.env_id, curves, evaluations, finals))
     return found
-
-
-def _has_metrics(run_dir: Path) -> bool:
-    return (run_dir / "metrics.jsonl").exists()
 
 
 def _points(lines: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
     points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
     return np.array(points, np.float64).reshape(-1, 2).T
-
-
-def _final(run_dir: Path) -> float | None:
-    path = run_dir / "result.json"
-    return json.loads(path.read_text(encoding="utf-8"))["eval_return_mean"] if path.exists() else None
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:

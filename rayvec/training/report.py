@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import plot_learning_curve
 from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_config, versions
+from rayvec.training.run_dir import load_config, load_result, versions
 
 __all__ = ["write_report"]
 
@@ -47,7 +46,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     """
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    lines = list(read_metrics(metrics)) if metrics.exists() else []
+    lines = list(read_metrics(metrics))
     if not lines:
         raise ConfigError(
             "A report shows the metrics of a run.",
@@ -55,8 +54,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
             got="none",
             remedy="Wait until the run has logged its first line.",
         )
-    outcome = run_dir / "result.json"
-    result = json.loads(outcome.read_text(encoding="utf-8")) if outcome.exists() else {}
+    result = load_result(run_dir)
     parts = [
         f"<h1>{html.escape(config.title)}</h1><p class=note>{html.escape(str(run_dir))}</p>",
         _facts(lines, result),
