@@ -162,7 +162,7 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     Raises:
         ConfigError: The action space is another one.
-        ValueError: A step or reset gave a mask that allows nothing, or of another size.
+        ValueError: A step or reset gave a mask that allows nothing, of another size, or of something else than numbers.
     """
 
     def __init__(self, env: Env) -> None:
@@ -212,12 +212,23 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _flat(self, given: Any) -> NDArray[np.int8]:
         parts = given if isinstance(given, tuple | list) else (given,)
         mask = np.concatenate([np.ravel(part) for part in parts])
-        if mask.shape != (sum(self._sizes),):
+        if mask.dtype.kind not in "biuf" or np.isnan(mask).any():
+            raise ValueError(
+                message(
+                    "An action mask is made of numbers.",
+                    expected="numbers or bools, 0 where a choice is not allowed",
+                    got=f"{mask.tolist()} after {self._num_steps} steps of the episode",
+                    remedy="Correct the environment's mask, or pass action_masks=False.",
+                )
+            )
+        given_sizes = [np.size(part) for part in parts]
+        ends, allowed_ends = set(np.cumsum(given_sizes)), set(np.cumsum(self._sizes))
+        if mask.shape != (sum(self._sizes),) or not (ends <= allowed_ends or allowed_ends <= ends):
             raise ValueError(
                 message(
                     "An action mask has one number for each choice of an action.",
-                    expected=f"{sum(self._sizes)} numbers for {self.env.action_space}",
-                    got=f"{len(mask)} after {self._num_steps} steps of the episode",
+                    expected=f"{' + '.join(map(str, self._sizes))} numbers for {self.env.action_space}",
+                    got=f"{' + '.join(map(str, given_sizes))} after {self._num_steps} steps of the episode",
                     remedy="Correct the environment's mask, or pass action_masks=False.",
                 )
             )

@@ -17,9 +17,17 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ChunkInfo", "ChunkInfos", "InfoBlock", "InfoColumn"]
+__all__ = ["ChunkInfo", "ChunkInfos", "InfoBlock", "InfoColumn", "copied"]
 
 _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does not say its unit
+
+
+def copied(value: Any) -> Any:
+    """Copies a value; one that can't be copied, such as a lock, is returned itself, as Gymnasium does."""
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 class ChunkInfo(NamedTuple):
@@ -66,7 +74,7 @@ class InfoColumn(NamedTuple):
     def read(self) -> Iterable[Any]:
         """Returns the values; arrays among them are copies that can be written."""
         if self.kind is object:
-            return map(deepcopy, self.values)
+            return map(copied, self.values)
         return self.values.tolist() if self.kind in (bool, int, float) else iter(self.values.copy())
 
 

@@ -18,6 +18,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch, Topology, Tree
+from rayvec.data.infos import copied
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.node_inference import NodeInference
@@ -61,6 +62,7 @@ class LocalPool:
             self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
+        self._pool.infos_stay = True
         self.begin_episodes, self.observe = self._pool.begin_episodes, self._pool.observe
         self.spaces: PoolSpaces = self._pool.spaces
         self.num_envs = self._pool.num_envs
@@ -93,7 +95,7 @@ class LocalPool:
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self.acting.note_reset(env_ids)
-        self._pool.reset(env_ids, seeds, deepcopy(options))
+        self._pool.reset(env_ids, seeds, copied(options))
 
     def recv(
         self,
@@ -120,7 +122,7 @@ class LocalPool:
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._pool.set_attr(name, [deepcopy(value) for value in values], env_ids)
+        self._pool.set_attr(name, [copied(value) for value in values], env_ids)
 
     def begin_rollout(
         self,

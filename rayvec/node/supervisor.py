@@ -152,8 +152,10 @@ class Supervisor:
 
     def _until(self, client: WorkerClient, number: int, deadline: float) -> float:
         """Returns the time until which to wait for a command before checking whether its worker hangs."""
-        limit_s = self._restart_policy.step_timeout_s
-        if client.num_done > number or (limit_s is None and not client.is_starting):
+        if client.num_done > number:
+            return deadline
+        _, limit_s = self._limit_of(client)
+        if limit_s is None and not client.is_starting:
             return deadline
         client.note_progress()
         overdue_at = math.inf if limit_s is None else client.overdue_at(limit_s)
@@ -171,13 +173,20 @@ class Supervisor:
             self._restart_if_overdue(client)
 
     def _restart_if_overdue(self, client: WorkerClient) -> None:
-        limit_s, start_s = self._restart_policy.step_timeout_s, self._restart_policy.start_timeout_s
+        start_s = self._restart_policy.start_timeout_s
+        name, limit_s = self._limit_of(client)
         client.note_progress()
         if client.is_starting:
             if client.startup_s > start_s:
                 self._restart_worker(client, client.hangs("start_timeout_s", start_s), client.startup_s)
         elif limit_s is not None and time.monotonic() > client.overdue_at(limit_s):
-            self._restart_worker(client, client.hangs("step_timeout_s", limit_s), client.waited_s)
+            self._restart_worker(client, client.hangs(name, limit_s), client.waited_s)
+
+    def _limit_of(self, client: WorkerClient) -> tuple[str, float | None]:
+        """Returns the name and the seconds of the limit for the oldest pending command of a worker."""
+        if client.is_loading:
+            return "start_timeout_s", self._restart_policy.start_timeout_s
+        return "step_timeout_s", self._restart_policy.step_timeout_s
 
     def _restart_worker(self, client: WorkerClient, error: WorkerLostError, hung_s: float = 0.0) -> None:
         """Restarts a worker, posts its pending commands again, and ends its interrupted episodes.

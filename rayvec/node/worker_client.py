@@ -211,13 +211,18 @@ class WorkerClient:
         if progress != self._seen:
             self._seen, self._seen_s = progress, time.monotonic()
 
-    def overdue_at(self, step_timeout_s: float) -> float:
+    @property
+    def is_loading(self) -> bool:
+        """Whether the oldest pending command loads or drops a policy: that is no step, and may import modules."""
+        return not self._posted[self.num_done].repeat
+
+    def overdue_at(self, limit_s: float) -> float:
         """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue."""
         num_steps = self._posted[self.num_done].num_steps
-        whole = self._begun_s + num_steps * step_timeout_s
+        whole = self._begun_s + num_steps * limit_s
         if num_steps == 1 or self._seen % 2 == 0:  # the policy acts: its first call may include compilation
             return whole
-        return min(whole, max(self._begun_s, self._seen_s) + step_timeout_s)
+        return min(whole, max(self._begun_s, self._seen_s) + limit_s)
 
     def poll(self) -> None:
         """Records completed commands, without waiting.

@@ -66,8 +66,10 @@ class InProcessPool:
         terminated: ``bool [N]``.
         truncated: ``bool [N]``.
         notes: Messages about restarts for the log. The reader clears the list.
+        infos_stay: Whether infos are read in this process: those that can't be copied are then returned themselves.
     """
 
+    infos_stay = False
     native_mode: Autoreset | None = None
     _unit_kind = "environment"
     action_layout: ArrayLayout | None

@@ -13,7 +13,8 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.errors import ConfigError, RemoteFailure
+from rayvec.data.infos import copied
+from rayvec.errors import ConfigError, RemoteFailure, message
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
@@ -96,7 +97,7 @@ class SerialPool(InProcessPool):
                 if term or trunc:
                     terminated[row], truncated[row] = term, trunc
                     if same_step:
-                        infos.append(RawInfo(self.first_id + row, {}, _kept(obs), _copied(info)))
+                        infos.append(RawInfo(self.first_id + row, {}, _kept(obs), self._copied(info)))
                         recovery = self._reset_within_step
                         self._reset_within_step(row, same_step, infos)
                         continue
@@ -105,7 +106,7 @@ class SerialPool(InProcessPool):
                     episode[row] = RUNNING
                 write_obs(row, obs)
                 if info or info is None:  # None is an error, as in Gymnasium
-                    infos.append(RawInfo(self.first_id + row, _copied(info)))
+                    infos.append(RawInfo(self.first_id + row, self._copied(info)))
             except FAILURES as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
         if failures:
@@ -160,7 +161,7 @@ class SerialPool(InProcessPool):
         self.terminated[row] = self.truncated[row] = False
         self._episode[row] = RUNNING
         if info or info is None:
-            infos.append(RawInfo(self.first_id + row, _copied(info)))
+            infos.append(RawInfo(self.first_id + row, self._copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Resets within the step that ended an episode. The last entry of `infos` describes that end."""
@@ -169,7 +170,7 @@ class SerialPool(InProcessPool):
         self._write_obs(row, obs)
         self._episode[row] = RUNNING
         last = infos[-1]
-        infos[-1] = RawInfo(last.env_id, _copied(info), last.final_obs, last.final_info)
+        infos[-1] = RawInfo(last.env_id, self._copied(info), last.final_obs, last.final_info)
 
     def _end_cut_episode(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Ends an interrupted episode without a step: the last true observation, reward 0, truncated."""
@@ -227,6 +228,28 @@ class SerialPool(InProcessPool):
             except FAILURES as error:
                 raise EnvsFailed([self._failure(row, error)]) from error
 
+    def _copied(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Copies an info, because some environments modify the dict after they return it."""
+        return {
+            key: value if isinstance(value, _IMMUTABLE) else self._copied_value(key, value)
+            for key, value in info.items()
+        }
+
+    def _copied_value(self, key: Any, value: Any) -> Any:
+        if self.infos_stay:
+            return copied(value)
+        try:
+            return deepcopy(value)
+        except Exception as error:
+            raise TypeError(
+                message(
+                    "What an info holds is pickled and sent to the process of the driver.",
+                    expected=f"a value that can be copied under {key!r}",
+                    got=f"{type(value).__name__} ({error})",
+                    remedy="Leave it out of the info, or pass num_nodes=0 and workers_per_node=0.",
+                )
+            ) from error
+
 
 def _kept(obs: Any) -> Any:
     """Copies an observation, because some environments modify it after they return it."""
@@ -236,8 +259,3 @@ def _kept(obs: Any) -> Any:
 
 
 _IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
-
-
-def _copied(info: dict[str, Any]) -> dict[str, Any]:
-    """Copies an info, because some environments modify the dict after they return it."""
-    return {key: value if isinstance(value, _IMMUTABLE) else deepcopy(value) for key, value in info.items()}

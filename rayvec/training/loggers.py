@@ -58,12 +58,18 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics file, up to the first incomplete one; none where there is no file."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    """Yields the lines of a metrics file, up to the first that is incomplete or damaged; nothing if it is absent."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for data in file:
+            try:
+                line = json.loads(data)
+            except ValueError:  # no JSON, or no UTF-8
+                return
+            if not isinstance(line, dict) or not isinstance(line.get("steps"), int):
+                return
+            yield line
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:

@@ -68,7 +68,7 @@ def free_run_dir(config: TrainConfig) -> Path:
     if config.run_dir is None:  # several runs may begin in one second
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
-    if config.run_dir.exists():
+    if os.path.lexists(config.run_dir):
         raise _taken(config.run_dir, config)
     return config.run_dir
 
@@ -165,12 +165,6 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
         file.write((text + "\n").encode())
 
 
-def load_result(run_dir: Path) -> dict[str, Any]:
-    """Returns what `save_result` wrote; empty where the run has not ended."""
-    path = run_dir / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that results depend on."""
     packages = ("ray", "gymnasium", "torch", "numpy")
@@ -209,11 +203,38 @@ def load_config(run_dir: Path) -> TrainConfig:
     """
     try:
         text = (run_dir / "config.yaml").read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "The directory of a run holds its settings and its checkpoint.",
             expected=f"a readable file {run_dir / 'config.yaml'}",
-            got=error.strerror,
+            got=error.strerror if isinstance(error, OSError) else error,
             remedy="Pass the directory of a run, such as one below runs/.",
         ) from None
     return TrainConfig.from_yaml(text)
+
+
+def load_result(run_dir: Path) -> dict[str, Any]:
+    """Returns ``result.json``; nothing if the run has not ended.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    path = run_dir / "result.json"
+    try:
+        result = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _bad_result(path, error) from None
+    if not isinstance(result, dict):
+        raise _bad_result(path, result)
+    return result
+
+
+def _bad_result(path: Path, got: Any) -> ConfigError:
+    return ConfigError(
+        "The result of a run is a JSON object.",
+        expected=f"a readable file {path}, or none",
+        got=got,
+        remedy="Restore the file from a copy, or remove it.",
+    )

@@ -68,8 +68,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             alternately, in the first four chunks for which the policy acts in the driver, and keeps the faster.
         step_timeout_s: How long a worker may take for one step of its environments, in seconds, also within a chunk.
             A worker that takes longer is killed. By default there is no limit.
-        start_timeout_s: How long a worker may take to make its environments, in seconds. A worker that takes longer is
-            killed, and the error shows the stack where it hung.
+        start_timeout_s: How long a worker may take to make its environments, or to load a policy, in seconds. A worker
+            that takes longer is killed, and the error shows the stack where it hung.
         on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
             ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
             failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
@@ -190,8 +190,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._assert_idle("reset_async")
         seeds = env_seeds(seed, self.num_envs)
         options = None if options is None else dict(options)
-        mask = None if options is None else options.pop("reset_mask", None)
-        ids = self._everyone if mask is None else np.flatnonzero(checked_mask(mask, self.num_envs))
+        ids = self._everyone
+        if options and "reset_mask" in options:
+            ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs))
 
         def start() -> Wait:
             self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)

@@ -184,3 +184,13 @@ class LockedMetadata(OddValues):
     def __init__(self) -> None:
         super().__init__()
         self.metadata = {"lock": threading.Lock()}
+
+
+LOCK = threading.Lock()
+
+
+class KeepsLock(OddValues):
+    """Its infos hold what can't be copied."""
+
+    def info(self) -> Any:
+        return {"lock": LOCK}

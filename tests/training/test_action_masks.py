@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.own_parts import Masked, two_heads
+from helpers.own_parts import Line, Masked, two_heads
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
@@ -26,6 +26,23 @@ from rayvec.wrappers import ActionMask
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}
 PPO = {**SMALL, **HERE, "total_steps": 256}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
+
+
+class OddMask(Line):
+    """Its first info has this mask.
+
+    Args:
+        nvec: Number of choices, of one component or of each.
+        mask: The mask.
+    """
+
+    def __init__(self, nvec: Any, mask: Any) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(nvec) if isinstance(nvec, int) else spaces.MultiDiscrete(nvec)  # type: ignore[assignment]
+        self._mask = mask
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed)[0], {"action_mask": self._mask}
 
 
 def weights_of(run_dir: Path) -> torch.Tensor:
@@ -194,6 +211,23 @@ def test_the_wrapper_takes_masks_of_components() -> None:
         action = [int(np.flatnonzero(part)[0]) for part in np.split(obs["action_mask"], [3])]
         obs = env.step(action)[0]
     assert obs["action_mask"].all()
+
+
+@pytest.mark.parametrize(
+    ("nvec", "mask", "words"),
+    [
+        (4, ["1", "0", "1", "1"], "is made of numbers.*Got: .*'0'"),
+        (4, [1, np.nan, 1, 1], "is made of numbers.*Got: .*nan"),
+        (4, [1, None, 1, 1], "is made of numbers.*Got: .*None"),
+        ([3, 2], (np.ones(2), np.ones(3)), r"3 \+ 2 numbers.*Got: 2 \+ 3 after 0 steps"),
+    ],
+    ids=["text", "nan", "none", "components in another order"],
+)
+def test_a_mask_that_is_not_one(nvec: Any, mask: Any, words: str) -> None:
+    """What can't be read is an error: it once counted as allowed."""
+    env = ActionMask(OddMask(nvec, mask))
+    with pytest.raises(ValueError, match=words):
+        env.reset(seed=0)
 
 
 def test_the_wrapper_is_for_choices() -> None:

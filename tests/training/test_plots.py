@@ -56,6 +56,18 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
     assert_refused(["plot", str(tmp_path)], "episodes that have ended")
     assert_refused(["report", str(tmp_path)], "first line")
+    metrics = (runs / "a1" / "metrics.jsonl").read_bytes()
+    for damaged in (b"\xff\xfe\n", b"null\n", b'{"x": 1}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        assert_refused(["plot", str(tmp_path)], "episodes that have ended")
+        (tmp_path / "metrics.jsonl").write_bytes(metrics + damaged)
+        read_runs([tmp_path])
+    for damaged in (b"{", b"[]", b"\xff"):
+        (tmp_path / "result.json").write_bytes(damaged)
+        assert_refused(["plot", str(tmp_path)], "result.json", "Remedy")
+        assert_refused(["report", str(tmp_path)], "result.json", "Remedy")
+    (tmp_path / "config.yaml").write_bytes(b"\xff")
+    assert_refused(["plot", str(tmp_path)], "config.yaml", "Remedy")
 
 
 class _Tags(HTMLParser):

@@ -72,6 +72,14 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert not list((tmp_path / "a").iterdir())
 
 
+def test_a_path_that_can_not_be_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can be made.*name too long.*Remedy"):
+        rayvec.train(tiny(tmp_path / ("a" * 300)))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="which exists"):
+        rayvec.train(tiny(tmp_path / "link"))
+
+
 def test_runs_that_begin_in_one_second_have_directories_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

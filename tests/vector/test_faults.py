@@ -352,6 +352,25 @@ def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(m
     assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
 
 
+class LongToLoad:
+    """A policy that takes two seconds to load, as one does that imports torch."""
+
+    def __init__(self) -> None:
+        self.seconds = 2.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        time.sleep(self.seconds)
+
+    def __call__(self, obs: Any) -> Any:
+        return np.full(len(obs), GO)
+
+
+def test_the_time_in_which_a_worker_loads_a_policy_is_no_steps() -> None:
+    with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
+        assert within(DEADLINE_S, partial(env.rollout, LongToLoad(), 3, seed=1)).valid.all()
+
+
 def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
     env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
     with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):

@@ -16,7 +16,9 @@ from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
 from helpers.odd_envs import OwnError
 from helpers.odd_values import (
+    LOCK,
     ODD_VALUES,
+    KeepsLock,
     LockedMetadata,
     NoInfo,
     NoMetadata,
@@ -131,7 +133,25 @@ def test_a_seed_is_a_whole_number(wrong: Any) -> None:
         assert env.reset(seed=[np.int64(7), 1])[0][:, 0].tolist() == [7, 1]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_can_not_be_copied_stays_in_this_process(mode: AutoresetMode) -> None:
+    fns = [KeepsLock] * 2
+    with here(fns, 0, autoreset_mode=mode) as env, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+        for vector in (env, sync):
+            _, info = vector.reset(seed=0, options={"lock": LOCK})
+            assert list(info["lock"]) == [LOCK] * 2
+            assert list(vector.step(np.zeros(2, int))[4]["lock"]) == [LOCK] * 2
+            vector.set_attr("attribute", LOCK)
+        assert env.rollout(lambda obs: np.zeros(len(obs), int), 2).infos[0].info == {"lock": LOCK}
+
+
 class TestErrors:
+    def test_what_can_not_be_copied_does_not_reach_the_driver(self) -> None:
+        with here([KeepsLock] * 2, 2) as env, pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
+            env.reset(seed=0)
+        assert_explained(caught.value)
+        assert "environment 0, seed 0" in str(caught.value.__cause__)
+
     def test_this_process_raises_the_exception_itself(self) -> None:
         """A debugger then finds the frame of the environment."""
         error = OwnError(3, "odd")

@@ -184,7 +184,7 @@ class TestSeeds:
 
     @pytest.mark.parametrize(
         "mask",
-        [[True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
+        [None, [True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
         ids=repr,
     )
     def test_a_wrong_mask_is_explained_in_the_words_of_gymnasium(
