@@ -282,8 +282,14 @@ Command = (
 )
 
 
+_BROKEN_PIPE = 128 + 13
+"""The exit code that a shell gives a command that SIGPIPE ended."""
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
+
+    It is 141, without a message, if the reader of its output has ended.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.
@@ -302,6 +308,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         text = _explanation(error)
+        if text is None and isinstance(error, BrokenPipeError):  # such as that of `rayvec eval RUN_DIR | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it once more at exit
+            return _BROKEN_PIPE
         if text is None:
             raise
         _print_error(text, error)

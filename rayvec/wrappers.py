@@ -210,6 +210,8 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs if self._is_in_obs else {"observation": obs, MASK_KEY: mask}
 
     def _flat(self, given: Any) -> NDArray[np.int8]:
+        if isinstance(given, np.ndarray) and given.dtype.hasobject:
+            given = given.tolist()  # numbers, or arrays of numbers
         parts = given if isinstance(given, tuple | list) else (given,)
         mask = np.concatenate([np.ravel(part) for part in parts])
         if mask.dtype.kind not in "biuf" or np.isnan(mask).any():

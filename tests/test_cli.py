@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,19 @@ def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04")
     assert_refused(["train", "ppo", "--resume", str(tmp_path)], "truncated")
     assert_refused(["eval", str(tmp_path)], "truncated")
+
+
+def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
+    assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
+    program = "import sys; from rayvec.cli import main; sys.exit(main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        args = [sys.executable, "-c", program, "eval", str(tmp_path / "a"), "--episodes", "1"]
+        ended = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert ended.returncode == 141 and "Traceback" not in ended.stderr, ended.stderr
 
 
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:

@@ -214,6 +214,16 @@ def test_the_wrapper_takes_masks_of_components() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nvec", "mask"),
+    [(5, np.array([1, 0, True, 1, 0], object)), ([3, 2], np.array([np.array([1, 0, 1]), np.array([1, 0])], object))],
+    ids=["numbers", "components"],
+)
+def test_a_mask_of_objects(nvec: Any, mask: Any) -> None:
+    obs, _ = ActionMask(OddMask(nvec, mask)).reset(seed=0)
+    assert obs["action_mask"].tolist() == [1, 0, 1, 1, 0] and obs["action_mask"].dtype == np.int8
+
+
+@pytest.mark.parametrize(
     ("nvec", "mask", "words"),
     [
         (4, ["1", "0", "1", "1"], "is made of numbers.*Got: .*'0'"),
