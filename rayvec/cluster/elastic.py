@@ -219,7 +219,10 @@ class ElasticPlacement:
             return []
         nodes = self._usable([each.node_id for each in slices])
         self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
-        if not self._are_enough(nodes) or any(each.node_id not in self._alive for each in slices):
+        lost = {
+            each.node_id for each in slices if each.node_id not in self._alive or not self._is_trusted(each.node_id)
+        }
+        if lost or not self._are_enough(nodes):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
@@ -270,6 +273,9 @@ class ElasticPlacement:
         """Gives a node no parts for 30 s."""
         self._distrusted[node_id] = time.monotonic() + _DISTRUST_S
 
+    def _is_trusted(self, node_id: str) -> bool:
+        return self._distrusted.get(node_id, 0.0) <= time.monotonic()
+
     def _usable(
         self, holders: Collection[str], lost: Collection[str] = (), *, lost_too: bool = False
     ) -> list[FreeNode]:
@@ -282,7 +288,7 @@ class ElasticPlacement:
             lost: Lost nodes.
             lost_too: Whether lost nodes may hold parts again, if they answer.
         """
-        now_s, self._leaving = time.monotonic(), leaving_nodes()
+        self._leaving = leaving_nodes()
         listed = free_nodes(claimed_too=not self._claim_cpus)
         self._alive = frozenset(node.node_id for node in listed)
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}
@@ -291,8 +297,7 @@ class ElasticPlacement:
         def may_hold(node: FreeNode) -> bool:
             if node.node_id in lost:
                 return lost_too
-            is_trusted = self._distrusted.get(node.node_id, 0.0) <= now_s
-            return node.node_id in held or (is_trusted and node.cpus >= wanted)
+            return node.node_id in held or (self._is_trusted(node.node_id) and node.cpus >= wanted)
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
         others = {node.node_id for node in nodes} - held
