@@ -219,10 +219,11 @@ class ElasticPlacement:
             return []
         nodes = self._usable([each.node_id for each in slices])
         self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
-        lost = {
-            each.node_id for each in slices if each.node_id not in self._alive or not self._is_trusted(each.node_id)
-        }
-        if lost or not self._are_enough(nodes):
+        holders = {each.node_id for each in slices}
+        if not self._are_enough(nodes) or not holders <= self._alive:
+            return []
+        doubted = {node_id for node_id in holders if not self._is_trusted(node_id)}  # it may have lost another part
+        if unreachable({node_id: raylet for node_id, raylet in raylets().items() if node_id in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
