@@ -39,7 +39,7 @@ test-all: $(STAMP) ## Run the slow tests too, before a release, in two processes
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile
 
 test-hosts: $(STAMP) ## Run the tests on a cluster of hosts in network namespaces (needs root)
-	RAYVEC_TEST_HOSTS=all $(BIN)/python -m pytest --all -rsP tests/hosts
+	RAYVEC_TEST_HOSTS=all $(BIN)/python -m pytest --all -rsP tests/hosts -n 2 --dist loadfile
 
 coverage: $(STAMP) ## Run the tests, apart from compiled updates, and print which lines they reach, in workers too
 	rm -f .coverage .coverage.*
