@@ -223,7 +223,7 @@ class ElasticPlacement:
         if not self._are_enough(nodes) or not holders <= self._alive:
             return []
         doubted = {node_id for node_id in holders if not self._is_trusted(node_id)}  # it may have lost another part
-        if unreachable({node_id: raylet for node_id, raylet in raylets().items() if node_id in doubted}):
+        if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
