@@ -40,7 +40,7 @@ from rayvec.training.learning_curve import episode_mean
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env
 
-RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
+RAYVEC = [sys.executable, "-m", "rayvec"]
 INTERRUPTED = 130
 
 

@@ -99,11 +99,10 @@ def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -
 
 def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
     assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
-    program = "import sys; from rayvec.cli import main; sys.exit(main(sys.argv[1:]))"
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        args = [sys.executable, "-c", program, "eval", str(tmp_path / "a"), "--episodes", "1"]
+        args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]
         ended = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(writer)

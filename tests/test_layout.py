@@ -31,6 +31,7 @@ ROOMS = [
     "bench",
     "doctor",
     "cli",
+    "__main__",
 ]
 """Packages and modules at the top of rayvec; each imports only what stands before it, lazily too."""
 

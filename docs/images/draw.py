@@ -176,7 +176,7 @@ def paths() -> None:
         [
             (0, "the optimizer steps", "learners.adam"),
             (0, "one flat vector", "learners.actor_critic"),
-            (0, "gets a version", "pools.weights"),
+            (0, "gets a version", "pools.weight_store"),
             (0, "published once a node", "cluster.acting"),
             (1, "copied to memory", "node.process_pool"),
             (2, "loaded for a chunk", "policies.actors"),

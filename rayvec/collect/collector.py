@@ -22,7 +22,7 @@ from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.base import Cut
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -15,7 +15,7 @@ from rayvec.data.batch import join_episodes
 from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.adapter import PoolAdapter
 
 __all__ = ["PartChunk", "PartsPipeline", "in_rounds", "join_parts"]

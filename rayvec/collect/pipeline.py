@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.adapter import PoolAdapter
 
 __all__ = ["ChunkPipeline", "PendingChunk"]

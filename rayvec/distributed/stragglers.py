@@ -1,4 +1,4 @@
-"""Straggler mitigation: counts the ranks that have taken the steps of an iteration, and stops the others.
+"""Straggler mitigation: counts the ranks that have taken the steps of an iteration, so that the others stop.
 
 A rank that has its steps says so and then waits for the others, whose environments may be slower. No rank waits inside
 a sum for environments, so the time limit of sums stays that of computing.

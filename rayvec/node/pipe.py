@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -27,6 +28,8 @@ _HEADER = struct.Struct("<Q")
 _MOST_FDS = 128
 _KILL_S = 10.0
 _READ_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 15
+"""A message of so many bytes at most goes out with its header in one system call, at the price of a copy."""
 
 
 def readable(fds: Sequence[int], timeout_s: float | None) -> bool:
@@ -119,8 +122,11 @@ class MessagePipe:
         Raises:
             OSError: The other end is closed. Raised only without a `peer`.
         """
-        self._out.append((memoryview(_HEADER.pack(len(data))), _duplicates(fds)))
-        self._out.append((memoryview(data), []))
+        header = _HEADER.pack(len(data))
+        whole = len(data) <= _SMALL_BYTES
+        self._out.append((memoryview(header + data if whole else header), _duplicates(fds)))
+        if not whole:
+            self._out.append((memoryview(data), []))
         if self._peer is not None:
             self.flush()
             return
@@ -132,6 +138,8 @@ class MessagePipe:
 
     def flush(self) -> bool:
         """Sends as much of the queue as fits into the socket, without blocking. Returns whether the queue is empty."""
+        if not self._out:
+            return True
         with contextlib.suppress(BlockingIOError):
             try:
                 self._write(socket.MSG_DONTWAIT)
@@ -152,7 +160,8 @@ class MessagePipe:
             data, fds = self._out[0]
             while data:
                 if fds:
-                    sent = socket.send_fds(self._socket, [data], fds, flags)
+                    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds)
+                    sent = self._socket.sendmsg([data], [rights], flags)  # socket.send_fds() of Python 3.11 drops flags
                     for fd in fds:
                         os.close(fd)
                     fds = []
@@ -195,10 +204,11 @@ class MessagePipe:
             data = bytearray(size)
             view = memoryview(data)
             while view:
-                self._wait(deadline)
-                with contextlib.suppress(BlockingIOError):
+                try:
                     received = self._receive_into(view[:_READ_BYTES])
                     view = view[received:]
+                except BlockingIOError:
+                    self._wait(deadline)
             if not all_came:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except BaseException:
@@ -211,16 +221,18 @@ class MessagePipe:
         """Reads a header and appends the message's file descriptors to `fds`. Returns also whether all have come."""
         header, all_came = b"", True
         while len(header) < _HEADER.size:
-            self._wait(deadline)
             try:
-                data, received, flags, _ = socket.recv_fds(
-                    self._socket, _HEADER.size - len(header), _MOST_FDS, socket.MSG_DONTWAIT
+                data, rights, flags, _ = self._socket.recvmsg(
+                    _HEADER.size - len(header), socket.CMSG_SPACE(4 * _MOST_FDS), socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
+                self._wait(deadline)
                 continue
             except OSError as error:
                 raise EOFError(str(error)) from error
-            fds += received
+            for level, kind, received in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds += array("i", received[: len(received) - len(received) % 4])
             all_came = all_came and not flags & socket.MSG_CTRUNC
             if not data:
                 raise EOFError("the peer has closed its end")

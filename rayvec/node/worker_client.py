@@ -137,7 +137,7 @@ class WorkerClient:
         return self._post(_STEP if payload is None else _Posted(payload=dumps(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
-        """Posts a step whose actions are in the block. Returns the command's number."""
+        """Posts a step whose actions the pool has written into the shared block. Returns the command's number."""
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, check_count
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.progress import WINDOW, Progress
 from rayvec.training.run_dir import save_best
+from rayvec.training.run_state import WINDOW, Progress
 
 if TYPE_CHECKING:
     from rayvec.training.loop import TrainResult

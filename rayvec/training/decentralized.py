@@ -37,7 +37,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
-from rayvec.training.progress import Progress, restore
+from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.space_checks import check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a JSONL file, TensorBoard, the terminal, and a plot of the learning curve."""
+"""Where a run's metrics go: a JSONL file, TensorBoard, the progress display, and a plot of the learning curve."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import contextlib
 import json
 import math
 import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.files import finite, written_whole
 from rayvec.training.learning_curve import plot_learning_curve
-from rayvec.training.progress import Progress as RunProgress
+from rayvec.training.progress_display import ProgressDisplay, progress_text
+from rayvec.training.run_state import Progress
 from rayvec.training.trainer import Iteration
 
-__all__ = ["MetricsFile", "ProgressDisplay", "RunLogger", "Tracker", "read_metrics"]
-
-PLAIN_INTERVAL_S = 5.0
-"""How often a line is printed where there is no terminal to draw a bar on."""
+__all__ = ["MetricsFile", "RunLogger", "Tracker", "read_metrics"]
 
 
 class MetricsFile:
@@ -74,40 +68,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
     return json.dumps(finite(metrics), allow_nan=False) + "\n"
-
-
-class ProgressDisplay:
-    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line every few seconds.
-
-    Args:
-        total_steps: Steps at the end of the run.
-        file: The stream to write to; standard error if left out.
-    """
-
-    def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
-        self._total_steps = total_steps
-        self._file = file or sys.stderr
-        self._last_line_s = -math.inf
-        self._bar: Progress | None = None
-        console = Console(file=self._file)
-        if console.is_terminal:
-            columns = (TextColumn("{task.completed:,} steps"), BarColumn(None), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
-            self._task = self._bar.add_task("", total=total_steps)
-            self._bar.start()
-
-    def show(self, steps: int, text: str) -> None:
-        """Shows that `steps` are done, and `text` beside it."""
-        if self._bar:
-            self._bar.update(self._task, completed=min(steps, self._total_steps), description=text)
-        elif time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S or steps >= self._total_steps:
-            self._last_line_s = time.monotonic()
-            print(f"{steps:,}/{self._total_steps:,} steps · {text}", file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Ends the bar."""
-        if self._bar:
-            self._bar.stop()
 
 
 class Tracker(Protocol):
@@ -168,9 +128,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         tracker: Where metrics go besides.
     """
 
-    def __init__(
-        self, run_dir: Path, config: TrainConfig, progress: RunProgress, tracker: Tracker | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, config: TrainConfig, progress: Progress, tracker: Tracker | None = None) -> None:
         self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
         self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
@@ -192,7 +150,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         metrics = self._measured()
         if evaluation is not None:
             metrics |= {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std}
-        self._show(metrics)
+        self._display.show(self._progress.steps, progress_text(self._progress, metrics, line.split_s))
         is_kept = iteration.state is not None or evaluation is not None
         if is_kept or line.steps >= self._config.log_interval_steps:
             self._write(metrics)
@@ -232,18 +190,6 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             self._tensorboard.add_scalar(name, value, steps)
         if self._tracker is not None:
             self._tracker.log(steps, {name: value for name, value in metrics.items() if math.isfinite(value)})
-
-    def _show(self, metrics: Mapping[str, float | int | None]) -> None:
-        progress, split_s = self._progress, self._line.split_s
-        mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.1f}"
-        greedy = ""
-        if (evaluated := metrics.get("eval/return_mean", progress.eval_return)) is not None:
-            best = max(evaluated, evaluated if progress.best_return is None else progress.best_return)
-            greedy = f" · greedy {evaluated:.1f}, best {best:.1f}"
-        whole_s = sum(split_s.values())
-        split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in split_s.items())
-        speed = f"{metrics['steps_per_s']:,.0f} steps/s"
-        self._display.show(progress.steps, f"{speed} · return {mean_return}{greedy} · {split}")
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Logs the greedy episodes after training, if there are any, and marks them in the learning curve."""

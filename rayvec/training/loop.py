@@ -26,8 +26,8 @@ from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command, with_own_parts
-from rayvec.training.progress import Progress
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
+from rayvec.training.run_state import Progress
 from rayvec.training.trackers import check_tracker, open_tracker
 from rayvec.training.trainer import RunTrainer
 

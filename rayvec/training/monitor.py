@@ -25,7 +25,7 @@ from rayvec.config import TrainConfig
 from rayvec.data.batch import NodeStats, merge_nodes
 from rayvec.errors import ConfigError
 from rayvec.training.metrics import METRICS
-from rayvec.training.progress import Progress
+from rayvec.training.run_state import Progress
 from rayvec.training.status import NodeStatus, RunStatus, write_status
 from rayvec.training.trainer import Iteration
 

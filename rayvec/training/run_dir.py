@@ -40,7 +40,7 @@ from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
 from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.progress import Progress, check_state
+from rayvec.training.run_state import Progress, check_state
 
 __all__ = [
     "begin_run_dir",

@@ -20,7 +20,7 @@ from rayvec.data import CollectStats
 from rayvec.distributed.stragglers import Stragglers
 from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
-from rayvec.training.progress import Progress, begin_collecting
+from rayvec.training.run_state import Progress, begin_collecting
 from rayvec.training.saved_spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -22,7 +22,7 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.adapter import PoolAdapter, Wait
 from rayvec.vector.batching import (
     InfoMerger,

@@ -38,17 +38,20 @@ from rayvec.errors import ConfigError
 
 DRIVER = Costs((1e-4, 3e-5, 0.0), (4e-5, 1e-5, 0.0), (2e-5, 5e-6), 7e-5, 5e-5, 0.75, 1e-9)
 WORKER = Costs((2e-3, 5e-4, 0.0), (8e-4, 1e-4, 0.0), (2e-4, 3e-5), 7e-5, 1e-3, 0.5, 1e-9)
-TRUTH = Fit({"driver": {0.01: DRIVER}, "worker": {0.01: WORKER}}, policy_s=(1e-5, 1e-7))
+RANK = Costs((0.0, 0.0, 0.0), (8e-4, 5e-5, 0.0), (2e-4, 3e-5), 7e-5, 1e-3, 0.5, 1e-9)
+TRUTH = Fit({"driver": {0.01: DRIVER}, "worker": {0.01: WORKER}, "rank": {0.01: RANK}}, policy_s=(1e-5, 1e-7))
+ALONE_S = {0.001: 1.07e-3, 0.01: 1.01e-2}
 NO_POLICY = replace(TRUTH, policy_s=(0.0, 0.0))
 SHARED = Cluster(shared_cores=2)
 
 
 def machine(setting: Setting, cluster: Cluster = SHARED) -> Observation:
     """A machine of two cores: what a setting takes there, with cold caches, other processes and idle threads."""
-    costs = {"driver": DRIVER, "worker": WORKER}[setting.inference]
+    costs = {"driver": DRIVER, "worker": WORKER, "rank": RANK}[setting.inference]
     cold = 1.0 + min(1.0, setting.meant_s / 0.01)  # calls take twice the CPU time after a sleep of 10 ms
     calls, workers = setting.calls, setting.nodes * setting.workers
-    driver_s = cold * calls * (costs.driver[0] + setting.nodes * costs.driver[1]) + 0.01 * setting.meant_s
+    driver_s = cold * calls * (costs.driver[0] + setting.nodes * costs.driver[1])
+    driver_s += 0.0 if setting.inference == "rank" else 0.01 * setting.meant_s
     node_s = cold * calls * (costs.node[0] + setting.workers * costs.node[1])
     worker_s = cold * (calls * costs.worker[0] + setting.envs * costs.worker[1])
     others = 0.1 + 0.04 * setting.nodes
@@ -63,7 +66,7 @@ def machine(setting: Setting, cluster: Cluster = SHARED) -> Observation:
 
 def measured_content(**parts: list[Setting]) -> dict[str, Any]:
     found: dict[str, Any] = {name: [asdict(machine(each)) for each in part] for name, part in parts.items()}
-    return found | {"shared_cores": 2, "policy_s": [1e-5, 1e-7]}
+    return found | {"shared_cores": 2, "policy_s": [1e-5, 1e-7], "alone_s": ALONE_S}
 
 
 @pytest.mark.parametrize(
@@ -80,12 +83,14 @@ def measured_content(**parts: list[Setting]) -> dict[str, Any]:
         # On a cluster the nodes' own work counts once, and the network is passed twice.
         (Setting(2, 4), Cluster(None, 1e-3), 0.01007 + 2.65e-4 + 8 * 34e-9 + 5e-5 + 2e-3),
         (Setting(1, 2, 3, "worker", 10), Cluster(), 0.03021 + 2.5e-4 + 1e-4 + 2e-5 + 9e-5 + 1e-4 + 6 * 34e-9),
+        # A rank has no driver.
+        (Setting(1, 2, 3, "rank", 10), Cluster(), 0.03021 + 9e-5 + 2e-5 + 9e-5 + 1e-4 + 6 * 34e-9),
     ],
 )
 def test_a_step_by_hand(setting: Setting, cluster: Cluster, expected: float) -> None:
     assert predict_step_s(NO_POLICY, setting, cluster) == pytest.approx(expected, rel=1e-9)
     assert steps_per_s(NO_POLICY, setting, cluster) == pytest.approx(setting.num_envs / expected, rel=1e-9)
-    rows = setting.envs if setting.inference == "worker" else setting.num_envs
+    rows = setting.num_envs if setting.inference == "driver" else setting.envs
     assert predict_step_s(TRUTH, setting, cluster) == pytest.approx(expected + 1e-5 + rows * 1e-7, rel=1e-9)
 
 
@@ -159,7 +164,7 @@ def test_lines_have_no_negative_slope() -> None:
 @pytest.mark.slow
 def test_settings_are_measured_on_nodes_of_a_cluster() -> None:
     driver = Setting(1, 2, step_s=0.001)
-    settings = [driver, replace(driver, inference="worker", chunk_steps=8)]
+    settings = [driver, *(replace(driver, inference=name, chunk_steps=8) for name in ("worker", "rank"))]
     with nodes() as simulated:
         simulated.grow(1, 2)
         cluster = Nodes(simulated.address, simulated.environment, cpus=[0.0, 2.0])
@@ -168,12 +173,13 @@ def test_settings_are_measured_on_nodes_of_a_cluster() -> None:
     assert {each.setting for each in found} == set(settings)
     for each in found:
         assert each.slowest_s >= each.step_s > 0.001 and each.others >= 0.0
-        assert min(each.driver_s, each.node_s, each.worker_s) > 0.0
+        assert min(each.node_s, each.worker_s) > 0.0
+        assert (each.driver_s == 0.0) == (each.setting.inference == "rank")
 
 
 @pytest.mark.parametrize("cluster", [SHARED, Cluster()], ids=["simulated nodes", "cluster"])
 def test_more_nodes_are_predicted_within_the_limit(cluster: Cluster) -> None:
-    found = fit([machine(setting, cluster) for setting in fit_settings()], cluster.shared_cores, (0.0, 0.0))
+    found = fit([machine(setting, cluster) for setting in fit_settings()], cluster.shared_cores, (0.0, 0.0), ALONE_S)
     if cluster is SHARED:
         assert found.others == pytest.approx((0.1, 0.04), abs=1e-9)
         assert found.free_cores(4, 2) == pytest.approx(1.74)
@@ -182,7 +188,8 @@ def test_more_nodes_are_predicted_within_the_limit(cluster: Cluster) -> None:
         truth = machine(setting, cluster).overhead_s
         said = predict_step_s(found, setting, cluster) - setting.meant_s
         assert abs(said / truth - 1.0) < 0.1, setting
-    for setting in (Setting(32, 48), Setting(32, 48, inference="worker"), Setting(8, 4, 4, step_s=0.001)):
+    large = Setting(32, 48), Setting(32, 48, inference="worker"), Setting(1, 48, inference="rank")
+    for setting in (*large, Setting(8, 4, 4, step_s=0.001)):
         expected = machine(setting, Cluster()).step_s
         assert predict_step_s(found, setting, Cluster()) == pytest.approx(expected, rel=0.1), setting
 
@@ -190,7 +197,7 @@ def test_more_nodes_are_predicted_within_the_limit(cluster: Cluster) -> None:
 def test_the_check_compares_with_two_nodes_and_ideal() -> None:
     settings = check_settings()
     measured = [machine(each) for each in [*dict.fromkeys(replace(s, nodes=2) for s in settings), *settings]]
-    found = fit([machine(setting) for setting in fit_settings()], 2, (0.0, 0.0))
+    found = fit([machine(setting) for setting in fit_settings()], 2, (0.0, 0.0), ALONE_S)
     checks = compare_overheads(found, measured, SHARED)
     assert len(checks) == len(settings) and all(each["beats_both"] for each in checks)
     assert all(-1 < each["as_on_2_off"] < 0 for each in checks)
@@ -200,7 +207,7 @@ def test_the_check_compares_with_two_nodes_and_ideal() -> None:
 
 def test_the_recommendation_is_near_the_best_of_all_settings() -> None:
     base = Setting(2, 1, step_s=0.001)
-    found = fit([machine(setting) for setting in fit_settings()], 2, (0.0, 0.0))
+    found = fit([machine(setting) for setting in fit_settings()], 2, (0.0, 0.0), ALONE_S)
     best = recommend(found, base, 8, 4, SHARED)
     rates = {each: 1.0 / machine(each).step_s for each in settings_for(base, 8, 4) if each.groups == 1}
     assert best in rates and rates[best] > 0.9 * max(rates.values())
@@ -223,7 +230,8 @@ def test_a_fit_is_read_back_and_predicts(tmp_path: Path, capsys: pytest.CaptureF
     assert content["schema"] == "rayvec-bench-model" and len(content["rows"]) == 8 and len(content["notes"]) == 6
     row = content["rows"][-1]
     assert row["nodes"] == 32 and row["cores"] == 1536 and row["old_design_steps_per_s"] == 4267.77
-    assert 0 < row["worker_efficiency"] < row["decentralized_efficiency"] < 1 and row["all_reduce_s"] > 0
+    assert 0 < row["worker_efficiency"] < row["decentralized_efficiency"] < row["alone_efficiency"] < 1
+    assert row["alone_efficiency"] == pytest.approx(1.0 / 1.07) and row["all_reduce_s"] > 0
 
 
 def test_a_check_that_was_measured_is_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +260,10 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
         Measured.read(path)
     Results("model", {}, path, extra={"interrupted": True, "observations": [{}]}).write()
     with pytest.raises(ConfigError, match="interrupted after 1 settings"):
+        Measured.read(path)
+    no_rank = [each for each in fit_settings() if each.inference != "rank"]
+    Results("model", {}, path, extra=measured_content(observations=no_rank)).write()
+    with pytest.raises(ConfigError, match="no decentralized rank was measured"):
         Measured.read(path)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-RAYVEC = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())"]
+RAYVEC = [sys.executable, "-m", "rayvec"]
 DEADLINE_S = 150.0  # a Ray that starts in 5 s needs a minute on a machine with ten times the work
 
 

@@ -18,7 +18,7 @@ import rayvec
 from rayvec.bench.hosts import DEADLINE_S, Cluster
 
 pytestmark = on_hosts
-DOCTOR = [sys.executable, "-c", "import sys; from rayvec.cli import main; sys.exit(main())", "doctor"]
+DOCTOR = [sys.executable, "-m", "rayvec", "doctor"]
 
 
 @pytest.fixture

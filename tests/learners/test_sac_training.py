@@ -14,8 +14,8 @@ import torch
 import rayvec
 from rayvec import SACConfig
 from rayvec.errors import LearnerError
-from rayvec.training.progress import Progress, begin_collecting
 from rayvec.training.run_dir import load_run
+from rayvec.training.run_state import Progress, begin_collecting
 from rayvec.training.runs import make_env, make_learner
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.pools.base import NotReady
 
 
 def test_after_the_peer_has_gone_descriptors_stay_the_callers() -> None:
@@ -74,3 +77,25 @@ def test_a_message_whose_descriptors_have_no_room_is_an_error_and_the_next_one_a
     assert receiver.receive() == (b"without", [])
     sender.close()
     receiver.close()
+
+
+def test_a_message_with_descriptors_waits_in_the_queue_if_the_socket_is_full() -> None:
+    ours, theirs = socket.socketpair()
+    watch = ProcessWatch(os.getpid())
+    sender, receiver = MessagePipe(ours, watch), MessagePipe(theirs)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(8), socket.MSG_DONTWAIT)  # messages whose whole content is a header of zeros
+    sender.send(b"with a file", [ours.fileno()])  # returns at once
+    assert not sender.flush()
+    with pytest.raises(NotReady):
+        sender.receive(time.monotonic() + 0.01)
+    empty, data, fds = b"", b"", list[int]()
+    while data == empty:
+        sender.flush()
+        data, fds = receiver.receive()
+    assert data == b"with a file" and len(fds) == 1
+    os.close(fds[0])
+    sender.close()
+    receiver.close()
+    watch.close()

@@ -16,10 +16,11 @@ from tensorboard.summary.writer import event_file_writer
 
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
-from rayvec.training import loggers
+from rayvec.training import progress_display
 from rayvec.training.learning_curve import plot_learning_curve, smoothed
-from rayvec.training.loggers import MetricsFile, ProgressDisplay, RunLogger, read_metrics
-from rayvec.training.progress import Progress
+from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
+from rayvec.training.progress_display import ProgressDisplay
+from rayvec.training.run_state import Progress
 from rayvec.training.trainer import Iteration
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
@@ -148,7 +149,7 @@ def test_smoothing_keeps_a_constant_and_both_ends() -> None:
 
 def test_without_a_terminal_lines_are_few_and_the_last_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(loggers.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(progress_display.time, "monotonic", lambda: now_s)
     file = io.StringIO()
     display = ProgressDisplay(100, file)
     for steps in range(1, 101):

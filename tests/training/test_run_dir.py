@@ -18,8 +18,8 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.loggers import read_metrics
-from rayvec.training.progress import Progress, begin_collecting, restore
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint
+from rayvec.training.run_state import Progress, begin_collecting, restore
 from rayvec.training.runs import make_env, make_learner
 
 

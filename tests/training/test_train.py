@@ -20,8 +20,8 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Batch
 from rayvec.training.evaluation import evaluate, evaluate_run, greedy_policy
 from rayvec.training.loggers import read_metrics
-from rayvec.training.progress import Progress
 from rayvec.training.run_dir import load_run
+from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.trainer import Trainer
 
@@ -114,7 +114,7 @@ def test_a_run_takes_no_chunk_that_nothing_learns_from(
             seen.append(bool(self._pipeline.pending))
             return batch
 
-    monkeypatch.setattr(sys.modules["rayvec.training.progress"], "Collector", Watched)
+    monkeypatch.setattr(sys.modules["rayvec.training.run_state"], "Collector", Watched)
     settings = {**IMPALA, **HERE, "total_steps": 150, "eval_episodes": 0}
     run = rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / "a", inference=inference, **settings))
     assert run.total_steps == 192 and seen == in_flight

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rayvec.bench.cost_model.model import Fit, Observation, Setting, fit, fit_line
+from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.peers import PeerProcess, peer_process
 from rayvec.bench.results import Results
 from rayvec.bench.simulate import Nodes, Place
@@ -26,6 +27,7 @@ __all__ = [
     "Measured",
     "check_settings",
     "fit_settings",
+    "measure_alone",
     "measure_policy",
     "measure_settings",
 ]
@@ -37,6 +39,7 @@ _DURATIONS_S = (0.001, 0.01)
 _CHUNKS = (16, 128)
 _LARGE_OBS_BYTES = 40_000
 _TURNS = 3
+_ALONE_STEPS = 200
 _CALLS_OF_WINDOW, _MOST_WINDOW_S = 4, 1.3
 
 
@@ -48,6 +51,7 @@ class Measured:
         observations: Of nodes: simulated, hosts, or of a cluster.
         shared_cores: Of the machine that they share; None of a cluster.
         policy_s: Seconds of a forward pass of the policy, and of each of its rows.
+        alone_s: Seconds of a step of an environment in a loop, at each step duration.
         check_observations: What the fitted model is compared with, if that was measured.
         search_observations: Every setting for a few environments, likewise.
         checked_on: What nodes these two were measured on.
@@ -56,13 +60,14 @@ class Measured:
     observations: list[Observation]
     shared_cores: int | None
     policy_s: tuple[float, ...] = (0.0, 0.0)
+    alone_s: dict[float, float] = field(default_factory=dict)
     check_observations: list[Observation] = field(default_factory=list)
     search_observations: list[Observation] = field(default_factory=list)
     checked_on: Place = "simulated"
 
     def fit(self) -> Fit:
         """Fits the model."""
-        return fit(self.observations, self.shared_cores, self.policy_s)
+        return fit(self.observations, self.shared_cores, self.policy_s, self.alone_s)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -80,12 +85,17 @@ class Measured:
                 for name in ("observations", "check_observations", "search_observations")
             }
             place: Place = content.get("checked_on", "simulated")
-            policy_s = tuple(content["policy_s"])
-            return cls(shared_cores=content["shared_cores"], policy_s=policy_s, checked_on=place, **lists)
+            found = cls(lists.pop("observations"), content["shared_cores"], checked_on=place)
+            found.check_observations, found.search_observations = lists.values()
+            found.policy_s = tuple(content["policy_s"])
+            found.alone_s = {float(asked_s): alone_s for asked_s, alone_s in content["alone_s"].items()}
+            if not any(each.setting.inference == "rank" for each in found.observations):
+                raise ValueError("no decentralized rank was measured")
+            return found
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 "--fit names a model.json that holds measurements.",
-                expected="observations, shared_cores and policy_s",
+                expected="observations, shared_cores, policy_s and alone_s",
                 got=f"{path} ({type(error).__name__}: {error})",
                 remedy="Measure again, without --fit.",
             ) from error
@@ -99,13 +109,20 @@ def _of_topology(base: Setting) -> Iterator[Setting]:
             yield replace(base, step_s=step_s, inference="worker", chunk_steps=chunk_steps)
 
 
+def _of_rank(base: Setting) -> Iterator[Setting]:
+    """Yields what is measured on workers that the process which collects owns itself."""
+    for step_s, chunk_steps in itertools.product(_DURATIONS_S, _CHUNKS):
+        yield replace(base, step_s=step_s, inference="rank", chunk_steps=chunk_steps)
+
+
 def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = max(FIT_WORKERS)) -> list[Setting]:
     """Returns what the model is fitted to: one and two nodes, few and many workers, some with several environments."""
     counts = sorted({min(count, most_workers) for count in FIT_WORKERS})
     bases = [Setting(*pair, sigma=sigma, obs_bytes=obs_bytes) for pair in itertools.product(FIT_NODES, counts)]
     two = Setting(1, min(2, most_workers), sigma=sigma, obs_bytes=obs_bytes)
     bases += [replace(two, envs=4), replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes))]
-    return [setting for base in bases for setting in _of_topology(base)]
+    of_nodes = [setting for base in bases for setting in _of_topology(base)]
+    return of_nodes + [setting for base in bases if base.nodes == 1 for setting in _of_rank(base)]
 
 
 def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
@@ -151,36 +168,52 @@ def measure_settings(
 
 
 def _topology(setting: Setting) -> tuple[Any, ...]:
-    return setting.nodes, setting.workers, setting.envs, setting.obs_bytes, setting.groups, setting.sigma
+    own = setting.inference == "rank"
+    return own, setting.nodes, setting.workers, setting.envs, setting.obs_bytes, setting.groups, setting.sigma
 
 
 def _task(setting: Setting, address: str) -> dict[str, Any]:
     return {
         "num_envs": setting.num_envs,
         "workers": setting.nodes * setting.workers,
-        "nodes": setting.nodes,
+        "nodes": 0 if setting.inference == "rank" else setting.nodes,
         "workers_per_node": setting.workers,
         "groups": setting.groups,
         "emulated": {"sigma": setting.sigma, "obs_size": setting.obs_bytes // 4},
-        "address": address,
+        "address": None if setting.inference == "rank" else address,
     }
 
 
 def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observation:
-    chunk_steps = setting.chunk_steps if setting.inference == "worker" or setting.groups == 2 else 1
-    process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=setting.inference)
+    is_rank = setting.inference == "rank"
+    chunk_steps = setting.chunk_steps if setting.inference != "driver" or setting.groups == 2 else 1
+    inference = "worker" if is_rank else setting.inference
+    process.do("set_step", step_s=setting.step_s, chunk_steps=chunk_steps, inference=inference)
     seconds = max(window_s, min(_MOST_WINDOW_S, _CALLS_OF_WINDOW * chunk_steps * setting.meant_s))
     window = process.do("measure", seconds=seconds, with_split=False)
     steps = window["steps"] / setting.num_envs
-    own_s = window["driver_cpu_s"] + window["node_cpu_s"] + window["worker_cpu_s"]
+    driver_s, node_s, worker_s = (window[f"{name}_cpu_s"] / steps for name in ("driver", "node", "worker"))
     return Observation(
         setting,
         step_s=window["elapsed_s"] / steps,
-        driver_s=window["driver_cpu_s"] / steps,
-        node_s=window["node_cpu_s"] / steps / setting.nodes,
-        worker_s=window["worker_cpu_s"] / steps / (setting.nodes * setting.workers),
-        others=max(0.0, window["machine_cpu_s"] - own_s) / window["elapsed_s"],
+        driver_s=0.0 if is_rank else driver_s,
+        node_s=(driver_s + node_s if is_rank else node_s) / setting.nodes,
+        worker_s=worker_s / (setting.nodes * setting.workers),
+        others=max(0.0, window["machine_cpu_s"] / steps - driver_s - node_s - worker_s) * steps / window["elapsed_s"],
     )
+
+
+def measure_alone(sigma: float) -> dict[float, float]:
+    """Returns what a step takes that this process takes in a loop, at each step duration."""
+    found = {}
+    for step_s in _DURATIONS_S:
+        env = EmulatedEnv(step_s, sigma=sigma)
+        env.reset(seed=0)
+        begin = time.perf_counter()
+        for _ in range(_ALONE_STEPS):
+            env.step(0)
+        found[step_s] = (time.perf_counter() - begin) / _ALONE_STEPS
+    return found
 
 
 def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, ...]:

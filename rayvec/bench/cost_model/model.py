@@ -4,13 +4,14 @@ Everything here is a pure function of numbers. A step of all environments takes 
 take, and an overhead. With actions from the driver every step is a call; with actions in the workers a chunk of T steps
 is one call, so its cost is divided by T. The overhead of a call is
 
-- the CPU time that passes one after another: of the driver (per call and per node), of one node's actor (per call and
-  per worker) and of one worker (per call and per environment's step);
+- the CPU time that passes one after another: of the driver (per call and per node), of the process that owns one node's
+  workers (per call and per worker) and of one worker (per call and per environment's step);
 - a latency, and time per byte;
 - on nodes that are *simulated* on one machine, a fitted share (`crowding`) of the CPU time of all other processes,
   divided by the cores that Ray's own processes and other work leave.
 
-On a cluster every node has cores of its own, so only the driver's CPU time adds up over nodes.
+On a cluster every node has cores of its own, so only the driver's CPU time adds up over nodes. Decentralized ranks have
+no driver: each owns the workers of its node and collects chunks from them, by shared memory.
 
 A process that slept for long finds cold caches. So costs are fitted at two step durations, and predictions in between
 are interpolated.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -37,6 +38,7 @@ __all__ = [
     "expected_maximum",
     "fit",
     "fit_line",
+    "predict_alone_s",
     "predict_step_s",
     "recommend",
     "settings_for",
@@ -49,8 +51,8 @@ ASSUMPTIONS = (
     "Step durations are independent of each other, and the slowest of many is that of a normal distribution.",
     "The network costs only the given latency and bandwidth; no packet is lost.",
     "Nodes do not fail, and weights are published so rarely that they cost nothing.",
-    "A decentralized rank samples on its own node as a driver of one node does; ranks wait for each other only in the "
-    "all-reduce, which is a ring over the given network and is not hidden behind sampling.",
+    "Decentralized ranks wait for each other only in the all-reduce, which is a ring over the given network and is not "
+    "hidden behind sampling.",
 )
 _CHUNKS = (8, 16, 32, 64, 128, 256)
 
@@ -63,8 +65,8 @@ class Setting:
         nodes: How many.
         workers: On each node.
         envs: Environments of each worker.
-        inference: ``"driver"`` or ``"worker"``.
-        chunk_steps: T of a chunk, with worker inference.
+        inference: ``"driver"``, ``"worker"``, or ``"rank"``: workers act, and a rank on each node collects.
+        chunk_steps: T of a chunk, unless the driver acts.
         groups: 1 or 2, with driver inference.
         step_s: Mean duration of a step.
         sigma: Standard deviation of the logarithm of durations.
@@ -94,7 +96,7 @@ class Setting:
     @property
     def calls(self) -> float:
         """Calls of the driver for each step."""
-        return 1.0 / self.chunk_steps if self.inference == "worker" else 1.0
+        return 1.0 if self.inference == "driver" else 1.0 / self.chunk_steps
 
     @property
     def meant_s(self) -> float:
@@ -116,7 +118,7 @@ class Observation:
         setting: Which.
         step_s: Wall time.
         driver_s: CPU time of the driver.
-        node_s: CPU time of a node's actor.
+        node_s: CPU time of a node's actor, or of a rank.
         worker_s: CPU time of a worker.
         others: Cores of this machine that other processes took: Ray's own, other work.
         slowest_s: Wall time of the slowest turn; `step_s` is that of the fastest.
@@ -157,7 +159,7 @@ class Costs:
 
     Attributes:
         driver: CPU time of the driver: per call, per call and node, and per step.
-        node: CPU time of a node's actor: per call, per call and worker, and per step.
+        node: CPU time of a node's actor or of a rank: per call, per call and worker, and per step.
         worker: CPU time of a worker: per call, and per step of an environment.
         step_s: What a step takes longer than it is meant to.
         latency_s: Wall time per call beside CPU time: switches, wake-ups, queues.
@@ -190,11 +192,13 @@ class Fit:
         costs: By kind of inference, at each fitted step duration, shortest first.
         policy_s: Of a forward pass, and of each of its rows; 0 without a policy.
         others: Cores that other processes take on a machine that simulates nodes, and more of them for each node.
+        alone_s: What a step of an environment takes that nothing but a loop steps, at each fitted step duration.
     """
 
     costs: dict[str, dict[float, Costs]]
     policy_s: tuple[float, ...] = (0.0, 0.0)
     others: tuple[float, ...] = (0.0, 0.0)
+    alone_s: dict[float, float] = field(default_factory=dict)
 
     def free_cores(self, nodes: int, shared_cores: int) -> float:
         """Returns the cores left for steps on a machine that simulates so many nodes, at least half."""
@@ -236,6 +240,12 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
     return float(np.interp(setting.step_s, durations, times))
 
 
+def predict_alone_s(found: Fit, step_s: float) -> float:
+    """Returns the wall time of a step of an environment in a loop of its own: it sleeps a little longer than asked."""
+    overruns = [alone_s - asked_s for asked_s, alone_s in found.alone_s.items()]
+    return step_s + float(np.interp(step_s, list(found.alone_s), overruns))
+
+
 def _step_s(found: Fit, costs: Costs, setting: Setting, cluster: Cluster) -> float:
     in_line_s, all_s = costs.cpu_s(setting)
     step_s = setting.meant_s + setting.late_s + setting.envs * costs.step_s + in_line_s
@@ -246,7 +256,7 @@ def _step_s(found: Fit, costs: Costs, setting: Setting, cluster: Cluster) -> flo
         free = found.free_cores(setting.nodes, cluster.shared_cores)
         step_s += costs.crowding * (all_s - in_line_s) / free
         busy_s = all_s / free
-    rows = setting.envs if setting.inference == "worker" else setting.num_envs / setting.groups
+    rows = setting.num_envs / setting.groups if setting.inference == "driver" else setting.envs
     policy_s = _dot(found.policy_s, (1.0, rows))
     if setting.groups == 2:  # one group steps while the driver serves the other
         driver_s = _dot(costs.driver, (1.0, setting.nodes, 1.0))
@@ -308,20 +318,26 @@ def fit_line(
     return tuple(map(float, best))
 
 
-def fit(observations: Sequence[Observation], shared_cores: int | None, policy_s: tuple[float, ...]) -> Fit:
+def fit(
+    observations: Sequence[Observation],
+    shared_cores: int | None,
+    policy_s: tuple[float, ...],
+    alone_s: dict[float, float],
+) -> Fit:
     """Fits costs to observations.
 
     Args:
-        observations: Of both kinds of inference at each of some step durations, of several numbers of nodes, workers
+        observations: Of every kind of inference at each of some step durations, of several numbers of nodes, workers
             and environments, and of two sizes of observations.
         shared_cores: Of the machine that simulated the nodes; None of a cluster.
         policy_s: Seconds of a forward pass, and of each row.
+        alone_s: Of a step in a loop of its own, at each step duration.
     """
     others: tuple[float, ...] = (0.0, 0.0)
     if shared_cores is not None:
         taken = [each.others for each in observations]
         others = fit_line([(1.0, each.setting.nodes) for each in observations], taken, relative_to=[1.0] * len(taken))
-    found = Fit({"driver": {}, "worker": {}}, policy_s, others)
+    found = Fit({"driver": {}, "worker": {}, "rank": {}}, policy_s, others, alone_s)
     for inference, step_s in itertools.product(found.costs, sorted({each.setting.step_s for each in observations})):
         alike = [each for each in observations if (each.setting.inference, each.setting.step_s) == (inference, step_s)]
         found.costs[inference][step_s] = _fit_costs(alike, found, shared_cores)

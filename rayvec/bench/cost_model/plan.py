@@ -17,6 +17,7 @@ from rayvec.bench.cost_model.measuring import (
     Measured,
     check_settings,
     fit_settings,
+    measure_alone,
     measure_policy,
     measure_settings,
 )
@@ -27,6 +28,7 @@ from rayvec.bench.cost_model.model import (
     Observation,
     Setting,
     all_reduce_s,
+    predict_alone_s,
     predict_step_s,
     recommend,
     settings_for,
@@ -136,10 +138,11 @@ class _Plan:
     def _measured(self) -> Measured:
         where, cores = self._where()
         self._results.extra["interrupted"] = True
+        alone_s = measure_alone(self._sigma)
         observations = self._measure(fit_settings(self._sigma, self._obs_bytes, cores), "observations")
         del self._results.extra["interrupted"]
         shared_cores = len(os.sched_getaffinity(0)) if where.share_machine else None
-        return Measured(observations, shared_cores, checked_on=self._place)
+        return Measured(observations, shared_cores, alone_s=alone_s, checked_on=self._place)
 
     def _checks(self, found: Fit, measured: Measured) -> list[dict[str, Any]]:
         """Measures what is missing, compares, and prints how good the model is."""
@@ -211,7 +214,7 @@ class _Plan:
                 texts = [f"{rate:,.0f} ({rate / ideal:.0%})" if rate else "" for rate in shown]
                 lines.append((count, cores, f"{step_s:g}", f"{ideal:,.0f}", *texts, f"{1e3 * sum_s:.2f}"))
                 advice.append((count, f"{step_s:g}", describe(best), f"{row['recommended_steps_per_s']:,.0f}"))
-        ours = ("central, by step", "central, chunks", "decentralized, chunks")
+        ours = ("central, by step", "central, chunks", "decentralized, chunks", "environments alone")
         show_table(
             f"Predicted steps/s and share of ideal for {settings.cores_per_node} cores per node, chunks of 128 steps;\n"
             f"all-reduce: one sum of the gradient of {settings.parameters:,} parameters over one rank on each node",
@@ -227,12 +230,13 @@ class _Plan:
 
     @staticmethod
     def _rates(found: Fit, base: Setting, network: Cluster) -> dict[str, float]:
-        """Returns steps/s by who takes them: the driver, workers in chunks, and a rank on each node in chunks."""
-        chunks, one_node = replace(base, inference="worker"), replace(base, inference="worker", nodes=1)
+        """Returns steps/s by who takes them: the driver, workers in chunks, ranks in chunks, environments alone."""
+        chunks, rank = replace(base, inference="worker"), replace(base, inference="rank", nodes=1)
         return {
             "driver": steps_per_s(found, base, network),
             "worker": steps_per_s(found, chunks, network),
-            "decentralized": base.nodes * steps_per_s(found, one_node, Cluster()),
+            "decentralized": base.nodes * steps_per_s(found, rank, Cluster()),
+            "alone": base.num_envs / predict_alone_s(found, base.step_s),
         }
 
 
@@ -266,8 +270,9 @@ def compare_overheads(found: Fit, measured: Sequence[Observation], cluster: Clus
 
 def describe(setting: Setting) -> str:
     """Returns a setting in words."""
-    how = f"worker, T={setting.chunk_steps}" if setting.inference == "worker" else f"driver, groups={setting.groups}"
-    return f"{how}, {setting.workers} workers x {setting.envs}"
+    by_driver = setting.inference == "driver"
+    how = f"groups={setting.groups}" if by_driver else f"T={setting.chunk_steps}"
+    return f"{setting.inference}, {how}, {setting.workers} workers x {setting.envs}"
 
 
 def cluster_of(measured: Measured, latency_us: float | None, gbit: float | None) -> Cluster:

@@ -78,7 +78,7 @@ class Ours(Adapter):
         if task.inference == "worker" and task.nodes:
             self.transport = f"ray, {self.transport}"
         self.resets_within_steps = task.inference == "worker"
-        self._collector = Collector(self.env, self.policy, prefetch=True) if task.prefetch else None
+        self._collector = Collector(self.env, self.policy, prefetch=task.prefetch)
         self._chunk: Any = None
         topology = self.env.topology.nodes
         pids = self.env.worker_pids().values()
@@ -88,10 +88,10 @@ class Ours(Adapter):
 
     def advance(self) -> int:
         """Takes one step of every environment, or one chunk."""
-        if self._collector is not None:
+        if self._task.inference == "worker":  # as training does: the collector publishes only what is new
             self._chunk = self._collector.collect(n_step=self.num_envs * self._steps).chunks[-1]
-        elif self._task.inference == "worker" or self._task.groups == 2 or self._task.hidden_sizes:
-            self._chunk = self.env.rollout(self.policy, self._steps, inference=self._task.inference)  # type: ignore
+        elif self._task.groups == 2 or self._task.hidden_sizes:
+            self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
         else:
             self.env.step(self.next_actions())
             return self.num_envs
@@ -99,12 +99,11 @@ class Ours(Adapter):
 
     def settle(self) -> None:
         """Waits for the pending chunk, whose steps are not counted."""
-        if self._collector is not None:
-            self._collector.drain()
+        self._collector.drain()
 
     def steps_ahead(self) -> list[int] | None:
         """Steps of each worker in a chunk, with prefetch."""
-        if self._collector is None:
+        if not self._task.prefetch:
             return None
         return [self._steps * (ids.stop - ids.start) for ids in self._worker_ids]
 

@@ -29,7 +29,7 @@ from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Chunk, Rollout, tree_map
 from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.collect.absent import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes

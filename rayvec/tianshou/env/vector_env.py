@@ -17,7 +17,7 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.native import check_not_async, check_steps_singly, native_attr, unrolled
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv

@@ -18,7 +18,7 @@ from ray.experimental import get_object_locations
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.weights import WeightStore
+from rayvec.pools.weight_store import WeightStore
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 

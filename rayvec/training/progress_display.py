@@ -1,0 +1,72 @@
+"""The progress of a run as a person sees it in the terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from rayvec.training.run_state import Progress
+
+__all__ = ["ProgressDisplay", "progress_text"]
+
+PLAIN_INTERVAL_S = 5.0
+"""How often a line is printed where there is no terminal to draw a bar on."""
+
+
+class ProgressDisplay:
+    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line every few seconds.
+
+    Args:
+        total_steps: Steps at the end of the run.
+        file: The stream to write to; standard error if left out.
+    """
+
+    def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
+        self._total_steps = total_steps
+        self._file = file or sys.stderr
+        self._last_line_s = -math.inf
+        self._bar: Bar | None = None
+        console = Console(file=self._file)
+        if console.is_terminal:
+            columns = (TextColumn("{task.completed:,} steps"), BarColumn(None), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, TimeRemainingColumn(compact=True), console=console)
+            self._task = self._bar.add_task("", total=total_steps)
+            self._bar.start()
+
+    def show(self, steps: int, text: str) -> None:
+        """Shows that `steps` are done, and `text` beside it."""
+        if self._bar:
+            self._bar.update(self._task, completed=min(steps, self._total_steps), description=text)
+        elif time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S or steps >= self._total_steps:
+            self._last_line_s = time.monotonic()
+            print(f"{steps:,}/{self._total_steps:,} steps · {text}", file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar:
+            self._bar.stop()
+
+
+def progress_text(progress: Progress, metrics: Mapping[str, float | int | None], times_s: Mapping[str, float]) -> str:
+    """Returns steps/s, recent return, greedy evaluation and shares of wall time, in one line.
+
+    Args:
+        progress: State of the run.
+        metrics: Those of the present line of ``metrics.jsonl``.
+        times_s: Wall time by activity.
+    """
+    mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.1f}"
+    greedy = ""
+    if (evaluated := metrics.get("eval/return_mean", progress.eval_return)) is not None:
+        best = max(evaluated, evaluated if progress.best_return is None else progress.best_return)
+        greedy = f" · greedy {evaluated:.1f}, best {best:.1f}"
+    whole_s = sum(times_s.values())
+    split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in times_s.items())
+    return f"{metrics['steps_per_s']:,.0f} steps/s · return {mean_return}{greedy} · {split}"
