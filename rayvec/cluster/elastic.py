@@ -174,6 +174,7 @@ class ElasticPlacement:
         self._claim_cpus = claim_cpus
         self._cores: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
         self._distrusted: dict[str, float] = {}
+        self._failed_starts: dict[str, float] = {}  # until when no part moves to the node
         self._next_look_s = {True: 0.0, False: 0.0}  # for nodes that leave only, and for all
         self._leaving: frozenset[str] = frozenset()
         self._alive: frozenset[str] = frozenset()
@@ -222,12 +223,19 @@ class ElasticPlacement:
         holders = {each.node_id for each in slices}
         if not self._are_enough(nodes) or not holders <= self._alive:
             return []
-        doubted = {node_id for node_id in holders if not self._is_trusted(node_id)}  # it may have lost another part
+        doubted = {
+            node_id for node_id in holders if not self._is_trusted(node_id)
+        }  # the loss of another part was reported
         if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
-        moving = {k: node for k, node in enumerate(node_of) if node != slices[k].node_id and may_move[k]}
+        now_s = time.monotonic()
+        moving = {
+            k: node
+            for k, node in enumerate(node_of)
+            if node != slices[k].node_id and may_move[k] and self._failed_starts.get(node, 0.0) <= now_s
+        }
         places = self._places(moving, nodes)
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]
 
@@ -269,6 +277,10 @@ class ElasticPlacement:
             self.distrust(node_id)
         node_of = assign_parts(current, self._weights(nodes))
         return self._places({number: node_of[number]}, nodes)[number]
+
+    def note_failed_start(self, node_id: str) -> None:
+        """Moves no parts to a node for 30 s, on which a part could not start. It may hold others."""
+        self._failed_starts[node_id] = time.monotonic() + _DISTRUST_S
 
     def distrust(self, node_id: str) -> None:
         """Gives a node no parts for 30 s."""

@@ -424,7 +424,7 @@ class RayPool(PartedPool):
             self._resume_on(node, move.number, move.place)
         except Exception as error:
             close_quietly(node, 0.0)
-            self._elastic.distrust(move.place.node_id)
+            self._elastic.note_failed_start(move.place.node_id)
             logger.warning("environments %d to %d can't move to node %s: %s", envs[0], envs[-1], node.slice.name, error)
             return
         logger.warning(

@@ -21,6 +21,8 @@ __all__ = ["NodeWatch", "alive_nodes", "check_head", "head_answers", "raylets", 
 
 _ANSWER_S = 3.0
 _SILENCE_S = 10.0
+_STALE_S = 60.0
+"""After so long without a look, what the one before saw no longer counts."""
 _MOST_THREADS = 64
 Address = tuple[str, int]
 
@@ -88,6 +90,7 @@ class NodeWatch:
         self._addresses: dict[str, Address] = {}
         self._have_answered: set[str] = set()
         self._silent_since_s: dict[str, float] = {}
+        self._looked_s = 0.0
 
     def lost(self, node_ids: Iterable[str]) -> set[str]:
         """Returns the nodes that were silent at each look in the last ten seconds; call it every few seconds.
@@ -99,6 +102,9 @@ class NodeWatch:
         if not wanted <= self._addresses.keys():
             self._addresses = raylets()
         began_s = time.monotonic()
+        if began_s - self._looked_s > _STALE_S:
+            self._silent_since_s.clear()  # two looks far apart say nothing of the time between
+        self._looked_s = began_s
         silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
         self._have_answered |= wanted - silent
         for each in wanted - silent:

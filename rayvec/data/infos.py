@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
@@ -23,11 +23,11 @@ _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does
 
 
 def copied(value: Any) -> Any:
-    """Copies a value; one that can't be copied, such as a lock, is returned itself, as Gymnasium does."""
-    try:
-        return deepcopy(value)
-    except Exception:
-        return value
+    """Copies a value, with what it holds if that can be copied; a lock, for example, is returned itself."""
+    for attempt in (deepcopy, copy):
+        with suppress(Exception):
+            return attempt(value)
+    return value
 
 
 class ChunkInfo(NamedTuple):

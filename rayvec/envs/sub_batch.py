@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.errors import ConfigError, EnvError
 
-__all__ = ["SubBatch", "copied_info"]
+__all__ = ["SubBatch"]
 
 _PER_ENV = (SyncVectorEnv, AsyncVectorEnv)
 """Vector environments of single ones, which take a seed and an attribute for each."""
@@ -174,14 +174,6 @@ class SubBatch:
     def close(self) -> None:
         """Closes it."""
         self.env.close()
-
-
-def copied_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns infos in memory of their own: vector environments reuse arrays."""
-    return {
-        key: value.copy() if type(value) is np.ndarray and not value.dtype.hasobject else deepcopy(value)
-        for key, value in info.items()
-    }
 
 
 def _of(final: NDArray[Any], done: NDArray[np.bool_]) -> list[Any]:

@@ -112,7 +112,7 @@ class LocalPool:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the call now."""
-        results = self._pool.call(name, deepcopy(args), deepcopy(kwargs), env_ids)(None)
+        results = self._pool.call(name, copied(args), copied(dict(kwargs)), env_ids)(None)
         try:
             copies = deepcopy(results)
         except Exception as error:

@@ -68,7 +68,8 @@ class RestartPolicy:
             environment id and the restart number, and the episode ends as truncated. If False, the pool raises
             the error.
         step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
-        start_timeout_s: A worker that takes longer to make its environments counts as hung and is killed.
+        start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
+            killed.
     """
 
     restart: bool = False
@@ -92,10 +93,10 @@ class RestartPolicy:
             )
         if not start_timeout_s > 0:
             raise ConfigError(
-                "start_timeout_s is how long a worker may take to make its environments.",
+                "start_timeout_s is how long a worker may take to make its environments, or to load a policy.",
                 expected="seconds, more than 0",
                 got=repr(start_timeout_s),
-                remedy="Leave it out for 300 s, or pass several times what the slowest constructor takes.",
+                remedy="Leave it out for 300 s, or pass several times what the slowest constructor or import takes.",
             )
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree
+from rayvec.data.infos import copied
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
@@ -172,6 +174,22 @@ class InProcessPool:
         n = self.num_envs
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(layout, {"obs": obs, **{name: np.zeros(n, dtype) for name, dtype in ENV_ARRAYS.items()}})
+
+    def _info_value(self, key: Any, value: Any) -> Any:
+        """Copies a value of an info: environments may modify it after they return it."""
+        if self.infos_stay:
+            return copied(value)
+        try:
+            return deepcopy(value)
+        except Exception as error:
+            raise TypeError(
+                message(
+                    "What an info holds is pickled and sent to the process of the driver.",
+                    expected=f"a value that can be copied under {key!r}",
+                    got=f"{type(value).__name__} ({error})",
+                    remedy="Leave it out of the info, or pass num_nodes=0 and workers_per_node=0.",
+                )
+            ) from error
 
     def _failure(self, unit: int, error: BaseException) -> tuple[int, RemoteFailure]:
         row, name = self._identify(unit)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
 from rayvec.data.columns import merge_reset
-from rayvec.envs.sub_batch import SubBatch, copied_info
+from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
@@ -132,7 +132,13 @@ class NativePool(InProcessPool):
     def _say(self, unit: int, info: Mapping[str, Any], infos: list[SubBatchInfo]) -> None:
         if info:
             rows = self._slices[unit]
-            infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, copied_info(info)))
+            copied = {
+                key: value.copy()
+                if type(value) is np.ndarray and not value.dtype.hasobject
+                else self._info_value(key, value)
+                for key, value in info.items()
+            }
+            infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, copied))
 
     def _reset_within(
         self, unit: int, obs: Any, info: Mapping[str, Any], done: NDArray[np.bool_]

@@ -13,8 +13,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.data.infos import copied
-from rayvec.errors import ConfigError, RemoteFailure, message
+from rayvec.errors import ConfigError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
@@ -231,24 +230,8 @@ class SerialPool(InProcessPool):
     def _copied(self, info: dict[str, Any]) -> dict[str, Any]:
         """Copies an info, because some environments modify the dict after they return it."""
         return {
-            key: value if isinstance(value, _IMMUTABLE) else self._copied_value(key, value)
-            for key, value in info.items()
+            key: value if isinstance(value, _IMMUTABLE) else self._info_value(key, value) for key, value in info.items()
         }
-
-    def _copied_value(self, key: Any, value: Any) -> Any:
-        if self.infos_stay:
-            return copied(value)
-        try:
-            return deepcopy(value)
-        except Exception as error:
-            raise TypeError(
-                message(
-                    "What an info holds is pickled and sent to the process of the driver.",
-                    expected=f"a value that can be copied under {key!r}",
-                    got=f"{type(value).__name__} ({error})",
-                    remedy="Leave it out of the info, or pass num_nodes=0 and workers_per_node=0.",
-                )
-            ) from error
 
 
 def _kept(obs: Any) -> Any:

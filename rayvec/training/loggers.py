@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -25,18 +26,23 @@ from rayvec.training.trainer import Iteration
 
 __all__ = ["MetricsFile", "RunLogger", "Tracker", "read_metrics"]
 
+logger = logging.getLogger(__name__)
+
 
 class MetricsFile:
     """Lines of JSON, each an object with ``steps`` and what was measured since the line before.
 
     Args:
         path: The file, which need not exist.
-        steps: Lines of later steps are dropped, and so is an incomplete line: a run that is resumed from a
-            checkpoint writes them again.
+        steps: Lines of later steps are dropped: a run that is resumed from a checkpoint writes them again. Damaged
+            lines are dropped with a warning; the last one is damaged if the computer lost power.
     """
 
     def __init__(self, path: Path, steps: int) -> None:
-        kept = [line for line in read_metrics(path) if line["steps"] <= steps]
+        lines = list(read_metrics(path))
+        kept = [line for line in lines if line["steps"] <= steps]
+        if path.is_file() and (num_damaged := path.read_bytes().count(b"\n") - len(lines)) > 0:
+            logger.warning("%s: %d damaged line(s) left out", path, num_damaged)
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -52,7 +58,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a metrics file, up to the first that is incomplete or damaged; nothing if it is absent."""
+    """Yields the lines of a metrics file but those that are incomplete or damaged; nothing if it is absent."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -60,10 +66,9 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 line = json.loads(data)
             except ValueError:  # no JSON, or no UTF-8
-                return
-            if not isinstance(line, dict) or not isinstance(line.get("steps"), int):
-                return
-            yield line
+                continue
+            if isinstance(line, dict) and isinstance(line.get("steps"), int):
+                yield line
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:

@@ -171,7 +171,7 @@ def test_nothing_moves_while_the_head_does_not_answer(two_nodes: TwoNodes, monke
     assert caught.value.__cause__ is LOST
 
 
-def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes) -> None:
+def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     here, other = two_nodes.names
     placement = ElasticPlacement((1, 3), 24)
     slices: list[NodeSlice] = list(placement.first_topology(0.0).nodes)
@@ -179,6 +179,12 @@ def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes) -> Non
     two_nodes.cpus.update({here: 0, other: 4})  # the other parts have theirs
     number = next(number for number, place in enumerate(slices) if place.node_id == other)
     slices[number] = placement.replacement(number, slices, [other], LOST)
+    two_nodes.silent.add(other)
+    assert placement.moves(slices) == []
+    two_nodes.silent.clear()
+    placement.note_failed_start(other)
+    assert placement.moves(slices) == []
+    monkeypatch.setattr(placement, "_failed_starts", {})  # 30 s later
     slices = moved(slices, placement.moves(slices))
     assert counts_by_node(slices) == {here: 3, other: 3}
 

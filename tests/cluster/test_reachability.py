@@ -62,6 +62,8 @@ def test_silence_counts_from_the_first_silent_look(monkeypatch: pytest.MonkeyPat
     assert looks.lost(1018) == set()
     assert looks.lost(1020, "a", "b") == set()
     assert looks.lost(1031, "a", "b") == {"a", "b"}
+    assert looks.lost(5000, "a", "b") == set()  # between two looks that are far apart they may have answered
+    assert looks.lost(5011, "a", "b") == {"a", "b"}
 
 
 def test_a_node_that_never_answered_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,3 +194,22 @@ class KeepsLock(OddValues):
 
     def info(self) -> Any:
         return {"lock": LOCK}
+
+
+class Simulation:
+    """A number that changes with each step, beside what can't be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.now = threading.Lock(), 0
+
+
+class SharesSimulation(OddValues):
+    """Returns the same object in the info of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.simulation = Simulation()
+
+    def info(self) -> Any:
+        self.simulation.now += 1
+        return {"simulation": self.simulation, "now": self.simulation.now}

@@ -25,6 +25,7 @@ from helpers.odd_values import (
     NoText,
     RaisesNoText,
     ReservedKeys,
+    SharesSimulation,
 )
 from helpers.vector_kit import TOPOLOGIES, assert_explained
 
@@ -143,6 +144,38 @@ def test_what_can_not_be_copied_stays_in_this_process(mode: AutoresetMode) -> No
             assert list(vector.step(np.zeros(2, int))[4]["lock"]) == [LOCK] * 2
             vector.set_attr("attribute", LOCK)
         assert env.rollout(lambda obs: np.zeros(len(obs), int), 2).infos[0].info == {"lock": LOCK}
+
+
+def test_a_chunk_keeps_each_state_of_an_object_that_holds_a_lock() -> None:
+    with here([SharesSimulation], 0) as env:
+        env.reset(seed=0)
+        infos = [each.info for each in env.rollout(lambda obs: np.zeros(len(obs), int), 3).infos]
+    assert [info["simulation"].now for info in infos] == [info["now"] for info in infos] == [2, 3, 4]
+
+
+class LocksInInfos(SyncVectorEnv):
+    """A vector environment whose infos hold what can't be copied."""
+
+    def step(self, actions: Any) -> Any:
+        *rest, info = super().step(actions)
+        return *rest, {**info, "lock": LOCK}
+
+    def takes(self, lock: Any) -> bool:
+        return lock is LOCK
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_can_not_be_copied_of_a_native_sub_batch(workers: int) -> None:
+    fns = [partial(LocksInInfos, [CountingEnv] * 2)] * 2
+    with RayVecEnv(fns, native=True, num_nodes=0, workers_per_node=workers) as env:
+        env.reset(seed=0)
+        if not workers:
+            assert list(env.step(np.zeros(4, int))[4]["lock"]) == [LOCK] * 4
+            assert all(env.call("takes", LOCK))
+            return
+        with pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
+            env.step(np.zeros(4, int))
+        assert_explained(caught.value)
 
 
 class TestErrors:
