@@ -161,6 +161,14 @@ def test_names_of_rayvec_exist(page: Path) -> None:
             value = getattr(value, part) if hasattr(value, part) else importlib.import_module(module)
 
 
+def test_modules_that_drawings_name_exist() -> None:
+    named = {
+        name for drawing in DOCS.rglob("*.svg") for name in re.findall(r">([a-z_]+\.[a-z_]+)<", drawing.read_text())
+    }
+    assert "cluster.frames" in named
+    assert [name for name in sorted(named) if not (ROOT / "rayvec" / f"{name.replace('.', '/')}.py").exists()] == []
+
+
 def test_tests_that_pages_name_exist() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
