@@ -81,7 +81,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "impala": {
         "classic": {"total_steps": 300_000},
-        "box2d": {"total_steps": 2_000_000, "gamma": 0.999, "num_envs": 32},
+        "box2d": {"total_steps": 2_000_000, "gamma": 0.99, "num_steps": 128, "num_minibatches": 8},
         "atari": {
             "env_kwargs": {"frameskip": 1},
             "wrappers": ("rayvec.wrappers:atari",),
