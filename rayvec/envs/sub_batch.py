@@ -60,7 +60,7 @@ class SubBatch:
         """
         result = self.env.step(actions)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
-            raise _wrong("five values, the last a dict", type(result).__name__)
+            raise _wrong("five values, the last a dict", _types(result))
         obs, rew, terminated, truncated, info = result
         rew = self._vector("rewards", rew, "biuf")
         return obs, rew, self._vector("terminated", terminated, "b"), self._vector("truncated", truncated, "b"), info
@@ -104,7 +104,7 @@ class SubBatch:
             kwargs["options"] = {**(options or {}), **({} if mask is None else {"reset_mask": mask})}
         result = self.env.reset(**kwargs)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-            raise _wrong("observations and an info dict from a reset", type(result).__name__)
+            raise _wrong("observations and an info dict from a reset", _types(result))
         return result
 
     def _seed(self, seeds: Sequence[int | None]) -> Any:
@@ -186,6 +186,11 @@ def _arrays(tree: Any) -> list[NDArray[Any]]:
     if isinstance(tree, tuple | list):
         return [array for value in tree for array in _arrays(value)]
     return [tree] if isinstance(tree, np.ndarray) else []
+
+
+def _types(result: Any) -> str:
+    name = type(result).__name__
+    return f"{name} of {', '.join(type(value).__name__ for value in result)}" if isinstance(result, tuple) else name
 
 
 def _wrong(expected: str, got: str) -> EnvError:

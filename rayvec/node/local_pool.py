@@ -171,6 +171,8 @@ class LocalPool:
         """Closes the environments. Further calls do nothing."""
         try:
             self._pool.close()
+        except KeyboardInterrupt:
+            raise
         except FAILURES:
             logger.exception("an environment did not close in order")
 

@@ -172,10 +172,9 @@ class MessagePipe:
             self._out.popleft()
 
     def _drop_output(self) -> None:
-        if self._peer is not None:  # else the descriptors are the caller's
-            for _, fds in self._out:
-                for fd in fds:
-                    os.close(fd)
+        for _, fds in self._out:
+            for fd in fds:
+                os.close(fd)
         self._out.clear()
 
     def poll(self, timeout_s: float = 0.0) -> bool:

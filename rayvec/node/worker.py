@@ -26,7 +26,7 @@ from rayvec.node.pipe import MessagePipe
 from rayvec.node.protocol import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.in_process import FAILURES, EnvsFailed, captured
+from rayvec.pools.in_process import FAILURES, EnvsFailed, captured, failures_ignored
 from rayvec.pools.make import make_pool
 from rayvec.pools.native import NativePool
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
@@ -79,7 +79,7 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
             worker.run()
         finally:
             if worker is not None:
-                with contextlib.suppress(*FAILURES):
+                with failures_ignored():
                     worker.pool.close()
 
 

@@ -218,11 +218,9 @@ class WorkerClient:
 
     def overdue_at(self, limit_s: float) -> float:
         """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue."""
-        num_steps = self._posted[self.num_done].num_steps
-        whole = self._begun_s + num_steps * limit_s
-        if num_steps == 1 or self._seen % 2 == 0:  # the policy acts: its first call may include compilation
-            return whole
-        return min(whole, max(self._begun_s, self._seen_s) + limit_s)
+        policy_acts = self._seen % 2 == 0  # its first call may include compilation
+        num_steps = self._posted[self.num_done].num_steps if policy_acts else 1
+        return max(self._begun_s, self._seen_s) + num_steps * limit_s
 
     def poll(self) -> None:
         """Records completed commands, without waiting.

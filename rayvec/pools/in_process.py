@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -19,24 +19,46 @@ from rayvec.pools.plan import Keys
 from rayvec.pools.restarts import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
-__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured"]
+__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "failures_ignored"]
 
-FAILURES = (Exception, SystemExit)
-"""What environments raise when they fail, and policies on workers and nodes. ``KeyboardInterrupt`` is Ctrl-C."""
+FAILURES = BaseException
+"""What environments raise when they fail, and policies on workers and nodes. :func:`captured` lets Ctrl-C pass."""
 
 
 def captured(error: BaseException, where: str) -> RemoteFailure:
-    """Describes a failure. A ``SystemExit`` becomes an ``EnvError``, because it would end the process that gets it."""
-    if isinstance(error, SystemExit):
+    """Describes a failure.
+
+    A ``SystemExit`` and other exceptions that are no ``Exception`` become an ``EnvError``, because they would end the
+    process that gets them.
+
+    Raises:
+        KeyboardInterrupt: The error is Ctrl-C, which is no failure.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if not isinstance(error, Exception):
+        exits = isinstance(error, SystemExit)
         failure = EnvError(
             "Environments and policies report failures by exceptions.",
             expected="an exception such as RuntimeError",
-            got=f"SystemExit({error.code!r}), the exception of sys.exit()",
-            remedy="Raise another exception in place of the call of sys.exit().",
+            got=f"{error!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
+            remedy="Raise another exception in place of "
+            + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
         )
         failure.__cause__ = error
         return RemoteFailure.capture(failure, where)
     return RemoteFailure.capture(error, where)
+
+
+@contextlib.contextmanager
+def failures_ignored() -> Iterator[None]:
+    """Ignores what the block raises, except Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except FAILURES:
+        pass
 
 
 class EnvsFailed(Exception):
@@ -104,12 +126,9 @@ class InProcessPool:
         except FAILURES as error:
             unit, first = len(self._envs), first_id if self._unit_kind == "environment" else 0
             name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
-            with contextlib.suppress(*FAILURES):
+            with failures_ignored():
                 self.close()
             raise EnvsFailed([(0, captured(error, name))]) from error
-        except BaseException:  # Ctrl-C
-            self.close()
-            raise
 
     # What a pool defines. Rows are indices of its environments.
 
@@ -218,7 +237,7 @@ class InProcessPool:
                 failures.append((row, RemoteFailure.capture(last, failure.where)))
                 return
             try:
-                with contextlib.suppress(*FAILURES):
+                with failures_ignored():
                     self._envs[unit].close()
                 self._end_episodes(unit)
                 self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
@@ -327,6 +346,8 @@ class InProcessPool:
         while self._envs:
             try:
                 self._envs.pop().close()
+            except KeyboardInterrupt:
+                raise
             except FAILURES as error:
                 errors.append(error)
         if errors:

@@ -84,6 +84,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
         self._guarded(lambda: self._allocate(found))
         self._plain_actions = not isinstance(found.action, (spaces.Dict, spaces.Tuple))
         super().__init__(factory.num_envs, found.observation, found.action)
+        self.metadata = dict(found.metadata)  # VecVideoRecorder reads the frames per second here
 
     def _allocate(self, found: PoolSpaces) -> None:
         """Checks the environments and allocates the arrays."""

@@ -22,8 +22,10 @@ def test_after_the_peer_has_gone_descriptors_stay_the_callers() -> None:
     pipe = MessagePipe(ours)
     theirs.close()
     fd = os.memfd_create("test")
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Broken pipe"):
         pipe.send(b"data", [fd])
+    assert os.listdir("/proc/self/fd") == before
     os.close(fd)
     with pytest.raises(EOFError):
         pipe.receive()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -47,6 +47,7 @@ class Optional(CountingEnv):
 class Drawn(CountingEnv):
     """Renders its number of steps."""
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 7}
     render_mode = "rgb_array"
 
     def render(self) -> Any:
@@ -189,6 +190,7 @@ class TestSingleEnvironments:
             assert [image.mean() for image in env.get_images() if image is not None] == [1.0] * 4
             tiled = env.render()
             assert tiled is not None and tiled.shape == (4, 4, 3)
+            assert env.metadata == DummyVecEnv([Drawn]).metadata
 
     def test_without_a_render_mode(self) -> None:
         with closing(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=0)) as env:

@@ -371,6 +371,15 @@ def test_the_time_in_which_a_worker_loads_a_policy_is_no_steps() -> None:
         assert within(DEADLINE_S, partial(env.rollout, LongToLoad(), 3, seed=1)).valid.all()
 
 
+def test_the_time_of_a_policy_is_no_steps() -> None:
+    def slow_policy(obs: Any) -> Any:
+        time.sleep(1.2)
+        return np.full(len(obs), GO)
+
+    with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
+        assert within(DEADLINE_S, partial(env.rollout, slow_policy, 3, seed=1)).valid.all()
+
+
 def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
     env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
     with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):

@@ -359,7 +359,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+class FourValues(CartPoleVectorEnv):
+    def step(self, action: Any) -> Any:
+        return super().step(action)[:4]
+
+
 class TestBadInput:
+    def test_too_few_values(self) -> None:
+        env = local([partial(FourValues, 2)], workers_per_node=0)
+        env.reset(seed=1)
+        with pytest.raises(EnvError, match=r"Got: tuple of ndarray, ndarray, ndarray, ndarray\."):
+            env.step(np.zeros(2, np.int64))
+
     @pytest.mark.parametrize("what", BAD)
     @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_settings(self, what: str, workers: int) -> None:
