@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import itertools
 import os
 import sys
@@ -284,6 +285,8 @@ Command = (
 
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What the system answers if a disk is full, or a file must not be written."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -302,19 +305,29 @@ def main(args: Sequence[str] | None = None) -> int:
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
-            return command.run(_mentioned(args)) or 0
+            code = command.run(_mentioned(args)) or 0
+            print(end="", flush=True)
+            return code
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
     except Exception as error:
+        _drop_unwritable_output()
         text = _explanation(error)
         if text is None and isinstance(error, BrokenPipeError):  # such as that of `rayvec eval RUN_DIR | head -1`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it once more at exit
             return _BROKEN_PIPE
         if text is None:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
+
+
+def _drop_unwritable_output() -> None:
+    """Drops printed text that can't be written, which Python would report once more at exit."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load_plugins(args: Sequence[str]) -> Sequence[str]:
@@ -375,7 +388,7 @@ def _explanation(error: Exception) -> str | None:
             got=_what_and_where(str(error.__cause__)),
             remedy="Correct the environment or what is passed to it.",
         )
-    if isinstance(error, OSError) and hasattr(error, "__notes__"):  # the disk of a run
+    if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -391,4 +404,4 @@ def _what_and_where(text: str) -> str:
 def _is_failure(error: Exception) -> bool:
     """Whether the input could have worked: a process was lost, or a run had begun, which notes how to resume it."""
     lost = isinstance(error, WorkerLostError | NodeLostError | LearnerError)
-    return lost or bool(getattr(error, "__notes__", ()))
+    return lost or isinstance(error, OSError) or bool(getattr(error, "__notes__", ()))

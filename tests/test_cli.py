@@ -109,6 +109,17 @@ def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
     assert ended.returncode == 141 and "Traceback" not in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
+    args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.endswith("rayvec: OSError: [Errno 28] No space left on device\n")
+    assert "Traceback" not in ended.stderr
+
+
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
     assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "Got: 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -200,13 +200,9 @@ class Collector:
         """
         self._check_counts(n_step, n_episode)
         begin = time.monotonic()
-        if not self._started:
-            seed, self._seed = self._seed, None
-            self.reset(seed)
+        self._begin()
         if n_episode is not None:
-            if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
-                self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
-            return self._batch(self._episodes(n_episode), begin)
+            return self._batch(list(self._episodes(n_episode)), begin)
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
         if self._parts is not None and self._store is not None:
@@ -226,6 +222,25 @@ class Collector:
         if start_next:
             self._start(num_steps)
         return self._kept_batch(begin)
+
+    def play(self, n_episode: int, *, max_len: int | None = None) -> EpisodeStats:
+        """Plays whole episodes as ``collect(n_episode=...)`` does, and keeps only their returns and lengths.
+
+        Args:
+            n_episode: How many.
+            max_len: An episode that is longer, in steps, is an error; unset: there is no limit.
+
+        Raises:
+            ConfigError: An episode is longer than `max_len`. Other errors are those of `collect`.
+        """
+        self._check_counts(None, n_episode)
+        self._begin()
+        played = [stats for _, stats in self._episodes(n_episode, max_len)]
+        return EpisodeStats(
+            np.concatenate([stats.env_ids for stats in played]),
+            np.concatenate([stats.returns for stats in played]),
+            np.concatenate([stats.lens for stats in played]),
+        )
 
     def drain(self) -> Batch | None:
         """Returns the pending chunks as a batch, and starts none; None where none is pending.
@@ -264,6 +279,12 @@ class Collector:
         counts = tuple(np.bincount(self._version - versions).tolist())
         spread = int(versions.min()), int(versions.max())
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
+
+    def _begin(self) -> None:
+        """Begins the first episodes, if none has begun."""
+        if not self._started:
+            seed, self._seed = self._seed, None
+            self.reset(seed)
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
@@ -324,23 +345,28 @@ class Collector:
             self._counts.dropped_steps += rollout.summary.valid.size
             self._counts.restarts += len(rollout.summary.restarts)
 
-    def _episodes(self, n_episode: int) -> list[tuple[Rollout, EpisodeStats]]:
+    def _episodes(self, n_episode: int, max_len: int | None = None) -> Iterator[tuple[Rollout, EpisodeStats]]:
         """Collects chunks until every environment has ended its quota of episodes."""
+        if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
+            self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
-        collected = []
+        lens = np.zeros(self._env.num_envs, np.int64)  # of present episodes, at least
         while num_steps := quotas.next_steps():
             rollout = self._rollout(num_steps)
             summary = rollout.summary
             if self._counts.dropped_episodes > _MOST_DROPPED * n_episode and summary.bad_obs is not None:
                 raise bad_obs_error(summary.bad_obs)
             stats, places = self._tracker.add(summary)
-            valid = quotas.take(summary.valid, counted_ends(summary))
+            ends = counted_ends(summary)
+            valid = quotas.take(summary.valid, ends)
+            lens = np.where(ends.any(0), 0, lens + num_steps)
+            if max_len is not None and (quotas.unfinished & (lens > max_len)).any():
+                raise _endless_error(max_len)
             counts = valid[tuple(places.T)]
             assert rollout.chunk is not None
             rollout = replace(rollout, summary=replace(summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
             stats = EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts])
-            collected.append((rollout, stats))
-        return collected
+            yield rollout, stats
 
     def _batch(
         self,
@@ -442,3 +468,12 @@ def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]
         split["inference"] += share * float(inference_s.mean())
         split["waiting"] += share * float(whole_s.max() - whole_s.mean())
     return {**split, "transport": elapsed_s - sum(split.values())}
+
+
+def _endless_error(max_len: int) -> ConfigError:
+    return ConfigError(
+        "Episodes that are evaluated end.",
+        expected=f"an end within {max_len:,} steps",
+        got="an episode without an end",
+        remedy="Wrap the environment in gymnasium.wrappers.TimeLimit, raise eval_steps, or pass eval_episodes=0",
+    )

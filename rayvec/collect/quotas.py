@@ -27,6 +27,11 @@ class EpisodeQuotas:
     def __init__(self, n_episode: int, num_envs: int) -> None:
         self._left = episode_quotas(n_episode, num_envs)
 
+    @property
+    def unfinished(self) -> NDArray[np.bool_]:
+        """Which environments have not ended their episodes, ``bool [N]``."""
+        return self._left > 0
+
     def next_steps(self) -> int:
         """Returns how many steps the next chunk has; 0 once every environment has ended its episodes."""
         return EPISODE_CHUNK_STEPS if self._left.any() else 0

@@ -30,6 +30,7 @@ Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Fraction = Annotated[float, Bounds(0, 1)]
+_EVAL_STEPS = 50_000
 Scalar = bool | int | float | str
 
 CONFIGS: dict[str, type[TrainConfig]] = {}
@@ -168,7 +169,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     eval_steps: Count | None = None
     """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
-    the environment's time limit, but at least one. Unset: a tenth of total_steps, at least 50,000."""
+    the environment's time limit, but at least one. Without a time limit, an episode that is longer than that, and than
+    50,000 steps, is an error. Unset: a tenth of total_steps, at least 50,000."""
 
     eval_interval_steps: Count | None = None
     """Environment steps between two greedy evaluations during training, each with a checkpoint. They have environments
@@ -347,8 +349,16 @@ class TrainConfig(metaclass=PresetMeta):
         time_limit = self.env_kwargs.get("max_episode_steps", time_limit)  # type: ignore[assignment]
         if time_limit is None:
             return self.eval_episodes
-        eval_steps = max(50_000, self.total_steps // 10) if self.eval_steps is None else self.eval_steps
+        eval_steps = max(_EVAL_STEPS, self.total_steps // 10) if self.eval_steps is None else self.eval_steps
         return min(self.eval_episodes, max(1, eval_steps // time_limit))
+
+    def longest_eval_episode(self, time_limit: int | None) -> int | None:
+        """Returns the steps after which an episode of an evaluation counts as one without an end.
+
+        Args:
+            time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
+        """
+        return None if time_limit else max(_EVAL_STEPS, self.total_steps // 10, self.eval_steps or 0)
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.

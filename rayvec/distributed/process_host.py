@@ -158,6 +158,9 @@ class ProcessHost:
         except psutil.Error:
             return None  # the result of the rank says what is wrong
 
+    def watch(self, ranks: Sequence[RunningRank]) -> None:
+        """Does nothing: all ranks are on this machine."""
+
     def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
         """Returns None: all ranks are on this machine."""
         return None

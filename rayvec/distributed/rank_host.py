@@ -144,6 +144,10 @@ class RankHost(Protocol):
         """
         ...
 
+    def watch(self, ranks: Sequence[RunningRank]) -> None:
+        """Begins to watch the nodes of ranks: one that answers now is unreachable once it no longer does."""
+        ...
+
     def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
         """Returns a rank whose node the network no longer reaches, or None; call it every few seconds of a wait."""
         ...

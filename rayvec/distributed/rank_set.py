@@ -78,7 +78,7 @@ class RankSet:
         offers = self.gather(pending)
         for rank, offer in zip(self.ranks, offers, strict=True):
             rank.pid = offer.pid
-        self._host.unreachable(self.ranks)  # a node whose raylet answers now is lost when it no longer does
+        self._host.watch(self.ranks)
         return offers
 
     def _connect(self, offers: Sequence[Any], make: bytes) -> None:

@@ -99,6 +99,10 @@ class RayHost:
         except ray.exceptions.RayError:
             return None  # the result of the rank says what is wrong
 
+    def watch(self, ranks: Sequence[RunningRank]) -> None:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        self._watch.lost({rank.placement.node_id for rank in ranks})
+
     def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         gone = self._watch.lost({rank.placement.node_id for rank in ranks})

@@ -187,7 +187,15 @@ def make_encoder(
                     got=leaf,
                     remedy="Transform the observation with a Gymnasium wrapper, or pass a network of your own",
                 )
-    return Encoder(tuple(leaves), sum(encode.size for _, encode in leaves), tuple(seen))
+    size = sum(encode.size for _, encode in leaves)
+    if not size and not seen:
+        raise ConfigError(
+            "A network reads a fixed number of numbers, and at least one.",
+            expected="an observation that is not empty",
+            got=space,
+            remedy="Add something to the observation with a Gymnasium wrapper, such as a constant.",
+        )
+    return Encoder(tuple(leaves), size, tuple(seen))
 
 
 def float_encoder(space: spaces.Space[Any]) -> Encoder:

@@ -72,6 +72,7 @@ def evaluate(
     *,
     seed: int,
     inference: Literal["worker", "driver", "node"] = "worker",
+    max_len: int | None = None,
 ) -> Evaluation:
     """Plays `num_episodes` episodes in `env`.
 
@@ -85,13 +86,17 @@ def evaluate(
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
         inference: Where the policy acts, ``"worker"``, ``"node"`` or ``"driver"``.
+        max_len: An episode that is longer, in steps, is an error; unset: there is no limit.
+
+    Raises:
+        ConfigError: An episode is longer than `max_len`.
     """
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
     collector = Collector(env, policy, inference=inference, seed=seed)
     try:
         collector.reset(seed=seed)
-        stats = collector.collect(n_episode=num_episodes).stats
+        stats = collector.play(num_episodes, max_len=max_len)
     finally:
         collector.close()
     return Evaluation(stats.returns, stats.lens)
@@ -132,6 +137,7 @@ class Evaluator:
             self._config.num_eval_episodes(time_limit(self._env)),
             seed=self._config.eval_seed(is_final=False),
             inference=self._config.inference,
+            max_len=self._config.longest_eval_episode(time_limit(self._env)),
         )
         return evaluation, time.monotonic() - began_s
 
@@ -188,4 +194,6 @@ def evaluate_run(
     with open_env(config) as envs:
         module = make_learner(replace(config, learner_device="cpu"), envs).module
         policy = greedy_policy(module, weights)
-        return evaluate(envs, policy, num_episodes, seed=config.eval_seed(), inference=config.inference)
+        max_len = config.longest_eval_episode(time_limit(envs))
+        seed = config.eval_seed()
+        return evaluate(envs, policy, num_episodes, seed=seed, inference=config.inference, max_len=max_len)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rayvec.errors import ConfigError
+
 __all__ = ["finite", "written_whole"]
 
 
@@ -23,8 +25,18 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path: The file to replace, or to make.
 
     Raises:
+        ConfigError: `path` is a directory or a device, or its directory does not exist.
         OSError: The disk is full, or the directory can't be written.
     """
+    is_other = path.exists() and not path.is_file()
+    if is_other or not path.parent.is_dir():
+        other = "a directory" if path.is_dir() else "a device or a pipe"
+        raise ConfigError(
+            "What a run or a command writes is a file.",
+            expected=f"a file {path}, or none, in a directory that exists",
+            got=other if is_other else f"no directory {path.parent}",
+            remedy="Make the directory, or move away what has the name of the file, or pass another path.",
+        )
     partial = path.with_name(path.name + ".tmp")
     try:
         with partial.open("wb") as file:

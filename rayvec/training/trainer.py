@@ -189,6 +189,7 @@ class Trainer:
             self.num_eval_episodes if num_episodes is None else num_episodes,
             seed=config.eval_seed() + self._first_id,
             inference=config.inference,
+            max_len=config.longest_eval_episode(time_limit(self._env)),
         )
 
 

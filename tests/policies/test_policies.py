@@ -206,6 +206,12 @@ def test_who_cannot_see_refuses_images() -> None:
         make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
 
 
+@pytest.mark.parametrize("space", [spaces.Box(-1, 1, (0,)), spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))], ids=str)
+def test_an_observation_without_numbers(space: spaces.Space[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"at least one\. Expected: an observation that is not empty\. Got: "):
+        make_encoder(space)
+
+
 IMAGES: dict[str, spaces.Space[Any]] = {
     "channels first": spaces.Box(0, 255, (4, 40, 36), np.uint8),
     "channels last": spaces.Box(0, 255, (36, 40, 3), np.uint8),

@@ -453,6 +453,17 @@ def test_what_cannot_be_had_together_is_refused(venvs: dict[str, RayVectorEnv]) 
         collector.collect(n_episode=5)
 
 
+@pytest.mark.parametrize("setting", [{}, {"max_staleness": 1}], ids=str)
+def test_counts_that_are_none(setting: dict[str, Any]) -> None:
+    with closing(RayVectorEnv([Drift], num_nodes=0, workers_per_node=0)) as env:
+        collector = Collector(box_policy(), env, VectorReplayBuffer(8, 1), **setting)
+        collector.reset()
+        for name, count in (("n_step", -4), ("n_step", 2.5), ("n_step", "4"), ("n_episode", -1), ("n_episode", 1.5)):
+            with pytest.raises(ConfigError, match=f"^{name} is a count.*Got: {re.escape(repr(count))}"):
+                collector.collect(**{name: count})
+        assert len(collector.buffer) == 0
+
+
 def test_counters_and_time(venvs: dict[str, RayVectorEnv]) -> None:
     mine, _ = pair(venvs)
     first = mine.collect(n_step=20)

@@ -15,6 +15,7 @@ from helpers.training_kit import HERE, tiny
 import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import ConfigError
+from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.wrappers import StaggeredStart
@@ -123,3 +124,33 @@ def test_staggering_needs_a_time_limit() -> None:
         StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
     limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
     assert StaggeredStart(limited)._time_limit == 7
+
+
+class Endless(gymnasium.Env[np.ndarray, int]):
+    """Its episodes have no end."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+def test_episodes_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayvec.config.base._EVAL_STEPS", 200)
+    with pytest.raises(ConfigError, match=r"an end within 200 steps.*TimeLimit.*eval_episodes=0") as raised:
+        rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Endless)
+    assert "resume" in raised.value.__notes__[0]
+    with pytest.raises(ConfigError, match="an end within 200 steps"):
+        evaluate_run(tmp_path / "a", env=Endless)
+    assert rayvec.resume(tmp_path / "a", env=Endless, eval_episodes=0).total_steps == 64
+
+
+def test_the_longest_episode_of_an_evaluation() -> None:
+    assert PPOConfig(eval_steps=10).longest_eval_episode(None) == 50_000
+    assert PPOConfig(total_steps=10**6).longest_eval_episode(None) == 100_000
+    assert PPOConfig().longest_eval_episode(500) is None

@@ -14,6 +14,7 @@ from helpers.training_kit import lengthen, options, tiny
 
 import rayvec
 from rayvec.cli import main
+from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
 from rayvec.training.run_dir import load_run
@@ -26,6 +27,27 @@ def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0))
+    lengthen(run_dir, 64, 128)
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    assert main(["train", "ppo", "--resume", str(run_dir)]) == 1
+    error = capsys.readouterr().err
+    for words in (f"Expected: a file {run_dir / 'metrics.jsonl'}", "Got: a directory", "Remedy: ", "resume with: "):
+        assert words in error
+
+
+def test_what_is_no_file_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, got in ((pipe, "a device or a pipe"), (tmp_path, "a directory"), (tmp_path / "a" / "b", "no directory")):
+        with pytest.raises(ConfigError, match=f"Got: {got}"), written_whole(path) as file:
+            file.write(b"new")
+    assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)

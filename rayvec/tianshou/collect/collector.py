@@ -141,6 +141,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self.collect_time += stats.collect_time
         return stats
 
+    def _validate_n_step_n_episode(self, n_episode: int | None, n_step: int | None) -> None:
+        for name, count in (("n_step", n_step), ("n_episode", n_episode)):
+            if count:  # Tianshou's own check is of zeros and None
+                check_count(name, count)
+        super()._validate_n_step_n_episode(n_episode, n_step)
+
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Begins new episodes everywhere; returns first observations and infos.
 
@@ -372,8 +378,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
             stats.pred_dist_std_array = np.concatenate([*parts, chunk.extras["dist_std"][chunk.valid]])
         if not self._looks_at_episodes():
-            added = insertion.add(0, chunk.num_steps)
-            self._count(stats, added)
+            self._count(stats, insertion.add(0, chunk.num_steps))
             return
         ends = (np.flatnonzero((chunk.done & chunk.valid).any(1)) + 1).tolist()
         start = 0
