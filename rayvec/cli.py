@@ -9,11 +9,13 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
 import itertools
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -312,14 +314,24 @@ def main(args: Sequence[str] | None = None) -> int:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 130
     except Exception as error:
+        is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
         _drop_unwritable_output()
         text = _explanation(error)
-        if text is None and isinstance(error, BrokenPipeError):  # such as that of `rayvec eval RUN_DIR | head -1`
+        if text is None and is_reader_gone:  # such as that of `rayvec eval RUN_DIR | head -1`
             return _BROKEN_PIPE
         if text is None:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
+
+
+def _is_reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    output = select.poll()
+    with contextlib.suppress(OSError):
+        output.register(sys.stdout, 0)
+        return any(event & select.POLLERR for _, event in output.poll(0))
+    return False
 
 
 def _drop_unwritable_output() -> None:

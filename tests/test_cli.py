@@ -97,13 +97,15 @@ def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -
     assert_refused(["eval", str(tmp_path)], "truncated")
 
 
-def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_reader_of_the_output_that_has_ended(tmp_path: Path, unbuffered: bool) -> None:
     assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
     reader, writer = os.pipe()
     os.close(reader)
     try:
         args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]
-        ended = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     finally:
         os.close(writer)
     assert ended.returncode == 141 and "Traceback" not in ended.stderr, ended.stderr
@@ -118,6 +120,16 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.endswith("rayvec: OSError: [Errno 28] No space left on device\n")
     assert "Traceback" not in ended.stderr
+
+
+def make_without_licence(*args: object) -> None:
+    raise BrokenPipeError("the licence server has closed the connection")
+
+
+def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(tmp_path: Path) -> None:
+    network = f"--network={__name__}:{make_without_licence.__name__}"
+    with pytest.raises(BrokenPipeError, match="licence"):
+        main(["train", "ppo", *TINY, network, f"--run-dir={tmp_path / 'a'}"])
 
 
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:

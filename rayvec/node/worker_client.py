@@ -337,7 +337,7 @@ class WorkerClient:
             limit_s: The limit in seconds.
         """
         return WorkerLostError(
-            f"{'A worker loads a policy' if self.is_loading else 'An environment answers'} within {name}.",
+            f"A worker loads a policy within {name}." if self.is_loading else f"An environment answers within {name}.",
             expected=f"{self.where} to answer within {limit_s} s",
             got=f"no answer; the worker has been killed. Its stack was:\n{self._process.stack()}",
             remedy=f"Raise {name} if it may take so long; on_env_error='restart' replaces the worker.",
