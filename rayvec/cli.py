@@ -326,7 +326,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _is_reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether standard output is a pipe whose reader has ended."""
     output = select.poll()
     with contextlib.suppress(OSError):
         output.register(sys.stdout, 0)

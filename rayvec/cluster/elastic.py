@@ -174,7 +174,7 @@ class ElasticPlacement:
         self._claim_cpus = claim_cpus
         self._cores: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
         self._distrusted: dict[str, float] = {}
-        self._failed_starts: dict[str, float] = {}  # until when no part moves to the node
+        self._failed_starts: dict[str, float] = {}  # until when no part moves there
         self._next_look_s = {True: 0.0, False: 0.0}  # for nodes that leave only, and for all
         self._leaving: frozenset[str] = frozenset()
         self._alive: frozenset[str] = frozenset()
@@ -223,9 +223,7 @@ class ElasticPlacement:
         holders = {each.node_id for each in slices}
         if not self._are_enough(nodes) or not holders <= self._alive:
             return []
-        doubted = {
-            node_id for node_id in holders if not self._is_trusted(node_id)
-        }  # the loss of another part was reported
+        doubted = {node_id for node_id in holders if not self._is_trusted(node_id)}  # they lost another part
         if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
@@ -279,7 +277,7 @@ class ElasticPlacement:
         return self._places({number: node_of[number]}, nodes)[number]
 
     def note_failed_start(self, node_id: str) -> None:
-        """Moves no parts to a node for 30 s, on which a part could not start. It may hold others."""
+        """Moves no parts to a node for 30 s, because one could not start there. Those that it holds stay."""
         self._failed_starts[node_id] = time.monotonic() + _DISTRUST_S
 
     def distrust(self, node_id: str) -> None:

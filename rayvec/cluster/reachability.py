@@ -22,7 +22,7 @@ __all__ = ["NodeWatch", "alive_nodes", "check_head", "head_answers", "raylets", 
 _ANSWER_S = 3.0
 _SILENCE_S = 10.0
 _STALE_S = 60.0
-"""After so long without a look, what the one before saw no longer counts."""
+"""An earlier look counts only if it is at most this many seconds old."""
 _MOST_THREADS = 64
 Address = tuple[str, int]
 

@@ -228,7 +228,7 @@ class Collector:
 
         Args:
             n_episode: How many.
-            max_len: An episode that is longer, in steps, is an error; unset: there is no limit.
+            max_len: An episode of more steps is an error. Unset: there is no limit.
 
         Raises:
             ConfigError: An episode is longer than `max_len`. Other errors are those of `collect`.
@@ -472,8 +472,9 @@ def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]
 
 def _endless_error(max_len: int) -> ConfigError:
     return ConfigError(
-        "Episodes that are evaluated end.",
+        "An episode that is played ends within max_len steps.",
         expected=f"an end within {max_len:,} steps",
-        got="an episode without an end",
-        remedy="Wrap the environment in gymnasium.wrappers.TimeLimit, raise eval_steps, or pass eval_episodes=0",
+        got="an episode that has not ended",
+        remedy="Wrap the environment in gymnasium.wrappers.TimeLimit, or raise max_len. In a training, raise "
+        "eval_steps or pass eval_episodes=0",
     )

@@ -23,7 +23,7 @@ _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does
 
 
 def copied(value: Any) -> Any:
-    """Copies a value, with what it holds if that can be copied; a lock, for example, is returned itself."""
+    """Copies a value deeply, or else shallowly. What can't be copied at all, such as a lock, is returned itself."""
     for attempt in (deepcopy, copy):
         with suppress(Exception):
             return attempt(value)

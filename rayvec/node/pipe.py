@@ -29,7 +29,7 @@ _MOST_FDS = 128
 _KILL_S = 10.0
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 15
-"""A message of so many bytes at most goes out with its header in one system call, at the price of a copy."""
+"""The largest message that is copied behind its header, so that one system call sends both."""
 
 
 def readable(fds: Sequence[int], timeout_s: float | None) -> bool:

@@ -86,7 +86,7 @@ def evaluate(
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
         inference: Where the policy acts, ``"worker"``, ``"node"`` or ``"driver"``.
-        max_len: An episode that is longer, in steps, is an error; unset: there is no limit.
+        max_len: An episode of more steps is an error. Unset: there is no limit.
 
     Raises:
         ConfigError: An episode is longer than `max_len`.

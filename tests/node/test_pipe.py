@@ -92,8 +92,8 @@ def test_a_message_with_descriptors_waits_in_the_queue_if_the_socket_is_full() -
     assert not sender.flush()
     with pytest.raises(NotReady):
         sender.receive(time.monotonic() + 0.01)
-    empty, data, fds = b"", b"", list[int]()
-    while data == empty:
+    data, fds = b"", list[int]()
+    while not data:
         sender.flush()
         data, fds = receiver.receive()
     assert data == b"with a file" and len(fds) == 1

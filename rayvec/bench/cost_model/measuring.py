@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Measured:
         observations: Of nodes: simulated, hosts, or of a cluster.
         shared_cores: Of the machine that they share; None of a cluster.
         policy_s: Seconds of a forward pass of the policy, and of each of its rows.
-        alone_s: Seconds of a step of an environment in a loop, at each step duration.
+        alone_s: Seconds of a step of an environment in a loop without rayvec, by step duration.
         check_observations: What the fitted model is compared with, if that was measured.
         search_observations: Every setting for a few environments, likewise.
         checked_on: What nodes these two were measured on.
@@ -80,15 +80,15 @@ class Measured:
         try:
             if content.get("interrupted"):
                 raise ValueError(f"interrupted after {len(content['observations'])} settings")
-            lists = {
-                name: [Observation(**{**each, "setting": Setting(**each["setting"])}) for each in content.get(name, [])]
-                for name in ("observations", "check_observations", "search_observations")
-            }
-            place: Place = content.get("checked_on", "simulated")
-            found = cls(lists.pop("observations"), content["shared_cores"], checked_on=place)
-            found.check_observations, found.search_observations = lists.values()
-            found.policy_s = tuple(content["policy_s"])
-            found.alone_s = {float(asked_s): alone_s for asked_s, alone_s in content["alone_s"].items()}
+            found = cls(
+                _observations(content["observations"]),
+                content["shared_cores"],
+                tuple(content["policy_s"]),
+                {float(step_s): alone_s for step_s, alone_s in content["alone_s"].items()},
+                _observations(content.get("check_observations", [])),
+                _observations(content.get("search_observations", [])),
+                content.get("checked_on", "simulated"),
+            )
             if not any(each.setting.inference == "rank" for each in found.observations):
                 raise ValueError("no decentralized rank was measured")
             return found
@@ -101,18 +101,17 @@ class Measured:
             ) from error
 
 
+def _observations(rows: Iterable[Mapping[str, Any]]) -> list[Observation]:
+    return [Observation(**{**row, "setting": Setting(**row["setting"])}) for row in rows]
+
+
 def _of_topology(base: Setting) -> Iterator[Setting]:
-    """Yields what is measured on nodes and workers of one kind, from the driver and in chunks."""
+    """Yields what is measured on nodes and workers of one kind: from the driver, in chunks, on one node by a rank."""
     for step_s in _DURATIONS_S:
         yield replace(base, step_s=step_s, inference="driver")
-        for chunk_steps in _CHUNKS:
-            yield replace(base, step_s=step_s, inference="worker", chunk_steps=chunk_steps)
-
-
-def _of_rank(base: Setting) -> Iterator[Setting]:
-    """Yields what is measured on workers that the process which collects owns itself."""
-    for step_s, chunk_steps in itertools.product(_DURATIONS_S, _CHUNKS):
-        yield replace(base, step_s=step_s, inference="rank", chunk_steps=chunk_steps)
+        in_chunks = ("worker", "rank") if base.nodes == 1 else ("worker",)
+        for inference, chunk_steps in itertools.product(in_chunks, _CHUNKS):
+            yield replace(base, step_s=step_s, inference=inference, chunk_steps=chunk_steps)
 
 
 def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = max(FIT_WORKERS)) -> list[Setting]:
@@ -121,8 +120,7 @@ def fit_settings(sigma: float = 0.0, obs_bytes: int = 16, most_workers: int = ma
     bases = [Setting(*pair, sigma=sigma, obs_bytes=obs_bytes) for pair in itertools.product(FIT_NODES, counts)]
     two = Setting(1, min(2, most_workers), sigma=sigma, obs_bytes=obs_bytes)
     bases += [replace(two, envs=4), replace(two, obs_bytes=max(_LARGE_OBS_BYTES, 2 * obs_bytes))]
-    of_nodes = [setting for base in bases for setting in _of_topology(base)]
-    return of_nodes + [setting for base in bases if base.nodes == 1 for setting in _of_rank(base)]
+    return [setting for base in bases for setting in _of_topology(base)]
 
 
 def check_settings(sigma: float = 0.0, obs_bytes: int = 16) -> list[Setting]:
@@ -204,7 +202,7 @@ def _observe(process: PeerProcess, setting: Setting, window_s: float) -> Observa
 
 
 def measure_alone(sigma: float) -> dict[float, float]:
-    """Returns what a step takes that this process takes in a loop, at each step duration."""
+    """Returns the seconds of a step of an environment that this process steps in a loop, by step duration."""
     found = {}
     for step_s in _DURATIONS_S:
         env = EmulatedEnv(step_s, sigma=sigma)

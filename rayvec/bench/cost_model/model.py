@@ -192,7 +192,7 @@ class Fit:
         costs: By kind of inference, at each fitted step duration, shortest first.
         policy_s: Of a forward pass, and of each of its rows; 0 without a policy.
         others: Cores that other processes take on a machine that simulates nodes, and more of them for each node.
-        alone_s: What a step of an environment takes that nothing but a loop steps, at each fitted step duration.
+        alone_s: Seconds of a step of an environment in a loop without rayvec, by step duration.
     """
 
     costs: dict[str, dict[float, Costs]]
@@ -241,7 +241,7 @@ def predict_step_s(found: Fit, setting: Setting, cluster: Cluster) -> float:
 
 
 def predict_alone_s(found: Fit, step_s: float) -> float:
-    """Returns the wall time of a step of an environment in a loop of its own: it sleeps a little longer than asked."""
+    """Returns the wall time of a step of an environment in a loop without rayvec: a sleep lasts longer than asked."""
     overruns = [alone_s - asked_s for asked_s, alone_s in found.alone_s.items()]
     return step_s + float(np.interp(step_s, list(found.alone_s), overruns))
 
@@ -331,7 +331,7 @@ def fit(
             and environments, and of two sizes of observations.
         shared_cores: Of the machine that simulated the nodes; None of a cluster.
         policy_s: Seconds of a forward pass, and of each row.
-        alone_s: Of a step in a loop of its own, at each step duration.
+        alone_s: Seconds of a step of an environment in a loop without rayvec, by step duration.
     """
     others: tuple[float, ...] = (0.0, 0.0)
     if shared_cores is not None:
