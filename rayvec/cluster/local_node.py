@@ -10,7 +10,7 @@ from gymnasium import Space
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
-from rayvec.cluster.reachability import head_answers
+from rayvec.cluster.reachability import can_call_ray
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
@@ -130,7 +130,7 @@ class LocalNode:
                 if pool is not None:
                     pool.close(timeout_s)
             finally:
-                if claim is not None and ray.is_initialized() and head_answers():
+                if claim is not None and can_call_ray():
                     remove_placement_group(claim)
 
         return end

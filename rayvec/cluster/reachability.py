@@ -5,6 +5,7 @@ The operating system of a node accepts a connection to the port of its raylet, h
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import time
@@ -17,14 +18,16 @@ from ray._private import worker
 
 from rayvec.errors import NodeLostError
 
-__all__ = ["NodeWatch", "alive_nodes", "check_head", "head_answers", "raylets", "unreachable"]
+__all__ = ["NodeWatch", "alive_nodes", "can_call_ray", "check_head", "head_answers", "raylets", "unreachable"]
 
-_ANSWER_S = 3.0
+_ANSWER_S = 2.0
 _SILENCE_S = 10.0
 _STALE_S = 60.0
 """An earlier look counts only if it is at most this many seconds old."""
 _MOST_THREADS = 64
 Address = tuple[str, int]
+_head_was_silent_s: dict[str, float] = {}
+"""When the head of a cluster last gave no answer, by its address."""
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -43,7 +46,7 @@ def raylets() -> dict[str, Address]:
 
 
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
-    """Returns the ids of the nodes that do not answer a connection within three seconds; a refusal is an answer."""
+    """Returns the ids of the nodes that do not answer a connection within two seconds; a refusal is an answer."""
     if not addresses:
         return set()
     with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS)) as threads:
@@ -63,8 +66,23 @@ def _answers(address: Address) -> bool:
 
 def head_answers() -> bool:
     """Whether the network reaches the head of the cluster; else calls of Ray wait for a minute or more."""
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return _answers((host.strip("[]"), int(port)))
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    does_answer = _answers((host.strip("[]"), int(port)))
+    if not does_answer:
+        _head_was_silent_s[address] = time.monotonic()
+    return does_answer
+
+
+def can_call_ray() -> bool:
+    """Whether Ray is initialised and its head answers.
+
+    A head that gave no answer in the last ten seconds is not asked again: what closes many nodes waits for it once.
+    """
+    if not ray.is_initialized():
+        return False
+    silent_s = _head_was_silent_s.get(ray.get_runtime_context().gcs_address, -math.inf)
+    return time.monotonic() - silent_s > _SILENCE_S and head_answers()
 
 
 def check_head() -> None:
@@ -110,7 +128,8 @@ class NodeWatch:
         for each in wanted - silent:
             self._silent_since_s.pop(each, None)
         counting = silent & self._have_answered
-        gone = {each for each in counting if began_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
+        ended_s = time.monotonic()
+        gone = {each for each in counting if ended_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
         if gone:
             check_head()
         return gone

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
-from rayvec.cluster.reachability import head_answers
+from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.cluster.versions import check_versions
 from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
@@ -221,7 +221,7 @@ class RemoteNode:
                 pass  # the actor has died, or is killed below
             except Exception:
                 logger.exception("node %s did not close in order", self.slice.name)
-            if head_answers():  # without its head, Ray would wait for a minute
+            if can_call_ray():  # without its head, Ray would wait for a minute
                 ray.kill(self._actor)
 
         return end

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import ray
 
-from rayvec.cluster.reachability import head_answers
+from rayvec.cluster.reachability import can_call_ray
 from rayvec.errors import ConfigError
 
 __all__ = ["CLUSTER_MARK", "RaySession", "end_reaper", "start_reaper"]
@@ -114,7 +114,7 @@ class RaySession:
     def _take_back(cls) -> None:
         cls._shares -= 1
         if cls._shares == 0 and cls._ours:
-            if not ray.is_initialized() or head_answers():
+            if not ray.is_initialized() or can_call_ray():
                 ray.shutdown()
             else:  # it would wait for minutes, and hide the error that ends a run
                 cls._ending = threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True)

@@ -51,12 +51,14 @@ class NodeCapacity:
         host: The node's own IP address.
         capacity: How many ranks fit.
         cpus: Number of free whole cores.
+        all_cpus: Number of whole cores, whether they are free or not.
     """
 
     node_id: str
     host: str
     capacity: int
     cpus: int = 0
+    all_cpus: int = 0
 
 
 def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None) -> list[RankPlacement]:
@@ -109,7 +111,8 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
     Args:
         num_ranks: Number of ranks.
         request: What each claims.
-        fewer: Whether fewer ranks, at least one, may be placed where there is no room for all.
+        fewer: Whether fewer ranks, at least one, may be placed where there is no room for all. Where no core is
+            claimed, none will come free, and it does not wait.
 
     Raises:
         ConfigError: The cluster has too little capacity.
@@ -127,9 +130,10 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
                     got="none",
                     remedy="Pass device='cpu', or add nodes with GPUs",
                 ) from None
-            if time.monotonic() >= deadline:
-                if fewer and (room := sum(node.capacity for node in nodes)):
-                    return place_ranks(nodes, room)
+            is_late, room = time.monotonic() >= deadline, sum(node.capacity for node in nodes)
+            if fewer and room and (is_late or all(node.cpus == node.all_cpus for node in nodes)):
+                return place_ranks(nodes, room)
+            if is_late:
                 raise
         time.sleep(_LOOK_AGAIN_S)
 
@@ -181,5 +185,5 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
         if request.num_gpus:
             capacity = min(capacity, int(node.gpus // request.num_gpus))
         capacity = min(capacity, request.per_node or capacity)
-        found.append(NodeCapacity(node.node_id, node.address, capacity, node.cpus))
+        found.append(NodeCapacity(node.node_id, node.address, capacity, node.cpus, node.all_cpus))
     return found

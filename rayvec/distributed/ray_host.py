@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.reachability import NodeWatch, head_answers
+from rayvec.cluster.reachability import NodeWatch, can_call_ray
 from rayvec.cluster.session import RaySession
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -119,7 +119,7 @@ class RayHost:
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        is_up = bool(ranks) and ray.is_initialized() and head_answers()
+        is_up = bool(ranks) and can_call_ray()
         for rank in ranks if is_up else []:  # they end with Ray, and a call would start another Ray
             with contextlib.suppress(Exception):  # it may have ended already
                 ray.kill(rank.handle)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +319,31 @@ def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
     there = node_of(avoid_nodes=[here])
     assert node_of() == here != there
     assert node_of(nodes=[there]) == there
+
+
+def test_fewer_ranks_wait_only_for_cores_that_may_come_free(
+    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    request = ResourceRequest(1, 0, nodes=[there])
+    place = NodeAffinitySchedulingStrategy(there, soft=False)
+    holder = ray.remote(Holder).options(num_cpus=1, scheduling_strategy=place).remote()
+    ray.get(holder.hold.remote())
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        ray.kill(holder)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait)
+    monkeypatch.setattr("rayvec.distributed.rank_placement.time", clock)
+    (node,) = capacities(request)
+    assert node.cpus < node.all_cpus
+    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and waits
+    waits.clear()
+    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and not waits
 
 
 def test_ranks_fill_the_fewest_nodes() -> None:

@@ -377,7 +377,7 @@ def test_the_time_of_a_policy_is_no_steps() -> None:
         return np.full(len(obs), GO)
 
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
-        assert within(DEADLINE_S, partial(env.rollout, slow_policy, 3, seed=1)).valid.all()
+        assert within(DEADLINE_S, partial(env.rollout, slow_policy, 2, seed=1)).valid.all()
 
 
 def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
