@@ -22,7 +22,7 @@ from rayvec.node.protocol import NodeBlock, Op, action_leaves
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
-from rayvec.node.workers import Workers
+from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
 from rayvec.pools.plan import Part, Plan
 from rayvec.pools.restarts import NodeState
@@ -70,7 +70,7 @@ class ProcessPool(PartedPool):
         restart_policy: RestartPolicy = NO_RESTARTS,
         server_lost: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        self._workers = Workers(factories, worker_bounds, node, preload, restart_policy)
+        self._workers = WorkerSet(factories, worker_bounds, node, preload, restart_policy)
         spaces: PoolSpaces = self._workers.spaces
         super().__init__(self._workers.bounds[:-1], self._workers.bounds[-1], spaces.unit_bounds)
         self.spaces = spaces

@@ -20,7 +20,7 @@ from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.protocol import NodeBlock
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
-from rayvec.node.workers import Workers
+from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget, stored_seed
 from rayvec.pools.shared_memory import index_tree
@@ -56,7 +56,7 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerSet,
         clients: Sequence[WorkerClient],
         reports: Reports,
         block: NodeBlock,

@@ -18,7 +18,7 @@ from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
-from rayvec.node.workers import WorkerProcess
+from rayvec.node.worker_set import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.plan import Part
 

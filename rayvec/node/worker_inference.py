@@ -19,7 +19,7 @@ from rayvec.node.protocol import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient
-from rayvec.node.workers import Workers
+from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
 __all__ = ["WorkerInference"]
@@ -85,7 +85,7 @@ class WorkerInference(Acting):
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerSet,
         clients: Sequence[WorkerClient],
         arrays: Mapping[str, NDArray[Any]],
         call_all: Callable[[str, tuple[Any, ...], Sequence[int]], object],

@@ -118,6 +118,13 @@ class TestSteps:
         for n_step in (5, 52, 1, 300):
             collect_both(mine, other, n_step=n_step)
 
+    @pytest.mark.parametrize(("n_step", "n_episode"), [(5, 20), (200, 2)])
+    def test_of_both_counts_the_first_that_is_reached_ends_it(
+        self, venvs: dict[str, RayVectorEnv], n_step: int, n_episode: int
+    ) -> None:
+        mine, other = pair(venvs)
+        collect_both(mine, other, n_step=n_step, n_episode=n_episode)
+
     @pytest.mark.parametrize("noise", [False, True])
     def test_maps_actions_and_explores(self, venvs: dict[str, RayVectorEnv], noise: bool) -> None:
         mine, other = pair(venvs, "pointed", box_policy, exploration_noise=noise)

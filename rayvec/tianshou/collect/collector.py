@@ -173,10 +173,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         render: float | None = None,
         gym_reset_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if render or gym_reset_kwargs or not self._takes_chunks(random):
+        if render or gym_reset_kwargs or (n_step and n_episode) or not self._takes_chunks(random):
             if self._prefetch:
                 raise _prefetch_error(
-                    "no rendering, no hook on steps, a policy that can be pickled, observations as their space says",
+                    "n_step alone, no rendering, no step hook, a picklable policy, observations that match their space",
                     "a collect that takes one step at a time",
                 )
             return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)

@@ -26,7 +26,7 @@ from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState
 
-__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "Workers"]
+__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "WorkerSet"]
 
 _END_S = 5.0
 _DUMP_S = 1.0
@@ -76,7 +76,7 @@ class WorkerProcess:
         os.close(self.stack_fd)
 
 
-class Workers:
+class WorkerSet:
     """The worker processes of one node, which are children of the pool's fork server.
 
     Args:
