@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from helpers.rank_objects import Adder, Holder, Owner, StopsOnce
+from helpers.rank_objects import Adder, Owner, StopsOnce
 from helpers.sockets import listening_ports, stores_at
 from ray.experimental import internal_kv
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.distributed.rank_group import RankGroup
-from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities, find_placements, place_ranks
 from rayvec.errors import ConfigError, LearnerError
 
 MakeGroup = Callable[..., RankGroup]
@@ -276,80 +272,3 @@ def test_a_make_that_raises_is_raised(ray_cluster: object) -> None:
 def test_bad_settings_are_refused(ray_cluster: object, settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         RankGroup(Adder, **settings)
-
-
-def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
-    with pytest.raises(ConfigError, match=r"room for 33 rank\(s\)\. Got: .*room for \d+, .*room for \d"):
-        RankGroup(Adder, 33)
-
-
-@pytest.mark.slow
-def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without_end(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = ray.get_runtime_context().get_node_id()
-    (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    (free,) = capacities(ResourceRequest(1, 0, nodes=[there]))
-    taken: list[Any] = []
-
-    def find_and_take(num_ranks: int, request: ResourceRequest, **kwargs: Any) -> Any:
-        placements = find_placements(num_ranks, request, **kwargs)
-        place = NodeAffinitySchedulingStrategy(there, soft=False)
-        taken.append(ray.remote(Holder).options(num_cpus=free.capacity, scheduling_strategy=place).remote())
-        ray.get(taken[0].hold.remote())
-        return placements
-
-    monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
-    monkeypatch.setattr("rayvec.distributed.rank_set._START_S", 1.0)
-    try:
-        with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
-            RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)
-    finally:
-        ray.kill(taken[0])
-
-
-def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
-    here = ray.get_runtime_context().get_node_id()
-
-    def node_of(**request: Any) -> str:
-        (placement,) = find_placements(1, ResourceRequest(1, 0, **request))
-        return placement.node_id
-
-    there = node_of(avoid_nodes=[here])
-    assert node_of() == here != there
-    assert node_of(nodes=[there]) == there
-
-
-def test_fewer_ranks_wait_only_for_cores_that_may_come_free(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = ray.get_runtime_context().get_node_id()
-    (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    request = ResourceRequest(1, 0, nodes=[there])
-    place = NodeAffinitySchedulingStrategy(there, soft=False)
-    holder = ray.remote(Holder).options(num_cpus=1, scheduling_strategy=place).remote()
-    ray.get(holder.hold.remote())
-    waits: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        ray.kill(holder)
-        time.sleep(seconds)
-
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait)
-    monkeypatch.setattr("rayvec.distributed.rank_placement.time", clock)
-    (node,) = capacities(request)
-    assert node.cpus < node.all_cpus
-    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and waits
-    waits.clear()
-    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and not waits
-
-
-def test_ranks_fill_the_fewest_nodes() -> None:
-    nodes = [NodeCapacity("a", "a", 1), NodeCapacity("b", "b", 4), NodeCapacity("c", "c", 2)]
-
-    def placed(num_ranks: int) -> str:
-        return "".join(placement.node_id for placement in place_ranks(nodes, num_ranks))
-
-    assert [placed(n) for n in (1, 2, 4, 5, 6, 7)] == ["a", "bb", "bbbb", "bbbba", "bbbbcc", "bbbbcca"]

@@ -206,7 +206,7 @@ def test_what_cannot_be_prefetched_is_refused(venv: RayVectorEnv) -> None:
     with pytest.raises(ConfigError, match="n_episode=5"):
         collector.collect(n_episode=5)
     collector.set_on_step_hook(lambda acts, batch: None)
-    with pytest.raises(ConfigError, match="hook on steps"):
+    with pytest.raises(ConfigError, match="no step hook"):
         collector.collect(n_step=5)
 
 
