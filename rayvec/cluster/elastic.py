@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 """The interval at which the cluster's nodes are read, in seconds. It takes 1 ms."""
 _REPLACE_S = 8.0
 _DISTRUST_S = 30.0
-"""How long a node on which environments could not start, or were lost, or that does not answer, gets none."""
+"""How many seconds a node gets no environments after it lost some, could not start some, or gave no answer."""
 _MOST_PARTS_PER_NODE = 3
 _MOST_UNEVEN = 1.25
 
@@ -207,8 +207,8 @@ class ElasticPlacement:
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool = False) -> list[Move]:
         """Reads the nodes from Ray and returns which parts should move now.
 
-        Nothing moves while there are fewer than the least number of nodes, or while a node is lost that holds parts:
-        the next request to it reports the loss. Nothing moves either while the head of the cluster does not answer.
+        Nothing moves while there are fewer than the least number of nodes, while a node that holds parts is lost (the
+        next request to it reports the loss), or while the head of the cluster does not answer.
 
         Args:
             slices: The place of each part.
@@ -228,11 +228,10 @@ class ElasticPlacement:
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
-        now_s = time.monotonic()
         moving = {
             k: node
             for k, node in enumerate(node_of)
-            if node != slices[k].node_id and may_move[k] and self._failed_starts.get(node, 0.0) <= now_s
+            if node != slices[k].node_id and may_move[k] and not self._has_failed(node)
         }
         places = self._places(moving, nodes)
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]
@@ -287,6 +286,9 @@ class ElasticPlacement:
     def _is_trusted(self, node_id: str) -> bool:
         return self._distrusted.get(node_id, 0.0) <= time.monotonic()
 
+    def _has_failed(self, node_id: str) -> bool:
+        return self._failed_starts.get(node_id, 0.0) > time.monotonic()
+
     def _usable(
         self, holders: Collection[str], lost: Collection[str] = (), *, lost_too: bool = False
     ) -> list[FreeNode]:
@@ -308,7 +310,8 @@ class ElasticPlacement:
         def may_hold(node: FreeNode) -> bool:
             if node.node_id in lost:
                 return lost_too
-            return node.node_id in held or (self._is_trusted(node.node_id) and node.cpus >= wanted)
+            may_start = self._is_trusted(node.node_id) and not self._has_failed(node.node_id)
+            return node.node_id in held or (may_start and node.cpus >= wanted)
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
         others = {node.node_id for node in nodes} - held

@@ -69,7 +69,9 @@ def head_answers() -> bool:
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
     does_answer = _answers((host.strip("[]"), int(port)))
-    if not does_answer:
+    if does_answer:
+        _head_was_silent_s.pop(address, None)
+    else:
         _head_was_silent_s[address] = time.monotonic()
     return does_answer
 
@@ -77,7 +79,7 @@ def head_answers() -> bool:
 def can_call_ray() -> bool:
     """Whether Ray is initialised and its head answers.
 
-    A head that gave no answer in the last ten seconds is not asked again: what closes many nodes waits for it once.
+    A head whose last answer is missing is asked again after ten seconds: what closes many nodes waits for it once.
     """
     if not ray.is_initialized():
         return False

@@ -236,6 +236,7 @@ class Collector:
         self._check_counts(None, n_episode)
         self._begin()
         played = [stats for _, stats in self._episodes(n_episode, max_len)]
+        self._counts = _Counts()
         return EpisodeStats(
             np.concatenate([stats.env_ids for stats in played]),
             np.concatenate([stats.returns for stats in played]),
@@ -350,7 +351,6 @@ class Collector:
         if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
-        lens = np.zeros(self._env.num_envs, np.int64)  # of present episodes, at least
         while num_steps := quotas.next_steps():
             rollout = self._rollout(num_steps)
             summary = rollout.summary
@@ -359,8 +359,7 @@ class Collector:
             stats, places = self._tracker.add(summary)
             ends = counted_ends(summary)
             valid = quotas.take(summary.valid, ends)
-            lens = np.where(ends.any(0), 0, lens + num_steps)
-            if max_len is not None and (quotas.unfinished & (lens > max_len)).any():
+            if max_len is not None and (quotas.unfinished & (self._tracker.lens > max_len)).any():
                 raise _endless_error(max_len)
             counts = valid[tuple(places.T)]
             assert rollout.chunk is not None

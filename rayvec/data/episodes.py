@@ -16,11 +16,14 @@ class EpisodeTracker:
 
     Args:
         num_envs: How many environments.
+
+    Attributes:
+        lens: Number of steps of each environment's unfinished episode, ``int64 [N]``; do not modify it.
     """
 
     def __init__(self, num_envs: int) -> None:
         self._returns = np.zeros(num_envs)
-        self._lens = np.zeros(num_envs, np.int64)
+        self.lens = np.zeros(num_envs, np.int64)
 
     def add(
         self, chunk: Chunk | ChunkSummary, envs: NDArray[np.int64] | slice = slice(None)
@@ -35,7 +38,7 @@ class EpisodeTracker:
             The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
         ends, restarts = counted_ends(chunk), chunk.restarts
-        sums, nums = self._returns[envs], self._lens[envs]
+        sums, nums = self._returns[envs], self.lens[envs]
 
         def forget(columns: NDArray[np.int64]) -> None:
             sums[columns] = nums[columns] = 0
@@ -53,7 +56,7 @@ class EpisodeTracker:
                 lens.append(nums[ended])
                 places += [(t, n) for n in ended.tolist()]
                 forget(ended)
-        self._returns[envs], self._lens[envs] = sums, nums
+        self._returns[envs], self.lens[envs] = sums, nums
         at = np.array(places, np.int64).reshape(-1, 2)
         stats = EpisodeStats(
             chunk.env_ids[at[:, 1]],
@@ -65,10 +68,10 @@ class EpisodeTracker:
     @property
     def unfinished(self) -> NDArray[np.bool_]:
         """Which environments have taken a step since their last episode ended, ``bool [N]``."""
-        going_on: NDArray[np.bool_] = self._lens > 0
+        going_on: NDArray[np.bool_] = self.lens > 0
         return going_on
 
     def clear(self) -> None:
         """Drops the unfinished episodes."""
         self._returns[:] = 0.0
-        self._lens[:] = 0
+        self.lens[:] = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
@@ -23,10 +23,9 @@ _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does
 
 
 def copied(value: Any) -> Any:
-    """Copies a value deeply, or else shallowly. What can't be copied at all, such as a lock, is returned itself."""
-    for attempt in (deepcopy, copy):
-        with suppress(Exception):
-            return attempt(value)
+    """Copies a value with all that it holds. What can't be copied, such as a lock, is returned itself."""
+    with suppress(Exception):
+        return deepcopy(value)
     return value
 
 

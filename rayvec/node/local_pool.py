@@ -112,7 +112,8 @@ class LocalPool:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`~rayvec.pools.base.EnvPool`. Executes the call now."""
-        results = self._pool.call(name, copied(args), copied(dict(kwargs)), env_ids)(None)
+        own_args, own_kwargs = tuple(map(copied, args)), {key: copied(value) for key, value in kwargs.items()}
+        results = self._pool.call(name, own_args, own_kwargs, env_ids)(None)
         try:
             copies = deepcopy(results)
         except Exception as error:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree
-from rayvec.data.infos import copied
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
@@ -48,6 +47,18 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
         failure.__cause__ = error
         return RemoteFailure.capture(failure, where)
     return RemoteFailure.capture(error, where)
+
+
+def _copied_shallowly(value: Any) -> Any:
+    """Copies an object, but not what it holds; one that has a finaliser, or can't be copied, is returned itself.
+
+    The finaliser of a copy would close a connection, for example, that both hold.
+    """
+    if hasattr(type(value), "__del__"):
+        return value
+    with contextlib.suppress(Exception):
+        return copy(value)
+    return value
 
 
 @contextlib.contextmanager
@@ -196,11 +207,11 @@ class InProcessPool:
 
     def _info_value(self, key: Any, value: Any) -> Any:
         """Copies a value of an info: environments may modify it after they return it."""
-        if self.infos_stay:
-            return copied(value)
         try:
             return deepcopy(value)
         except Exception as error:
+            if self.infos_stay:
+                return _copied_shallowly(value)
             raise TypeError(
                 message(
                     "What an info holds is pickled and sent to the process of the driver.",

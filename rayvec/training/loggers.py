@@ -41,7 +41,7 @@ class MetricsFile:
     def __init__(self, path: Path, steps: int) -> None:
         lines = list(read_metrics(path))
         kept = [line for line in lines if line["steps"] <= steps]
-        if path.is_file() and (num_damaged := path.read_bytes().count(b"\n") - len(lines)) > 0:
+        if path.is_file() and (num_damaged := len(path.read_bytes().splitlines()) - len(lines)) > 0:
             logger.warning("%s: %d damaged line(s) left out", path, num_damaged)
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())

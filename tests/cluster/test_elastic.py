@@ -189,6 +189,19 @@ def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes, monkey
     assert counts_by_node(slices) == {here: 3, other: 3}
 
 
+def test_parts_leave_a_node_though_environments_can_not_start_on_another(
+    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = two_nodes.names
+    placement = ElasticPlacement((2, 2), 4, workers_per_node=2)
+    slices = placement.first_topology(0.0).nodes
+    two_nodes.cpus.update(broken=8, sound=4)
+    placement.note_failed_start("broken")
+    monkeypatch.setattr(elastic, "leaving_nodes", lambda: frozenset({other}))
+    monkeypatch.setattr(elastic, "raylets", lambda: dict.fromkeys(two_nodes.cpus, ("127.0.0.1", 1)))
+    assert {move.place.node_id for move in placement.moves(slices)} == {"sound"}
+
+
 def is_right(chunks: list[Any]) -> bool:
     """Whether chunks of CountingEnv have no error but at a boundary over which an environment moved."""
     moved = [(number, n) for number, chunk in enumerate(chunks) for t, n in chunk.restarts if t < 0]

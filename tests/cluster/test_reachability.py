@@ -35,6 +35,28 @@ def test_only_silence_is_no_answer(silent: tuple[str, int], monkeypatch: pytest.
     assert unreachable({}) == set()
 
 
+def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, answers, asked = [100.0], [False], [0]
+
+    def answer(address: tuple[str, int]) -> bool:
+        asked[0] += 1
+        return answers[0]
+
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setattr(reachability, "ray", ray)
+    monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(reachability, "_answers", answer)
+    monkeypatch.setattr(reachability, "_head_was_silent_s", {})
+    assert not reachability.can_call_ray() and not reachability.can_call_ray() and asked == [1]
+    now_s[0], answers[0] = 111.0, True
+    assert reachability.can_call_ray() and reachability.can_call_ray() and asked == [3]
+    answers[0] = False
+    assert not reachability.head_answers() and not reachability.can_call_ray() and asked == [4]
+    answers[0] = True
+    assert reachability.head_answers() and reachability.can_call_ray()  # it answered meanwhile
+
+
 class Looks:
     """A watch of two nodes, whose answers and whose clock the test decides."""
 

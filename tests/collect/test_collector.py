@@ -366,6 +366,37 @@ class TestPoliciesThatFail:
         assert "worker 0" in str(caught.value.__cause__)
 
 
+class RaisesOnce(gymnasium.Env[Any, Any]):
+    """Episodes of 70 steps; the first environment of a list raises in its 60th step."""
+
+    observation_space = gymnasium.spaces.Box(0, 1)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, made: list[Any]) -> None:
+        self._is_first, self._step = not made, 0
+        made.append(self)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._step = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        if self._is_first and self._step == 60:
+            raise ValueError("it raises once")
+        return np.zeros(1, np.float32), 0.0, self._step == 70, False, {}
+
+
+def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:
+    fns = [partial(RaisesOnce, [])]
+    with RayVecEnv(fns, num_nodes=0, workers_per_node=0, on_env_error="restart") as env:
+        collector = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1)
+        assert collector.play(2, max_len=80).lens.tolist() == [70, 70]
+        assert collector.collect(n_step=5).stats.n_restarts == 0
+        with pytest.raises(ConfigError, match="within max_len steps"):
+            collector.play(1, max_len=40)
+
+
 def test_a_tracker_does_not_count_what_is_not_valid() -> None:
     done = np.array([[False, True], [True, False], [False, True]])
     valid = np.array([[True, True], [True, False], [False, True]])

@@ -203,6 +203,29 @@ class Simulation:
         self.lock, self.now = threading.Lock(), 0
 
 
+class Connection(Simulation):
+    """It closes when its owner, or a copy, is collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = [True]
+
+    def __del__(self) -> None:
+        if "is_open" in vars(self):  # not in what a failed deepcopy leaves
+            self.is_open[0] = False
+
+
+class SharesConnection(OddValues):
+    """Returns in each info an object that has a finaliser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connection = Connection()
+
+    def info(self) -> Any:
+        return {"connection": self.connection}
+
+
 class SharesSimulation(OddValues):
     """Returns the same object in the info of each step."""
 

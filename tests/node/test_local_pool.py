@@ -329,6 +329,22 @@ def test_objects_are_nobody_elses(make_vec: MakeVec, nodes: int) -> None:
     assert_identical(env.rollout(lambda obs: np.zeros(2, int), 1).obs[0, 0], last)
 
 
+def test_arguments_are_copied_though_one_of_them_can_not_be() -> None:
+    class Keeps(CountingEnv):
+        def keep(self, *args: Any, **kwargs: Any) -> None:
+            self.kept = [*args, *kwargs.values()]
+
+        def lens(self) -> list[int]:
+            return [len(each) for each in self.kept if isinstance(each, list)]
+
+    first, second = [1], [2]
+    with make([Keeps]) as env:
+        env.call("keep", threading.Lock(), first, lock=threading.Lock(), second=second)
+        first.append(0)
+        second.append(0)
+        assert env.call("lens") == ([1, 1],)
+
+
 def test_what_cannot_be_copied_is_explained() -> None:
     class HoldsALock(CountingEnv):
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ from helpers.odd_values import (
     NoText,
     RaisesNoText,
     ReservedKeys,
+    SharesConnection,
     SharesSimulation,
 )
 from helpers.vector_kit import TOPOLOGIES, assert_explained
@@ -152,6 +153,14 @@ def test_a_chunk_keeps_each_state_of_an_object_that_holds_a_lock() -> None:
         env.reset(seed=0)
         infos = [each.info for each in env.rollout(lambda obs: np.zeros(len(obs), int), 3).infos]
     assert [info["simulation"].now for info in infos] == [info["now"] for info in infos] == [2, 3, 4]
+
+
+def test_an_object_with_a_finaliser_is_not_copied() -> None:
+    with here([SharesConnection], 0) as env:
+        _, first = env.reset(seed=0)
+        for _ in range(3):
+            (connection,) = env.step(np.zeros(1, int))[4]["connection"]
+        assert connection is first["connection"][0] and connection.is_open == [True]
 
 
 class LocksInInfos(SyncVectorEnv):
