@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Adam", "FlatOptimizer", "RMSProp"]
+__all__ = ["ADAM_BETAS", "Adam", "FlatOptimizer", "RMSProp", "fused_adam_"]
+
+ADAM_BETAS = (0.9, 0.999)
 
 
 class FlatOptimizer:
@@ -89,13 +91,45 @@ class FlatOptimizer:
         self.failed.zero_()
 
 
+def fused_adam_(
+    param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, num_steps: Tensor, failed: Tensor, lr: float, eps: float
+) -> None:
+    """Takes a step of Adam (Kingma and Ba, 2015, algorithm 1) in one pass, or none where `failed` is 1.
+
+    Args:
+        param: ``[P]``; changed in place.
+        grad: ``[P]``.
+        mean: First moment of the gradient, ``[P]``; changed in place.
+        square: Second moment, ``[P]``; changed in place.
+        num_steps: Number of this step, from 1, ``float32``, a scalar.
+        failed: 0 or 1, ``float32``, a scalar.
+        lr: Step size.
+        eps: Added to the denominator.
+    """
+    beta_1, beta_2 = ADAM_BETAS
+    torch._fused_adam_(
+        [param],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [num_steps],
+        lr=lr,
+        beta1=beta_1,
+        beta2=beta_2,
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=failed,
+    )
+
+
 class Adam(FlatOptimizer):
     """Adam (Kingma and Ba, 2015, algorithm 1), by the fused kernel that ``torch.optim.Adam(fused=True)`` calls.
 
     See :class:`FlatOptimizer`.
     """
-
-    _BETAS = (0.9, 0.999)
 
     def __init__(self, parameter: torch.nn.Parameter, lr: float, eps: float) -> None:
         super().__init__(parameter, lr, eps)
@@ -107,29 +141,14 @@ class Adam(FlatOptimizer):
 
     def _step(self, param: Tensor, grad: Tensor, lr: float) -> None:
         self._num_steps.add_(1).sub_(self.failed)
-        torch._fused_adam_(
-            [param],
-            [grad],
-            [self._mean],
-            [self._square],
-            [],
-            [self._num_steps],
-            lr=lr,
-            beta1=self._BETAS[0],
-            beta2=self._BETAS[1],
-            weight_decay=0.0,
-            eps=self._eps,
-            amsgrad=False,
-            maximize=False,
-            found_inf=self.failed,
-        )
+        fused_adam_(param, grad, self._mean, self._square, self._num_steps, self.failed, lr, self._eps)
 
     def _stepped(self, param: Tensor, own: list[Tensor], grad: Tensor, lr: Tensor) -> tuple[Tensor, ...]:
-        (mean, square, num_steps), (beta_1, beta_2) = own, self._BETAS
+        (mean, square, num_steps), (beta_1, beta_2) = own, ADAM_BETAS
         num_steps = num_steps + 1
         mean = torch.lerp(mean, grad, 1 - beta_1)
         square = beta_2 * square + (1 - beta_2) * grad * grad
-        logs = (num_steps.to(grad) * math.log(beta) for beta in self._BETAS)
+        logs = (num_steps.to(grad) * math.log(beta) for beta in ADAM_BETAS)
         corrections = (-torch.expm1(log) for log in logs)  # 1 - beta^t, to all digits
         rate, scale = lr / next(corrections), next(corrections).rsqrt()
         return param - rate * mean / (square.sqrt() * scale + self._eps), mean, square, num_steps

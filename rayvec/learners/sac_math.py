@@ -21,13 +21,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rayvec.learners.adam import ADAM_BETAS, fused_adam_
 from rayvec.policies.distributions import NOT_ALLOWED, mean_and_log_std
 
 __all__ = ["AdamState", "MLPLayout", "Minibatch", "NetLayout", "Nets", "SACMath"]
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
-_BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+_EPS = 1e-8
 
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -129,28 +130,42 @@ def forward(layers: Layers, rows: Tensor) -> Tensor:
     return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
 
 
-def adam_(state: AdamState, grad: Tensor, learning_rate: float | Tensor, correction: Tensor, healthy: Tensor) -> None:
+def adam_(
+    state: AdamState, grad: Tensor, lr: float, correction: Tensor, healthy: Tensor, last_lr: float | None = None
+) -> None:
     """Takes one step of Adam (Kingma and Ba, 2015, algorithm 1), or none where `healthy` is 0.
 
     Args:
         state: Changed in place.
         grad: ``[P]``.
-        learning_rate: Step size, of all or of each, ``[P]``.
-        correction: ``1 / (1 - beta_1^t)`` and ``1 / sqrt(1 - beta_2^t)`` of step t, ``[2]``.
+        lr: Step size.
+        correction: ``1 / (1 - beta_1^t)`` and ``1 / sqrt(1 - beta_2^t)`` of step t, and t, ``[3]``.
         healthy: ``[1]``.
+        last_lr: Step size of the last parameter, if it has another.
     """
-    mean = torch.lerp(state.mean, grad, 1 - _BETA_1)
-    square = _BETA_2 * state.square + (1 - _BETA_2) * grad * grad
-    step = learning_rate * correction[0] * mean / (square.sqrt() * correction[1] + _EPS)
+    if not torch.compiler.is_compiling():
+        scalars = correction[2].to(torch.float32), 1 - healthy[0].to(torch.float32)
+        for part, rate in [(slice(None), lr)] if last_lr is None else [(slice(-1), lr), (slice(-1, None), last_lr)]:
+            fused_adam_(state.param[part], grad[part], state.mean[part], state.square[part], *scalars, rate, _EPS)
+        return
+    rates: float | Tensor = lr
+    if last_lr is not None:
+        is_last = torch.arange(len(grad), device=grad.device) == len(grad) - 1
+        rates = torch.where(is_last, torch.full_like(grad, last_lr), lr)
+    beta_1, beta_2 = ADAM_BETAS
+    mean = torch.lerp(state.mean, grad, 1 - beta_1)
+    square = beta_2 * state.square + (1 - beta_2) * grad * grad
+    step = rates * correction[0] * mean / (square.sqrt() * correction[1] + _EPS)
     is_healthy = healthy > 0
     state.param.copy_(torch.where(is_healthy, state.param - step, state.param))
     state.mean.copy_(torch.where(is_healthy, mean, state.mean))
     state.square.copy_(torch.where(is_healthy, square, state.square))
 
 
-def corrections(step: int) -> tuple[float, float]:
-    """Returns Adam's bias corrections of step t, counted from 1: ``1 / (1 - beta_1^t)``, ``1 / sqrt(1 - beta_2^t)``."""
-    return 1 / (1 - _BETA_1**step), 1 / math.sqrt(1 - _BETA_2**step)
+def corrections(step: int) -> tuple[float, float, int]:
+    """Returns Adam's bias corrections of step t, from 1: ``1 / (1 - beta_1^t)``, ``1 / sqrt(1 - beta_2^t)``, and t."""
+    beta_1, beta_2 = ADAM_BETAS
+    return 1 / (1 - beta_1**step), 1 / math.sqrt(1 - beta_2**step), step
 
 
 @dataclass(frozen=True)
@@ -213,7 +228,7 @@ class SACMath:
         """Takes a step of the critics' optimizer and updates the targets; returns ``critic_grad_norm``, ``[1]``."""
         norm = _check(nets, grad)
         adam_(nets.critic, grad, self.q_lr, correction, nets.healthy)
-        nets.target.copy_(torch.lerp(nets.target, nets.critic.param, self.tau * nets.healthy))
+        nets.target.lerp_(nets.critic.param, self.tau * nets.healthy)
         return norm
 
     def actor_gradient(self, nets: Nets, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,9 +256,7 @@ class SACMath:
     def actor_step(self, nets: Nets, grad: Tensor, correction: Tensor) -> Tensor:
         """Takes a step of actor and temperature; returns ``actor_grad_norm`` and ``alpha``, ``[2]``."""
         norm = _check(nets, grad)
-        is_alpha = torch.arange(len(grad), device=grad.device) == len(grad) - 1
-        learning_rate = torch.where(is_alpha, torch.full_like(grad, self.alpha_lr), self.policy_lr)
-        adam_(nets.actor, grad, learning_rate, correction, nets.healthy)
+        adam_(nets.actor, grad, self.policy_lr, correction, nets.healthy, last_lr=self.alpha_lr)
         return torch.cat([norm, nets.actor.param[-1:].exp()])
 
     def _target_entropy(self, minibatch: Minibatch) -> Tensor:
@@ -328,6 +341,6 @@ def _gradient(loss: Callable[[Tensor], tuple[Tensor, Tensor]], param: Tensor) ->
 
 def _check(nets: Nets, grad: Tensor) -> Tensor:
     """Clears `healthy` where a gradient is not finite; returns its norm, ``[1]``."""
-    norm = (grad * grad).sum().sqrt().reshape(1)
+    norm: Tensor = torch.linalg.vector_norm(grad).reshape(1)
     nets.healthy.mul_(torch.isfinite(norm).to(norm))
     return norm

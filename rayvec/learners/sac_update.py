@@ -24,8 +24,8 @@ class UpdateInputs(NamedTuple):
     Attributes:
         minibatch: B transitions.
         noise: Standard normal, for the critics' targets and then for each step of the actor, ``[1 + k, B, C]``.
-        correction: Adam's bias corrections, of the critics and then of each step of the actor, ``[1 + k, 2]``. Where
-            k is 0, the update leaves the actor as it is.
+        correction: What :func:`~rayvec.learners.sac_math.corrections` returns, for the critics' step and then for each
+            step of the actor, ``[1 + k, 3]``. Where k is 0, the update leaves the actor as it is.
     """
 
     minibatch: Minibatch
