@@ -75,9 +75,9 @@ class Collector:
             The number is how many weights may be published between the request of a chunk and its batch: a call waits
             for a part whose chunk would become older. With 1, each batch has one chunk of each part, as with
             `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments together.
-        on_bad_obs: What to do with an observation that is NaN or infinite. ``"raise"`` raises an ``EnvError`` that
-            names environment, step and key. ``"drop"`` leaves its episode out: `valid` is cleared, the episode is not
-            counted, and the environment begins another. ``"keep"`` takes it as it is.
+        on_bad_obs: What to do with an observation or a reward that is NaN or infinite. ``"raise"`` raises an
+            ``EnvError`` that names environment, step and key. ``"drop"`` leaves its episode out: `valid` is cleared,
+            the episode is not counted, and the environment begins another. ``"keep"`` takes it as it is.
 
     Raises:
         ConfigError: Settings that can't be combined.
@@ -195,7 +195,7 @@ class Collector:
 
         Raises:
             ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
-            EnvError: An observation is not finite; the next call begins new episodes.
+            EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
         self._check_counts(n_step, n_episode)

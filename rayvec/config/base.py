@@ -169,7 +169,7 @@ class TrainConfig(metaclass=PresetMeta):
 
     eval_steps: Count | None = None
     """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
-    the environment's time limit, but at least one. Without a time limit, an episode that is longer than that, and than
+    the environment's time limit, but at least one. An episode that is longer than that, than the time limit, and than
     50,000 steps, is an error. Unset: a tenth of total_steps, at least 50,000."""
 
     eval_interval_steps: Count | None = None
@@ -346,19 +346,24 @@ class TrainConfig(metaclass=PresetMeta):
         Args:
             time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
         """
-        time_limit = self.env_kwargs.get("max_episode_steps", time_limit)  # type: ignore[assignment]
+        time_limit = self._time_limit(time_limit)
         if time_limit is None:
             return self.eval_episodes
         eval_steps = max(_EVAL_STEPS, self.total_steps // 10) if self.eval_steps is None else self.eval_steps
         return min(self.eval_episodes, max(1, eval_steps // time_limit))
 
-    def longest_eval_episode(self, time_limit: int | None) -> int | None:
+    def longest_eval_episode(self, time_limit: int | None) -> int:
         """Returns the steps after which an episode of an evaluation counts as one without an end.
 
         Args:
             time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
         """
-        return None if time_limit else max(_EVAL_STEPS, self.total_steps // 10, self.eval_steps or 0)
+        return max(_EVAL_STEPS, self.total_steps // 10, self.eval_steps or 0, self._time_limit(time_limit) or 0)
+
+    def _time_limit(self, registered: int | None) -> int | None:
+        """Returns the time limit that environments are made with; Gymnasium takes -1 for none."""
+        limit: int | None = self.env_kwargs.get("max_episode_steps", registered)  # type: ignore[assignment]
+        return None if limit == -1 else limit
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.

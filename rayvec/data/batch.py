@@ -86,7 +86,7 @@ class CollectStats:
         weights_versions: Oldest and newest version of the weights that acted.
         staleness: How many versions were published after the oldest that acted, when the batch was returned.
         n_restarts: How often an environment was restarted because it, its worker or its node had failed.
-        n_dropped_episodes: Episodes left out because an observation was not finite.
+        n_dropped_episodes: Episodes left out because an observation or a reward was not finite.
         staleness_counts: With `max_staleness`: how many columns of the chunk were 0, 1, 2, ... versions old.
         nodes: The same by node.
         n_replaced: How many workers and nodes were replaced because they died or hung, by kind: ``worker``, ``node``.

@@ -1,4 +1,4 @@
-"""Observations that are not finite: found in each chunk, raised as errors, or left out with their episodes."""
+"""Observations and rewards that are not finite: found in each chunk, raised as errors, or left out by episode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ __all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs"]
 
 
 def find_bad_obs(chunk: Chunk) -> BadObs | None:
-    """Returns where observations are NaN or infinite, or None if all are finite; only floating-point arrays can be."""
+    """Returns where observations or rewards are NaN or infinite, or None if all are finite.
+
+    Of observations, only floating-point arrays can be. A reward counts as the observation before its step.
+    """
     where, finals = _nothing_bad(chunk)
     named: list[tuple[tuple[int, int], str]] = []
+    bad_rew = chunk.valid & _rows(chunk.rew, 2)
+    where[:-1] |= bad_rew
+    for t, n in np.argwhere(bad_rew)[:1].tolist():
+        step = f"step {chunk.first_step + t} of environment {chunk.env_ids[n]}"
+        named.append(((t, n), f"{_values(chunk.rew[t, n])} as the reward of {step}"))
     trees = zip(_paths(chunk.obs), tree_leaves(chunk.last_obs), tree_leaves(chunk.final_obs), strict=True)
     for (path, obs), last, final in trees:
         if obs.dtype.kind not in "fc" or all(np.isfinite(array).all() for array in (obs, last, final)):
@@ -82,15 +90,15 @@ def join_bad_obs(parts: Sequence[ChunkSummary], order: NDArray[np.intp]) -> BadO
 def bad_obs_error(bad: BadObs) -> EnvError:
     """Describes the first that was found."""
     return EnvError(
-        "Observations must be finite.",
-        expected="finite numbers in every observation",
+        "Observations and rewards must be finite.",
+        expected="finite numbers in every observation and reward",
         got=bad.first,
         remedy="Fix the environment; on_bad_obs='drop' leaves such episodes out, 'keep' keeps them as they are.",
     )
 
 
 def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) -> tuple[Chunk, NDArray[np.bool_], int]:
-    """Clears `valid` for episodes in which an observation is not finite, and replaces such numbers by 0.
+    """Clears `valid` for episodes in which an observation or a reward is not finite, and replaces such numbers by 0.
 
     If such an episode began in an earlier chunk, `restarts` names it at t = -1, so that its earlier steps don't count.
 
@@ -128,7 +136,7 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
 
 
 def _put_zeros(chunk: Chunk) -> None:
-    for tree in (chunk.obs, chunk.last_obs, chunk.final_obs):
+    for tree in (chunk.obs, chunk.last_obs, chunk.final_obs, chunk.rew):
         for leaf in tree_leaves(tree):
             if leaf.dtype.kind in "fc":
                 leaf[~np.isfinite(leaf)] = 0

@@ -16,10 +16,10 @@ __all__ = ["BadObs", "ChunkSummary", "Rollout", "RolloutTimes"]
 
 
 class BadObs(NamedTuple):
-    """Where observations of a chunk are NaN or infinite.
+    """Where observations or rewards of a chunk are NaN or infinite.
 
     Attributes:
-        where: ``bool [T + 1, N]``: row t is `obs` at t, row T is `last_obs`.
+        where: ``bool [T + 1, N]``: row t is `obs` at t and the reward of that step, row T is `last_obs`.
         finals: Of `final_obs`, ``bool [F]``.
         first: Text that describes the first of them: its value, key, step and environment.
     """
@@ -45,7 +45,7 @@ class ChunkSummary:
         last_obs: Tree of ``[N, *obs_shape]``; if a node is lost, its episodes end at these observations.
         weights_version: Version of the policy's weights.
         first_step: Number of steps that the environments took in earlier chunks.
-        bad_obs: Where observations are not finite; None if all are.
+        bad_obs: Where observations or rewards are not finite; None if all are.
     """
 
     env_ids: NDArray[np.int64]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,14 @@ def own_networks(
     inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
     for net in (actor, *critics):
         check_module(net.eval())
+    counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
+    if (num_shared := sum(count > 1 for count in counts.values())) > 0:
+        raise ConfigError(
+            "The actor and each critic of SAC are trained apart.",
+            expected="parameters that belong to one of them",
+            got=f"{num_shared} parameters that several of them have",
+            remedy="Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2)).",
+        )
     check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
     for critic in critics:
         name = "one value for each action" if is_discrete else "one value"

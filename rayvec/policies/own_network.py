@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
-from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder
+from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spaces
 from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
 from rayvec.policies.precision import autocast, float32
 
@@ -174,6 +174,14 @@ def check_module(net: nn.Module) -> None:
             got=", ".join(kinds),
             remedy="Return net.float().",
         )
+    whole = [(name, each) for name, each in net.named_buffers() if not each.is_floating_point()]
+    if changed := [name for name, each in whole if not torch.equal(each, each.float().to(each.dtype))]:
+        raise ConfigError(
+            "Buffers travel to workers as float32, too.",
+            expected="whole numbers up to 2**24 in buffers",
+            got=", ".join(changed),
+            remedy="Keep larger numbers in attributes that are no buffers.",
+        )
     try:
         cloudpickle.dumps(net)
     except Exception as error:
@@ -186,7 +194,19 @@ def check_module(net: nn.Module) -> None:
 
 
 def sample_batch(space: Space[Any]) -> Tree:
-    """Returns three random elements of a space as tensors ``[3, *shape]``; the space's own generator stays as it is."""
+    """Returns three random elements of a space as tensors ``[3, *shape]``; the space's own generator stays as it is.
+
+    Raises:
+        ConfigError: A part of the space has no arrays of a fixed shape.
+    """
+    for _, leaf in leaf_spaces(space):
+        if not isinstance(leaf, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+            raise ConfigError(
+                "A network reads tensors.",
+                expected="observations of Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these",
+                got=leaf,
+                remedy="Transform the observation with a Gymnasium wrapper.",
+            )
     batched = batch_space(copy.deepcopy(space), _BATCH)
     batched.seed(0)
     return tree_map(lambda leaf: to_tensor(np.asarray(leaf)), batched.sample())

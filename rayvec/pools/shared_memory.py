@@ -255,13 +255,23 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
         def write_dict(row: int, value: Any) -> None:
             for key, write in writers:
-                write(row, value[key])
+                try:
+                    part = value[key]
+                except (KeyError, TypeError, IndexError):
+                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
+                write(row, part)
 
         return write_dict
     if isinstance(tree, tuple):
         places = [tree_writer(value) for value in tree]
 
         def write_tuple(row: int, value: Any) -> None:
+            try:
+                fits = len(value) == len(places)
+            except TypeError:
+                fits = False
+            if not fits:
+                raise _other_parts(f"a tuple of {len(places)}", value)
             for write, item in zip(places, value, strict=True):
                 write(row, item)
 
@@ -278,6 +288,17 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
         array[row] = value
 
     return write_array
+
+
+def _other_parts(expected: str, value: Any) -> ValueError:
+    return ValueError(
+        message(
+            "An observation of a Dict or Tuple space has the parts of its space.",
+            expected=expected,
+            got=repr(value)[:500],
+            remedy="Correct the environment or its observation_space.",
+        )
+    )
 
 
 def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, check_count
 from rayvec.training.evaluation import Evaluation
+from rayvec.training.files import written_whole
 from rayvec.training.run_dir import save_best
 from rayvec.training.run_state import WINDOW, Progress
 
@@ -184,10 +185,12 @@ class CheckpointHistory:
         path = context.run_dir / "checkpoints" / f"{context.progress.steps:012}.pt"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
+        checkpoint = context.run_dir / "checkpoint.pt"
         try:
-            os.link(context.run_dir / "checkpoint.pt", path)  # which is replaced as a whole, never changed
+            os.link(checkpoint, path)  # which is replaced as a whole, never changed
         except OSError:  # a file system without links
-            shutil.copyfile(context.run_dir / "checkpoint.pt", path)
+            with checkpoint.open("rb") as source, written_whole(path) as file:
+                shutil.copyfileobj(source, file)
         for old in self._paths(context)[: -self._keep] if self._keep else ():
             old.unlink()
 

@@ -273,3 +273,37 @@ def test_only_numbers_that_can_be_are_looked_at() -> None:
 
 def as_dict(chunk: Chunk) -> dict[str, Any]:
     return {name: getattr(chunk, name) for name in chunk.__slots__}
+
+
+class BadRewards(CountingEnv):
+    """The reward of the third step of the third episode is not finite."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def step(self, action: Any) -> Any:
+        obs, rew, *others = super().step(action)
+        is_bad = obs[EPISODE] == 2 and obs[STEP] == 3
+        return obs, self._value if is_bad else rew, *others
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_reward_is_treated_as_an_observation_is(value: float) -> None:
+    envs = [partial(BadRewards, 1.0), partial(BadRewards, value)]
+    kept = Collector(local(envs), zeros_of_counts, seed=0, on_bad_obs="keep").collect(n_step=2 * 40).chunks[0]
+    ((t, n),) = np.argwhere(~np.isfinite(kept.rew)).tolist()
+    assert n == 1
+    with pytest.raises(EnvError, match=f"{value} as the reward of step {t} of environment 1"):
+        Collector(local(envs), zeros_of_counts, seed=0).collect(n_step=2 * 40)
+    with pytest.raises(EnvError, match="reward"):
+        Collector(local(envs), zeros_of_counts, seed=0).play(20)
+    batch = Collector(local(envs), zeros_of_counts, seed=0, on_bad_obs="drop").collect(n_step=2 * 40)
+    dropped = batch.chunks[0]
+    assert np.isfinite(dropped.rew).all() and batch.stats.n_dropped_episodes == 1
+    is_bad = kept.obs[:, 1, EPISODE] == kept.obs[t, 1, EPISODE]
+    assert np.array_equal(dropped.valid[:, 1], ~is_bad) and dropped.valid[:, 0].all()
+
+
+def zeros_of_counts(obs: Any) -> Any:
+    return np.zeros(len(obs), int)

@@ -175,6 +175,7 @@ def test_critics_of_sac_can_read_images() -> None:
         (lambda o, a, c: own_parts.ActorAndCritics(o, spaces.Discrete(2)), r"distribution.*shape \(3, 4\).*\(3, 2\)"),
         (lambda o, a, c: _with_critic(o, a, nn.Linear(3, 1)), "batches.*Got: TypeError"),
         (lambda o, a, c: _with_critic(o, a, own_parts._Critic(4)), "Got: RuntimeError"),
+        (lambda o, a, c: _sharing(o, a), "Got: 4 parameters that several"),
     ],
 )
 def test_networks_of_sac_that_cannot_work(function: Any, text: str) -> None:
@@ -185,6 +186,12 @@ def test_networks_of_sac_that_cannot_work(function: Any, text: str) -> None:
 def _with_critic(observation_space: Any, action_space: Any, critic: nn.Module) -> nn.Module:
     module = own_parts.ActorAndCritics(observation_space, action_space)
     module.critics = nn.ModuleList([critic])
+    return module
+
+
+def _sharing(observation_space: Any, action_space: Any) -> nn.Module:
+    module = own_parts.ActorAndCritics(observation_space, action_space)
+    module.critics = nn.ModuleList([*module.critics, module.critics[0]])
     return module
 
 

@@ -13,7 +13,7 @@ import torch
 
 import rayvec
 from rayvec import SACConfig
-from rayvec.errors import LearnerError
+from rayvec.errors import EnvError
 from rayvec.training.run_dir import load_run
 from rayvec.training.run_state import Progress, begin_collecting
 from rayvec.training.runs import make_env, make_learner
@@ -50,7 +50,7 @@ def test_a_reward_that_is_not_finite_ends_a_run_with_a_good_checkpoint(tmp_path:
     """Rewards are NaN after 40 steps of each environment; so few are drawn from the replay that it might go unseen."""
     config = tiny(tmp_path / "a", batch_size=4, num_envs=4, update_to_data=0.1, total_steps=600)
     failing = replace(config, wrappers=("helpers.wrap:goes_blind",), checkpoint_interval_s=0.0)
-    with pytest.raises(LearnerError, match=r"Got: nan from environment 0 at step 0 of the batch") as caught:
+    with pytest.raises(EnvError, match="nan as the reward of step 40 of environment 0") as caught:
         rayvec.train(failing)
     assert caught.value.__notes__ == [f"resume with: rayvec train sac --resume {config.run_dir}"]
     state = load_run(tmp_path / "a")[1]

@@ -98,12 +98,25 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
         (own_parts.no_module, "torch.nn.Module. Got: function"),
         (own_parts.raises, r"Linear is called with batches.*\(3, 3, 'torch.float32'\).*Got: RuntimeError"),
         (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "float32. Got: torch.float64"),
+        (lambda o, a, c: _with_buffer(own_parts.TwoHeads(o, a), 2**40 + 1), "Buffers travel.*Got: number"),
         (lambda o, a, c: torch.nn.Linear(3, 2), r"tuple \(parameters.*Got: Tensor"),
     ],
 )
 def test_a_network_that_cannot_work_is_refused(function: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(function)), False)
+
+
+def _with_buffer(module: torch.nn.Module, number: int) -> torch.nn.Module:
+    module.register_buffer("number", torch.tensor(number))
+    return module
+
+
+@pytest.mark.parametrize("part", [spaces.Text(3), spaces.Sequence(spaces.Discrete(2))], ids=["text", "sequence"])
+def test_what_is_no_tensor_is_refused(part: spaces.Space[Any]) -> None:
+    config = PPOConfig(network=refer(lambda o, a, c: torch.nn.Linear(3, 2)))
+    with pytest.raises(ConfigError, match="reads tensors"):
+        make_module(spaces.Dict({"a": BOX, "b": part}), spaces.Discrete(2), config, False)
 
 
 def test_floats_are_normalised_before_an_own_network_sees_them() -> None:

@@ -164,8 +164,10 @@ class TestLayout:
         with pytest.raises(TypeError, match="Remedy"):
             tree_writer(counts)(0, 1.5)
         assert_identical(tree, before)
-        with pytest.raises(KeyError):
-            tree_writer({"a": tree})(0, {"b": np.zeros(3)})
+        places = {"a": tree, "b": (tree, tree)}
+        for value in ({"b": (tree[0],) * 2}, (tree[0],), None, {"a": tree[0], "b": (tree[0],)}, {"a": tree[0], "b": 3}):
+            with pytest.raises(ValueError, match="Remedy"):
+                tree_writer(places)(0, value)
 
     def test_objects_are_kept_as_they_are_and_as_they_were(self) -> None:
         array = np.full(3, None, dtype=object)

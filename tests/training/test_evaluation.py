@@ -153,4 +153,8 @@ def test_episodes_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_longest_episode_of_an_evaluation() -> None:
     assert PPOConfig(eval_steps=10).longest_eval_episode(None) == 50_000
     assert PPOConfig(total_steps=10**6).longest_eval_episode(None) == 100_000
-    assert PPOConfig().longest_eval_episode(500) is None
+    assert PPOConfig().longest_eval_episode(500) == 50_000
+    assert PPOConfig().longest_eval_episode(70_000) == 70_000
+    assert PPOConfig(env_kwargs={"max_episode_steps": 60_000}).longest_eval_episode(500) == 60_000
+    without = PPOConfig(env_kwargs={"max_episode_steps": -1})
+    assert without.longest_eval_episode(500) == 50_000 and without.num_eval_episodes(500) == 100
