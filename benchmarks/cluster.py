@@ -4,7 +4,7 @@
     python benchmarks/cluster.py speed --num-envs 96 --nodes 2 --workers-per-node 48
     python benchmarks/cluster.py groups
 
-To compare with another version, run these with its checkout in PYTHONPATH, several times by turns. Efficiency over
+To compare with another version, run these with its checkout in PYTHONPATH, several times, interleaved. Efficiency over
 nodes and step durations is what ``rayvec bench scaling`` measures, and CPU time of driver, nodes and workers what
 ``rayvec bench model`` keeps in its model.json.
 """

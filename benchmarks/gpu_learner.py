@@ -188,7 +188,7 @@ def synchronize() -> None:
 
 
 def measure(ways: dict[str, Updates], num_samples: int, repeats: int) -> dict[str, list[float]]:
-    """Returns samples per second of each way, by turns, after two updates that compile and capture."""
+    """Returns samples per second of each way, interleaved, after two updates that compile and capture."""
     for update in ways.values():
         update(), update()
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -199,7 +199,7 @@ def measure(ways: dict[str, Updates], num_samples: int, repeats: int) -> dict[st
 
 
 def lines(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields the rows of the table; all ways and precisions of a task are measured by turns."""
+    """Yields the rows of the table; all ways and precisions of a task are interleaved."""
     kinds = ["eager", "compiled", *(["captured"] if options.device == "cuda" else [])]
     for task in tasks(options):
         here = [kind for kind in (kinds if task.algorithm != "impala" else kinds[:1]) if kind in options.kinds]

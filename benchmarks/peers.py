@@ -21,7 +21,7 @@ from rayvec.bench.harness.task import Adapter, Task
 _RAY = {"log_to_driver": False, "logging_level": 40}
 
 
-class Foreign(Adapter):
+class ThirdParty(Adapter):
     """A vector environment of a library with an interface of its own."""
 
     def __init__(self, env: Any, num_envs: int, transport: str, actions: list[Any]) -> None:
@@ -37,7 +37,7 @@ class Foreign(Adapter):
         self.env.close()
 
 
-class TianshouVector(Foreign):
+class TianshouVector(ThirdParty):
     """Tianshou's; it does not reset by itself, so Gymnasium's wrapper begins new episodes."""
 
     def __init__(self, task: Task, kind: str, transport: str) -> None:
@@ -74,25 +74,25 @@ def tianshou_ray(task: Task) -> TianshouVector:
     return found
 
 
-def stable_baselines3(task: Task) -> Foreign:
+def stable_baselines3(task: Task) -> ThirdParty:
     """Makes Stable-Baselines3's ``SubprocVecEnv``: one process for each environment."""
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     env = SubprocVecEnv([task.make] * task.num_envs, start_method="forkserver")
     env.reset()
-    return Foreign(env, task.num_envs, "pipe", task.actions())
+    return ThirdParty(env, task.num_envs, "pipe", task.actions())
 
 
-def rayvec_stable_baselines3(task: Task) -> Foreign:
+def rayvec_stable_baselines3(task: Task) -> ThirdParty:
     """Makes rayvec's vector environment for Stable-Baselines3, without Ray."""
     from rayvec.stable_baselines3 import RayVecEnv
 
     env = RayVecEnv([task.make] * task.num_envs, num_nodes=0, workers_per_node=task.workers)
     env.reset()
-    return Foreign(env, task.num_envs, "shm", task.actions())
+    return ThirdParty(env, task.num_envs, "shm", task.actions())
 
 
-def envpool(task: Task) -> Foreign:
+def envpool(task: Task) -> ThirdParty:
     """Makes EnvPool's own environment of that name, which its threads step.
 
     Raises:
@@ -105,10 +105,10 @@ def envpool(task: Task) -> Foreign:
         raise LookupError(f"EnvPool has no {name}")
     env = envpool.make(name, env_type="gymnasium", num_envs=task.num_envs, num_threads=task.workers)
     env.reset()
-    return Foreign(env, task.num_envs, "threads, C++ environment", task.actions())
+    return ThirdParty(env, task.num_envs, "threads, C++ environment", task.actions())
 
 
-class Spinning(Foreign):
+class Spinning(ThirdParty):
     """PufferLib, whose worker processes never block: they are stopped between their turns."""
 
     def wake(self) -> None:
@@ -165,7 +165,7 @@ def pufferlib_ray(task: Task) -> Spinning:
     return _pufferlib(task, "Ray", "ray")
 
 
-class TorchRL(Foreign):
+class TorchRL(ThirdParty):
     """TorchRL's ``ParallelEnv``: one process for each environment."""
 
     def __init__(self, env: Any, num_envs: int) -> None:

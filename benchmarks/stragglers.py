@@ -108,8 +108,8 @@ def ranks(repeats: int) -> None:
     common = {"num_envs": 16, "num_steps": 32, "minibatch_size": 512, "num_learners": 8, "workers_per_node": 0}
     common |= {"env_kwargs": {"sigma": _SIGMA}, "median_s": 0.001, "iterations": 12}
     ways = {
-        "8 equal ranks, nobody is stopped": partial(run_ranks, **common, factor=1, sync_fraction=1.0),
-        "one 5 x slower, nobody is stopped": partial(run_ranks, **common, factor=5, sync_fraction=1.0),
+        "8 equal ranks, none is stopped": partial(run_ranks, **common, factor=1, sync_fraction=1.0),
+        "one 5 x slower, none is stopped": partial(run_ranks, **common, factor=5, sync_fraction=1.0),
         "one 5 x slower, sync_fraction=0.6, min_share=0.25": partial(run_ranks, **common, factor=5, sync_fraction=0.6),
         "8 equal ranks, sync_fraction=0.6, min_share=0.25": partial(run_ranks, **common, factor=1, sync_fraction=0.6),
     }

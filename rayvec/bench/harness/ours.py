@@ -51,7 +51,7 @@ class TimedPolicy:
 
 
 class Ours(Adapter):
-    """A :class:`rayvec.RayVecEnv`, stepped by ``step``, by ``rollout`` or by a prefetching ``Collector``."""
+    """A :class:`rayvec.RayVecEnv`, stepped by ``step``, by ``rollout`` or by a ``Collector``, which can prefetch."""
 
     spans_nodes = True
 
