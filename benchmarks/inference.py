@@ -10,20 +10,19 @@ process computes with one thread.
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy and torch start theirs
 
-import gymnasium
 import numpy as np
 import tyro
 from gymnasium import spaces
 from measure import interleaved
 
 import rayvec
+from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.terminal import show_table, spread
 from rayvec.policies.networks import make_actor_critic
 
@@ -32,7 +31,7 @@ NUMBERS = spaces.Box(-1, 1, (64,), np.float32)
 WAYS: tuple[Literal["worker", "driver", "node"], ...] = ("worker", "driver", "node")
 
 
-class Still(gymnasium.Env[Any, Any]):
+class Still(EmulatedEnv):
     """Shows the same observation all the time.
 
     Args:
@@ -40,23 +39,9 @@ class Still(gymnasium.Env[Any, Any]):
         step_s: Seconds that a step sleeps.
     """
 
-    action_space = spaces.Discrete(6)
-
     def __init__(self, space: spaces.Box, step_s: float) -> None:
-        self.observation_space = space
-        self._step_s = step_s
-        self._obs = space.sample()
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode that does not end."""
-        super().reset(seed=seed)
-        return self._obs, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Sleeps."""
-        if self._step_s:
-            time.sleep(self._step_s)
-        return self._obs, 0.0, False, False, {}
+        super().__init__(step_s)
+        self.observation_space, self._obs = space, space.sample()
 
 
 def measure(space: spaces.Box, num_envs: int, step_s: float, num_steps: int, repeats: int) -> dict[str, list[float]]:

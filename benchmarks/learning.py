@@ -18,17 +18,19 @@ The learning rate falls over ``--total-steps``: choose as many as the time allow
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import tyro
 from measure import heading
 from numpy.typing import NDArray
 
@@ -36,6 +38,7 @@ from rayvec.bench.terminal import show_table
 from rayvec.collect.collector import Collector
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.figures import COLORS, curves_figure
+from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env
@@ -55,12 +58,12 @@ class Outcome:
     returns: NDArray[np.float64]
 
 
-def run(args: argparse.Namespace, seed: int, options: list[str], directory: Path) -> Outcome:
+def run(command: Sequence[str], seed: int, episodes: int, minutes: float | None, directory: Path) -> Outcome:
     """Trains once in a process of its own, unless that was done before, and keeps what it came to."""
     run_dir = directory / f"seed{seed}"
     if not (run_dir / "outcome.json").exists():
-        wall_s = train(args, seed, options, run_dir)
-        steps, returns = judged(run_dir, args.episodes)
+        wall_s = train([*command, "--seed", str(seed), "--eval-episodes", str(episodes)], run_dir, minutes)
+        steps, returns = judged(run_dir, episodes)
         keep(Outcome(seed, run_dir, wall_s, steps, returns))
     return read(run_dir)
 
@@ -68,9 +71,8 @@ def run(args: argparse.Namespace, seed: int, options: list[str], directory: Path
 def keep(outcome: Outcome) -> None:
     """Writes ``outcome.json`` into the directory of the run."""
     values = {"seed": outcome.seed, "wall_s": round(outcome.wall_s, 2), "steps": outcome.steps}
-    partial = outcome.run_dir / "outcome.json.tmp"
-    partial.write_text(json.dumps({**values, "returns": outcome.returns.tolist()}) + "\n")
-    partial.replace(outcome.run_dir / "outcome.json")
+    with written_whole(outcome.run_dir / "outcome.json") as file:
+        file.write((json.dumps({**values, "returns": outcome.returns.tolist()}) + "\n").encode())
 
 
 def read(run_dir: Path) -> Outcome:
@@ -79,7 +81,7 @@ def read(run_dir: Path) -> Outcome:
     return Outcome(kept["seed"], run_dir, kept["wall_s"], kept["steps"], np.array(kept["returns"], np.float64))
 
 
-def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path) -> float:
+def train(command: Sequence[str], run_dir: Path, minutes: float | None) -> float:
     """Trains in a process of its own, from the beginning or from the last checkpoint; returns the wall time in seconds.
 
     Whatever ends us ends the process too, with a checkpoint.
@@ -87,11 +89,10 @@ def train(args: argparse.Namespace, seed: int, options: list[str], run_dir: Path
     before_s = 0.0
     if (run_dir / "checkpoint.pt").exists():
         before_s = load_run(run_dir)[1]["progress"]["wall_s"]
-        command = ["train", args.algorithm, "--resume", str(run_dir)]
+        command = [*command[:2], "--resume", str(run_dir)]
     else:
-        fixed = {"--env-id": args.env_id, "--seed": seed, "--eval-episodes": args.episodes, "--run-dir": run_dir}
-        command = ["train", args.algorithm, *(str(part) for item in fixed.items() for part in item), *options]
-    limit_s = None if args.minutes is None else max(1.0, 60 * args.minutes - before_s)
+        command = [*command, "--run-dir", str(run_dir)]
+    limit_s = None if minutes is None else max(1.0, 60 * minutes - before_s)
     began_s, expected = time.monotonic(), 0
     with subprocess.Popen([*RAYVEC, *command], stdout=sys.stderr, start_new_session=True) as process:
         try:
@@ -156,7 +157,7 @@ def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(near @ (returns * episodes), counts, out=np.full(len(grid), np.nan), where=counts > 0)
 
 
-def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
+def draw(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
     """Draws the curve of every seed and the mean, of each name that has runs."""
     figure, (axes,) = curves_figure()
     for (name, runs), colour in zip(outcomes.items(), COLORS, strict=False):
@@ -182,47 +183,58 @@ def random_return(run_dir: Path, episodes: int) -> float:
         return float(collector.collect(n_episode=episodes).stats.returns.mean())
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our own options, and those for ``rayvec train``."""
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="ppo")
-    parser.add_argument("--env-id", default="CartPole-v1")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--episodes", type=int, default=100, help="of the greedy evaluation")
-    parser.add_argument("--plot", type=Path, help="PNG to draw the learning curves into")
-    parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
-    parser.add_argument("--random", type=int, default=0, help="episodes to play with random actions")
-    parser.add_argument("--minutes", type=float, help="wall time after which each training ends")
-    parser.add_argument("--beside", type=Path, help="directory of other runs, such as cleanrl_style.py's, to show too")
-    parser.add_argument("--report", action="store_true", help="train nothing, show what has finished in --runs")
-    return parser.parse_args(arguments[:split]), arguments[split + 1 :]
+def main(
+    algorithm: str = "ppo",
+    env_id: str = "CartPole-v1",
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
+    episodes: int = 100,
+    plot: Path | None = None,
+    runs: Path | None = None,
+    random: int = 0,
+    minutes: float | None = None,
+    beside: Path | None = None,
+    report: bool = False,
+    *,
+    options: tyro.conf.Suppress[tuple[str, ...]] = (),
+) -> None:
+    """Runs all seeds one after another, prints the table and draws the curves.
 
-
-def main() -> None:
-    """Runs all seeds one after another, prints the table and draws the curves."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    args, options = parse(sys.argv[1:])
+    Args:
+        algorithm: Which learner.
+        env_id: Environment.
+        seeds: Of the runs.
+        episodes: Of the greedy evaluation.
+        plot: PNG to draw the learning curves into.
+        runs: Directory to keep the runs in.
+        random: Episodes to play with random actions.
+        minutes: Wall time after which each training ends.
+        beside: Directory of other runs, such as cleanrl_style.py's, to show too.
+        report: Train nothing, show what has finished in --runs.
+        options: For ``rayvec train``.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        runs = args.runs or Path(directory)
-        runs.mkdir(parents=True, exist_ok=True)
-        seeds = [seed for seed in args.seeds if not args.report or (runs / f"seed{seed}" / "outcome.json").exists()]
-        outcomes = [run(args, seed, options, runs) for seed in seeds]
+        kept = runs or Path(directory)
+        kept.mkdir(parents=True, exist_ok=True)
+        wanted = [seed for seed in seeds if not report or (kept / f"seed{seed}" / "outcome.json").exists()]
+        command = ["train", algorithm, "--env-id", env_id, *options]
+        outcomes = [run(command, seed, episodes, minutes, kept) for seed in wanted]
         if not outcomes:
-            sys.exit(f"none of the seeds {args.seeds} has finished in {runs}")
+            sys.exit(f"none of the seeds {list(seeds)} has finished in {kept}")
         print(heading())
         shown = {"rayvec": outcomes}
-        if args.beside:
-            shown[args.beside.name] = [read(path.parent) for path in sorted(args.beside.glob("seed*/outcome.json"))]
+        if beside:
+            shown[beside.name] = [read(path.parent) for path in sorted(beside.glob("seed*/outcome.json"))]
         show(shown)
-        if args.plot:
-            plot(shown, args.plot, f"{args.env_id} · {args.algorithm.upper()}")
-        if args.random:
-            chance = random_return(outcomes[0].run_dir, args.random)
+        if plot:
+            draw(shown, plot, f"{env_id} · {algorithm.upper()}")
+        if random:
+            chance = random_return(outcomes[0].run_dir, random)
             mean = np.mean([item.returns.mean() for item in outcomes])
-            print(f"\nRandom actions: {chance:.2f} over {args.random} episodes; ", end="")
+            print(f"\nRandom actions: {chance:.2f} over {random} episodes; ", end="")
             print(f"the mean over seeds is {mean / chance:.1f} times that.")
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    split = [*sys.argv, "--"].index("--")
+    tyro.cli(partial(main, options=tuple(sys.argv[split + 1 :])), args=sys.argv[1:split], description=__doc__)

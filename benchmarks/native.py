@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import tyro
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from measure import interleaved
 from numpy.typing import NDArray
 
 from rayvec import RayVecEnv
+from rayvec.bench.harness.machines import started_cpu_s
 from rayvec.bench.harness.processes import Processes
 from rayvec.bench.terminal import ratio, show_table, spread
 
@@ -175,16 +175,11 @@ def rate(steps: Callable[[Running], Iterator[int]], seconds: float) -> tuple[int
     return taken, taken / (time.perf_counter() - began)
 
 
-def cpu_s(pids: list[int]) -> float:
-    """Returns the CPU seconds that some processes have used so far."""
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-
-
 def rates(pids: list[int], measure: Callable[[], tuple[int, float]]) -> tuple[float, float]:
     """Returns steps/s, and steps per CPU-second of some processes."""
-    before = cpu_s(pids)
+    before = started_cpu_s(pids)
     steps, steps_per_s = measure()
-    return steps_per_s, steps / (cpu_s(pids) - before)
+    return steps_per_s, steps / (started_cpu_s(pids) - before)
 
 
 Side = tuple[list[int], Callable[[float], tuple[int, float]]]

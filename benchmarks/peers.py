@@ -12,32 +12,18 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from functools import partial
 from typing import Annotated, Any
 
 import gymnasium
 
 from rayvec.bench.harness.task import Adapter, Task
+from rayvec.bench.harness.vectors import VectorAdapter
 
 _RAY = {"log_to_driver": False, "logging_level": 40}
 
 
-class ThirdParty(Adapter):
-    """A vector environment of a library with an interface of its own."""
-
-    def __init__(self, env: Any, num_envs: int, transport: str, actions: list[Any]) -> None:
-        self.env, self.num_envs, self.transport, self.actions = env, num_envs, transport, actions
-
-    def advance(self) -> int:
-        """Steps all."""
-        self.env.step(self.next_actions())
-        return self.num_envs
-
-    def close(self) -> None:
-        """Ends it."""
-        self.env.close()
-
-
-class TianshouVector(ThirdParty):
+class TianshouVector(VectorAdapter):
     """Tianshou's; it does not reset by itself, so Gymnasium's wrapper begins new episodes."""
 
     def __init__(self, task: Task, kind: str, transport: str) -> None:
@@ -53,14 +39,8 @@ class TianshouVector(ThirdParty):
         self.env.set_env_attr("step_s", step_s)
 
 
-def tianshou_subproc(task: Task) -> TianshouVector:
-    """Makes Tianshou's ``SubprocVectorEnv``."""
-    return TianshouVector(task, "SubprocVectorEnv", "pipe")
-
-
-def tianshou_shmem(task: Task) -> TianshouVector:
-    """Makes Tianshou's ``ShmemVectorEnv``."""
-    return TianshouVector(task, "ShmemVectorEnv", "pipe, shm")
+tianshou_subproc = partial(TianshouVector, kind="SubprocVectorEnv", transport="pipe")
+tianshou_shmem = partial(TianshouVector, kind="ShmemVectorEnv", transport="pipe, shm")
 
 
 def tianshou_ray(task: Task) -> TianshouVector:
@@ -74,25 +54,25 @@ def tianshou_ray(task: Task) -> TianshouVector:
     return found
 
 
-def stable_baselines3(task: Task) -> ThirdParty:
+def stable_baselines3(task: Task) -> VectorAdapter:
     """Makes Stable-Baselines3's ``SubprocVecEnv``: one process for each environment."""
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     env = SubprocVecEnv([task.make] * task.num_envs, start_method="forkserver")
     env.reset()
-    return ThirdParty(env, task.num_envs, "pipe", task.actions())
+    return VectorAdapter(env, task.num_envs, "pipe", task.actions())
 
 
-def rayvec_stable_baselines3(task: Task) -> ThirdParty:
+def rayvec_stable_baselines3(task: Task) -> VectorAdapter:
     """Makes rayvec's vector environment for Stable-Baselines3, without Ray."""
     from rayvec.stable_baselines3 import RayVecEnv
 
     env = RayVecEnv([task.make] * task.num_envs, num_nodes=0, workers_per_node=task.workers)
     env.reset()
-    return ThirdParty(env, task.num_envs, "shm", task.actions())
+    return VectorAdapter(env, task.num_envs, "shm", task.actions())
 
 
-def envpool(task: Task) -> ThirdParty:
+def envpool(task: Task) -> VectorAdapter:
     """Makes EnvPool's own environment of that name, which its threads step.
 
     Raises:
@@ -105,10 +85,10 @@ def envpool(task: Task) -> ThirdParty:
         raise LookupError(f"EnvPool has no {name}")
     env = envpool.make(name, env_type="gymnasium", num_envs=task.num_envs, num_threads=task.workers)
     env.reset()
-    return ThirdParty(env, task.num_envs, "threads, C++ environment", task.actions())
+    return VectorAdapter(env, task.num_envs, "threads, C++ environment", task.actions())
 
 
-class Spinning(ThirdParty):
+class Spinning(VectorAdapter):
     """PufferLib, whose worker processes never block: they are stopped between their turns."""
 
     def wake(self) -> None:
@@ -147,14 +127,10 @@ def _pufferlib(task: Task, backend: str, transport: str) -> Spinning:
     return Spinning(env, task.num_envs, transport, task.actions())
 
 
-def pufferlib_serial(task: Task) -> Spinning:
-    """Makes PufferLib's serial backend, best without cores to spare."""
-    return _pufferlib(task, "Serial", "none")
-
-
-def pufferlib(task: Task) -> Spinning:
-    """Makes PufferLib's multiprocessing backend, best with cores to spare."""
-    return _pufferlib(task, "Multiprocessing", "shm, busy waiting")
+pufferlib_serial = partial(_pufferlib, backend="Serial", transport="none")
+"""Best without cores to spare."""
+pufferlib = partial(_pufferlib, backend="Multiprocessing", transport="shm, busy waiting")
+"""Best with cores to spare."""
 
 
 def pufferlib_ray(task: Task) -> Spinning:
@@ -165,7 +141,7 @@ def pufferlib_ray(task: Task) -> Spinning:
     return _pufferlib(task, "Ray", "ray")
 
 
-class TorchRL(ThirdParty):
+class TorchRL(VectorAdapter):
     """TorchRL's ``ParallelEnv``: one process for each environment."""
 
     def __init__(self, env: Any, num_envs: int) -> None:

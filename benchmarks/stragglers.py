@@ -10,6 +10,7 @@ Environments sleep, so ranks share cores without disturbing each other. Iteratio
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -22,10 +23,10 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 import tyro
-from gymnasium import spaces
 from measure import interleaved
 
 import rayvec
+from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.terminal import show_table, spread
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
@@ -34,7 +35,7 @@ _SLOW_PLACE, _SLOW_FACTOR, _MEDIAN_S = "RAYVEC_SLOW_PLACE", "RAYVEC_SLOW_FACTOR"
 _SIGMA = 1.5
 
 
-class Sleeping(gymnasium.Env[Any, Any]):
+class Sleeping(EmulatedEnv):
     """Episodes of 10 steps with normal rewards of mean 0.1; a step sleeps.
 
     The process that is the first to claim the place named by an environment variable is slow.
@@ -43,27 +44,21 @@ class Sleeping(gymnasium.Env[Any, Any]):
         sigma: Of the logarithm of the time of a step.
     """
 
-    observation_space = spaces.Box(-1, 1, (4,), np.float32)
-    action_space = spaces.Discrete(2)
-
     def __init__(self, sigma: float = 0.0) -> None:
-        self._sigma = sigma
-        self._median_s = float(os.environ[_MEDIAN_S]) * (float(os.environ[_SLOW_FACTOR]) if _is_slow() else 1.0)
-        self._time = np.random.default_rng()
+        median_s = float(os.environ[_MEDIAN_S]) * (float(os.environ[_SLOW_FACTOR]) if _is_slow() else 1.0)
+        super().__init__(median_s * math.exp(0.5 * sigma**2), sigma=sigma)  # the mean of the lognormal distribution
         self._num_steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins an episode."""
-        super().reset(seed=seed)
         self._num_steps = 0
-        return np.zeros(4, np.float32), {}
+        return super().reset(seed=seed)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Sleeps."""
-        time.sleep(self._median_s * float(np.exp(self._sigma * self._time.standard_normal())))
+        obs, *_ = super().step(action)
         self._num_steps += 1
-        reward = 0.1 + float(self.np_random.standard_normal())
-        return np.zeros(4, np.float32), reward, self._num_steps == 10, False, {}
+        return obs, 0.1 + float(self.np_random.standard_normal()), self._num_steps == 10, False, {}
 
 
 def _is_slow() -> bool:

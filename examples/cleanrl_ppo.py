@@ -43,23 +43,23 @@ def make_env(env_id: str) -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
 
 
+def linear(num_inputs: int, num_outputs: int, gain: float = 2**0.5) -> nn.Linear:
+    """Returns a layer with orthogonal weights and without biases at the start."""
+    layer = nn.Linear(num_inputs, num_outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Agent(nn.Module):
     """A policy and a value function with two layers of 64 units each."""
 
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         super().__init__()
-        self.value = self._network(num_inputs, 1, last_gain=1.0)
-        self.logits = self._network(num_inputs, num_actions, last_gain=0.01)
-
-    def _network(self, num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
-        sizes, gains = (num_inputs, 64, 64, num_outputs), (2**0.5, 2**0.5, last_gain)
-        layers: list[nn.Module] = []
-        for i, gain in enumerate(gains):
-            layer = nn.Linear(sizes[i], sizes[i + 1])
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-            layers += [layer, nn.Tanh()]
-        return nn.Sequential(*layers[:-1])
+        self.value, self.logits = (
+            nn.Sequential(linear(num_inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh(), linear(64, num_outputs, gain))
+            for num_outputs, gain in ((1, 1.0), (num_actions, 0.01))
+        )
 
 
 def advantages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -16,12 +16,7 @@ import pytest
 @pytest.fixture
 def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    spec = importlib.util.spec_from_file_location("learning", Path(__file__).parents[2] / "benchmarks" / "learning.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "learning", module)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("learning")
 
 
 def test_the_interquartile_mean_counts_parts_of_values(learning: Any) -> None:
@@ -41,9 +36,7 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: py
         ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         learning.keep(learning.Outcome(seed, run_dir, 3.5, 400, np.array([seed, seed + 2.0])))
-        args, options = learning.parse(["--algorithm", "sac", "--seeds", "1", "2", "--", "--gamma", "0.5"])
-        assert options == ["--gamma", "0.5"] and args.seeds == [1, 2]
-        outcomes.append(learning.run(args, seed, options, tmp_path))  # finished: it is not trained again
+        outcomes.append(learning.run([], seed, 100, None, tmp_path))  # finished: it is not trained again
     learning.show({"rayvec": outcomes, "none": []})
     text = " ".join(capsys.readouterr().out.split())
     assert "| rayvec | 1 | 3.5 | 400 | 2.0 | 1.0 | 1 |" in text
@@ -52,7 +45,7 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: py
     at = learning.curve(outcomes[1].run_dir, grid)
     assert np.isnan(at[0]) or at[0] == 2.0
     assert at[1:] == pytest.approx([40, 78])
-    learning.plot({"rayvec": outcomes}, tmp_path / "curve.png", "title")
+    learning.draw({"rayvec": outcomes}, tmp_path / "curve.png", "title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,7 +53,6 @@ def test_a_run_that_somebody_else_ended_is_not_finished(
     learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "RAYVEC", [sys.executable, "-c", f"raise SystemExit({learning.INTERRUPTED})"])
-    args, options = learning.parse(["--minutes", "5"])
     with pytest.raises(subprocess.CalledProcessError):
-        learning.run(args, 1, options, tmp_path)
+        learning.run(["train", "ppo"], 1, 100, 5.0, tmp_path)
     assert not list(tmp_path.rglob("outcome.json"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
+import statistics
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.bench.cost_model.model import Fit, Observation, Setting, fit, fit_line
 from rayvec.bench.harness.emulated import EmulatedEnv
@@ -207,10 +210,7 @@ def measure_alone(sigma: float) -> dict[float, float]:
     for step_s in _DURATIONS_S:
         env = EmulatedEnv(step_s, sigma=sigma)
         env.reset(seed=0)
-        begin = time.perf_counter()
-        for _ in range(_ALONE_STEPS):
-            env.step(0)
-        found[step_s] = (time.perf_counter() - begin) / _ALONE_STEPS
+        found[step_s] = timeit.timeit(functools.partial(env.step, 0), number=_ALONE_STEPS) / _ALONE_STEPS
     return found
 
 
@@ -220,14 +220,11 @@ def measure_policy(obs_size: int, hidden_size: int) -> tuple[float, ...]:
         return 0.0, 0.0
     shapes = (obs_size, hidden_size), (hidden_size, hidden_size), (hidden_size, 2)
     matrices = [np.full(shape, 0.1, np.float32) for shape in shapes]
-    sizes, times = (1, 8, 64, 256), []
-    for rows in sizes:
-        samples = []
-        for _ in range(51):
-            hidden = np.zeros((rows, obs_size), np.float32)
-            begin = time.perf_counter()
-            for matrix in matrices:
-                hidden = np.tanh(hidden @ matrix)
-            samples.append(time.perf_counter() - begin)
-        times.append(float(np.median(samples)))
-    return fit_line([(1.0, rows) for rows in sizes], times)
+
+    def forward(obs: NDArray[np.float32]) -> None:
+        for matrix in matrices:
+            obs = np.tanh(obs @ matrix)
+
+    inputs = [np.zeros((rows, obs_size), np.float32) for rows in (1, 8, 64, 256)]
+    times = [timeit.repeat(functools.partial(forward, obs), number=1, repeat=51) for obs in inputs]
+    return fit_line([(1.0, len(obs)) for obs in inputs], list(map(statistics.median, times)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import pkgutil
 from typing import Any
 
 __all__ = ["ADAPTERS", "make_adapter"]
@@ -30,10 +29,5 @@ ADAPTERS = {
 
 def make_adapter(name: str, task: dict[str, Any], task_type: str) -> Any:
     """Makes an adapter; only then its library is imported, so that a missing library affects no other adapter."""
-    return _found(ADAPTERS.get(name, name))(_found(task_type)(**task))
-
-
-def _found(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    adapter, make_task = (pkgutil.resolve_name(path) for path in (ADAPTERS.get(name, name), task_type))
+    return adapter(make_task(**task))

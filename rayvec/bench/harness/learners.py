@@ -18,16 +18,16 @@ from gymnasium import spaces
 import rayvec
 from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.processes import Processes
+from rayvec.collect.collector import Collector
 from rayvec.config import CONFIGS
-from rayvec.data import Batch, CollectStats
+from rayvec.data import Batch
+from rayvec.data.partition import even_bounds
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
-from rayvec.envs.factory import EnvFactory
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.policies.policy import Policy
-from rayvec.pools.step_and_autoreset import SerialPool
-from rayvec.rollout.loop import rollout
 from rayvec.training.runs import LEARNERS
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "RankProcesses", "SharedMemory", "Threads"]
 
@@ -136,16 +136,13 @@ class LearnerTask:
 
     def batch(self, learner: Any) -> Batch:
         """Returns a batch of random observations and rewards, with the learner's own actions."""
-        pool = SerialPool(EnvFactory.build([self.env] * self.columns))
-        chunk = rollout(pool, Policy(learner.module), self.steps)
-        pool.close()
-        none = np.zeros(0), np.zeros(0, np.int64)
-        return Batch((chunk,), CollectStats(*none, self.rows, 0, 0, 1.0, float(self.rows), {}, (0, 0)))
+        with RayVecEnv([self.env] * self.columns, num_nodes=0, workers_per_node=0) as env:
+            return Collector(env, Policy(learner.module)).collect(n_step=self.rows)
 
     def share(self, learner: Any, rank: int) -> Batch:
         """Returns the columns of the batch that belong to a rank."""
         batch = self.batch(learner)
-        first, last = (self.columns * k // self.num_learners for k in (rank, rank + 1))
+        first, last = even_bounds(self.columns, self.num_learners)[rank : rank + 2]
         return Batch((batch.chunks[0].columns(first, last),), batch.stats)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rayvec.bench.harness.recording import read_clocks
 
-__all__ = ["Machine", "Machines", "machine_cpu_s", "marked", "on_cpu_s", "started_cpu_s"]
+__all__ = ["Machines", "machine_cpu_s", "marked", "on_cpu_s", "started_cpu_s"]
 
 _CLOCK_LOOKS = 7
 
@@ -25,16 +25,13 @@ def on_cpu_s(pids: Iterable[int]) -> list[float]:
 
     psutil knows CPU times to a clock tick of 10 ms, which is more than a worker uses in a window.
     """
-    return [_threads_ns(pid) * 1e-9 for pid in pids]
+    return [1e-9 * sum(map(_on_cpu_ns, Path(f"/proc/{pid}/task").glob("*/schedstat"))) for pid in pids]
 
 
-def _threads_ns(pid: int) -> int:
-    total = 0
+def _on_cpu_ns(path: Path) -> int:
     with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                total += int(path.read_text().split()[0])
-    return total
+        return int(path.read_text().split()[0])
+    return 0
 
 
 def started_cpu_s(pids: Iterable[int]) -> float:
@@ -58,20 +55,12 @@ def marked(name: str) -> set[int]:
     return {each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(name) == mark}
 
 
-class Machine:
-    """Reads on the machine of its own process; a Ray actor of this class reads another machine."""
+class _Machine:
+    """A Ray actor of this class reads on the machine that it runs on."""
 
-    def now(self) -> float:
-        """Returns the clock that steps are recorded by."""
-        return time.monotonic()
-
-    def cpu_s(self, pids: Sequence[int]) -> list[float]:
-        """Returns the CPU time so far of each process."""
-        return on_cpu_s(pids)
-
-    def clocks(self, directory: str, within_steps: bool) -> dict[int, NDArray[np.float64]]:
-        """Returns what :func:`read_clocks` finds."""
-        return read_clocks(directory, within_steps)
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function there."""
+        return function(*args)
 
 
 class Machines:
@@ -89,7 +78,7 @@ class Machines:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._get, actor = ray.get, ray.remote(num_cpus=0)(Machine)
+            self._get, actor = ray.get, ray.remote(num_cpus=0)(_Machine)
             self._away[node_id] = actor.options(scheduling_strategy=on_node).remote()
             self._ahead_s[node_id] = self._clock_offset(node_id)
 
@@ -110,14 +99,14 @@ class Machines:
         looks: list[tuple[float, float]] = []
         for _ in range(_CLOCK_LOOKS):
             begin = time.monotonic()
-            now = self._get(self._away[node_id].now.remote())
+            now = self._get(self._away[node_id].call.remote(time.monotonic))
             end = time.monotonic()
             looks.append((end - begin, now - 0.5 * (begin + end)))
         return min(looks)[1]
 
     def kinds_cpu_s(self, pids: Mapping[str, Sequence[int]]) -> tuple[float, float]:
         """Returns the CPU time so far of the first process of each node, and of the others: its actor, its workers."""
-        asked = {node_id: self._away[node_id].cpu_s.remote(pids[node_id]) for node_id in self._away if node_id in pids}
+        asked = {name: each.call.remote(on_cpu_s, pids[name]) for name, each in self._away.items() if name in pids}
         found = [self._get(asked[name]) if name in asked else on_cpu_s(each) for name, each in pids.items()]
         return sum((each[0] for each in found), 0.0), sum((sum(each[1:]) for each in found), 0.0)
 
@@ -125,7 +114,7 @@ class Machines:
         """Returns when steps began and ended by this machine's clock, by node ("" is this machine) and process."""
         found = {("", pid): rows for pid, rows in read_clocks(directory, within_steps).items()}
         for node_id, actor in self._away.items():
-            there = self._get(actor.clocks.remote(directory, within_steps))
+            there = self._get(actor.call.remote(read_clocks, directory, within_steps))
             found |= {(node_id, pid): rows - self._ahead_s[node_id] for pid, rows in there.items()}
         return found
 

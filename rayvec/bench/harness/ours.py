@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import statistics
 import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,7 +143,7 @@ class Ours(Adapter):
                 whole = pickle.loads(pickle.dumps(join_chunks([part] * workers), protocol=5))
                 join_chunks([whole] * num_nodes)
 
-            return _median_s(once)
+            return statistics.median(timeit.repeat(once, number=1, repeat=_PACKING_REPEATS))
         if "tcp" not in self.transport or obs_layout is None:  # in shared memory, or objects, which are pickled
             return 0.0
 
@@ -150,7 +152,7 @@ class Ours(Adapter):
             frames.unpack_request(request)
             frames.unpack_answer(bytearray(answer))
 
-        return num_nodes * _median_s(frame)
+        return num_nodes * statistics.median(timeit.repeat(frame, number=1, repeat=_PACKING_REPEATS))
 
     def _pack_frames(self) -> tuple[FrameFormat, Any, Any]:
         """Returns the format, and the request and the answer of a step on one node; observations are arrays."""
@@ -190,12 +192,3 @@ class BarePool(Adapter):
     def close(self) -> None:
         """Ends it."""
         self._pool.close()
-
-
-def _median_s(function: Callable[[], None]) -> float:
-    times = []
-    for _ in range(_PACKING_REPEATS):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))

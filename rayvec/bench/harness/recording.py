@@ -18,7 +18,6 @@ __all__ = ["Clocked", "Recorder", "read_clocks"]
 
 _REMEMBERED = 8192
 """Rows that are kept of each environment, the newest ones."""
-_COUNT = struct.Struct("q")
 _ROW = struct.Struct("ddd")
 _made = itertools.count()
 
@@ -40,13 +39,11 @@ class Recorder:
         if self._file is None:  # not before: the process that makes an environment need not be the one that steps it
             path = Path(self._directory, f"{os.uname().nodename}-{os.getpid()}-{next(_made)}.clock")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(bytes(_COUNT.size + _REMEMBERED * _ROW.size))
+            path.write_bytes(bytes(_REMEMBERED * _ROW.size))
             with path.open("r+b") as file:
                 self._file = mmap.mmap(file.fileno(), 0)
-        place = _COUNT.size + self._count % _REMEMBERED * _ROW.size
-        _ROW.pack_into(self._file, place, begin, time.monotonic(), is_reset)
+        _ROW.pack_into(self._file, self._count % _REMEMBERED * _ROW.size, begin, time.monotonic(), is_reset)
         self._count += 1
-        _COUNT.pack_into(self._file, 0, self._count)
 
 
 class Clocked(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -96,11 +93,10 @@ def read_clocks(directory: str, within_steps: bool = False) -> dict[int, NDArray
 
 def _read(path: Path, within_steps: bool) -> tuple[NDArray[np.float64], float]:
     """Returns the rows of one environment, and since when they are all there."""
-    content = path.read_bytes()
-    (count,) = _COUNT.unpack_from(content)
-    rows = np.frombuffer(content, offset=_COUNT.size).reshape(_REMEMBERED, 3)
-    rows = np.roll(rows, -(count % _REMEMBERED), axis=0) if count > _REMEMBERED else rows[:count]
-    since = float(rows[0, 0]) if count > _REMEMBERED else 0.0
+    rows = np.fromfile(path).reshape(-1, 3)
+    rows = rows[np.argsort(rows[:, 0])]
+    since = float(rows[0, 0])  # 0.0 if the file still has room
+    rows = rows[rows[:, 0] > 0.0]
     if not within_steps:
         return rows[:, :2].copy(), since
     is_reset = rows[:, 2] > 0
