@@ -151,23 +151,23 @@ def raises_and_restarts() -> float:
         return time.perf_counter() - begin
 
 
+def killed(make: Callable[[], Any], action: int, delay_s: float) -> float:
+    """Returns seconds from the end of a worker in a step until the error."""
+    env = stepping(make)
+    env.step_async(acts(action))
+    time.sleep(delay_s)
+    os.kill(pids(env, 0)[1], signal.SIGKILL)
+    return until(WorkerLostError, env.step_wait)
+
+
 def killed_without_restarts() -> float:
     """A worker is killed (SIGKILL): the error."""
-    env = stepping()
-    worker = pids(env, 0)[1]
-    env.step_async(acts(HANG))
-    os.kill(worker, signal.SIGKILL)
-    return until(WorkerLostError, env.step_wait)
+    return killed(Failing, HANG, delay_s=0.0)
 
 
 def killed_in_a_reply() -> float:
     """A worker is killed while it sends 4 MB, and a child of its environment holds the pipe: the error."""
-    env = stepping(WithChild)
-    worker = pids(env, 0)[1]
-    env.step_async(acts(LARGE))
-    time.sleep(0.5)
-    os.kill(worker, signal.SIGKILL)
-    return until(WorkerLostError, env.step_wait)
+    return killed(WithChild, LARGE, delay_s=0.5)
 
 
 def constructor_exits() -> float:

@@ -220,8 +220,6 @@ class Peer:
         task: ``name`` of the peer, ``rows`` of a minibatch, and how many updates it makes at a ``time``.
     """
 
-    transport = "none"
-
     def __init__(self, task: dict[str, Any]) -> None:
         if "Jax" in task["name"]:
             os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # XLA ignores a number of threads

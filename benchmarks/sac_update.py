@@ -252,8 +252,6 @@ class Peer:
             ``updates`` it makes at a time.
     """
 
-    transport = "none"
-
     def __init__(self, task: dict[str, Any]) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task["threads"]])  # XLA ignores a number of threads
         if not task["name"].startswith("JAX"):

@@ -7,7 +7,6 @@ python examples/cleanrl_ppo.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import gymnasium as gym
@@ -17,25 +16,6 @@ from torch import nn
 from torch.distributions import Categorical
 
 from rayvec.adapters.cleanrl import RayVecEnv
-
-
-@dataclass
-class Settings:
-    """What the algorithm is set to."""
-
-    env_id: str = "CartPole-v1"
-    seed: int = 1
-    num_envs: int = 8
-    num_steps: int = 128
-    learning_rate: float = 1e-3
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    num_minibatches: int = 4
-    num_epochs: int = 4
-    clip: float = 0.2
-    entropy_weight: float = 0.01
-    value_weight: float = 0.5
-    max_grad_norm: float = 0.5
 
 
 def make_env(env_id: str) -> gym.Env:
@@ -63,37 +43,50 @@ class Agent(nn.Module):
 
 
 def advantages(
-    rewards: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last_value: torch.Tensor, cfg: Settings
+    rewards: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last_value: torch.Tensor, gamma: float, lam: float
 ) -> torch.Tensor:
     """Generalised advantage estimation over `[T, N]`; `ends` says whose episode ended with the step."""
     result, carried, value_after = torch.zeros_like(rewards), torch.zeros_like(last_value), last_value
     for t in reversed(range(len(rewards))):
         goes_on = 1.0 - ends[t]
-        carried = (
-            rewards[t] + cfg.gamma * value_after * goes_on - values[t] + cfg.gamma * cfg.gae_lambda * goes_on * carried
-        )
+        error = rewards[t] + gamma * value_after * goes_on - values[t]
+        carried = error + gamma * lam * goes_on * carried
         result[t], value_after = carried, values[t]
     return result
 
 
-def main(total_steps: int = 100_000) -> float:
+def main(
+    total_steps: int = 100_000,
+    env_id: str = "CartPole-v1",
+    seed: int = 1,
+    num_envs: int = 8,
+    num_steps: int = 128,
+    learning_rate: float = 1e-3,
+    gamma: float = 0.99,
+    gae_lambda: float = 0.95,
+    num_minibatches: int = 4,
+    num_epochs: int = 4,
+    clip: float = 0.2,
+    entropy_weight: float = 0.01,
+    value_weight: float = 0.5,
+    max_grad_norm: float = 0.5,
+) -> float:
     """Trains; returns the mean return of the last 50 episodes."""
-    cfg = Settings()
-    torch.manual_seed(cfg.seed)
-    rng = np.random.default_rng(cfg.seed)
-    envs = RayVecEnv([partial(make_env, cfg.env_id)] * cfg.num_envs)
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    envs = RayVecEnv([partial(make_env, env_id)] * num_envs)
     agent = Agent(int(np.prod(envs.single_observation_space.shape)), int(envs.single_action_space.n))
-    optimizer = torch.optim.Adam(agent.parameters(), cfg.learning_rate, eps=1e-5)
-    shape = cfg.num_steps, cfg.num_envs
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=1e-5)
+    shape = num_steps, num_envs
     obs = torch.zeros(*shape, *envs.single_observation_space.shape)
     actions = torch.zeros(shape, dtype=torch.int64)
     logps, rewards, ends, values = (torch.zeros(shape) for _ in range(4))
     returns: list[float] = []
-    next_obs, _ = envs.reset(seed=cfg.seed)
-    num_updates = max(1, total_steps // (cfg.num_steps * cfg.num_envs))
+    next_obs, _ = envs.reset(seed=seed)
+    num_updates = max(1, total_steps // (num_steps * num_envs))
     for update in range(num_updates):
-        optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - update / num_updates)
-        for t in range(cfg.num_steps):
+        optimizer.param_groups[0]["lr"] = learning_rate * (1 - update / num_updates)
+        for t in range(num_steps):
             obs[t] = torch.as_tensor(next_obs)
             with torch.no_grad():
                 policy = Categorical(logits=agent.logits(obs[t]))
@@ -105,21 +98,21 @@ def main(total_steps: int = 100_000) -> float:
             returns += [float(info["episode"]["r"]) for info in infos.get("final_info", ()) if info]
         with torch.no_grad():
             last_value = agent.value(torch.as_tensor(next_obs)).squeeze(-1)
-            advantage = advantages(rewards, values, ends, last_value, cfg).flatten()
+            advantage = advantages(rewards, values, ends, last_value, gamma, gae_lambda).flatten()
         target = advantage + values.flatten()
         flat_obs, flat_actions, flat_logps = obs.flatten(0, 1), actions.flatten(), logps.flatten()
-        for _ in range(cfg.num_epochs):
+        for _ in range(num_epochs):
             order = torch.as_tensor(rng.permutation(len(target)))
-            for rows in order.chunk(cfg.num_minibatches):
+            for rows in order.chunk(num_minibatches):
                 policy = Categorical(logits=agent.logits(flat_obs[rows]))
                 ratio = (policy.log_prob(flat_actions[rows]) - flat_logps[rows]).exp()
                 scaled = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std() + 1e-8)
-                gain = torch.min(ratio * scaled, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * scaled).mean()
+                gain = torch.min(ratio * scaled, ratio.clamp(1 - clip, 1 + clip) * scaled).mean()
                 value_loss = 0.5 * (agent.value(flat_obs[rows]).squeeze(-1) - target[rows]).square().mean()
-                loss = cfg.value_weight * value_loss - gain - cfg.entropy_weight * policy.entropy().mean()
+                loss = value_weight * value_loss - gain - entropy_weight * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), cfg.max_grad_norm)
+                nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
                 optimizer.step()
     envs.close()
     mean = float(np.mean(returns[-50:])) if returns else 0.0

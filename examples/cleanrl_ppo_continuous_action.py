@@ -7,7 +7,6 @@ python examples/cleanrl_ppo_continuous_action.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import gymnasium as gym
@@ -17,24 +16,6 @@ from torch import nn
 from torch.distributions import Normal
 
 from rayvec.adapters.cleanrl import RayVecEnv
-
-
-@dataclass
-class Settings:
-    """What the algorithm is set to."""
-
-    env_id: str = "Pendulum-v1"
-    seed: int = 1
-    num_envs: int = 8
-    num_steps: int = 256
-    learning_rate: float = 1e-3
-    gamma: float = 0.9
-    gae_lambda: float = 0.95
-    minibatch_size: int = 64
-    num_epochs: int = 10
-    clip: float = 0.2
-    value_weight: float = 0.5
-    max_grad_norm: float = 0.5
 
 
 def clipped(values: np.ndarray) -> np.ndarray:
@@ -69,21 +50,34 @@ class Agent(nn.Module):
         return Normal(self.mean(obs), self.log_std.exp())
 
 
-def main(total_steps: int = 300_000) -> float:
+def main(
+    total_steps: int = 300_000,
+    env_id: str = "Pendulum-v1",
+    seed: int = 1,
+    num_envs: int = 8,
+    num_steps: int = 256,
+    learning_rate: float = 1e-3,
+    gamma: float = 0.9,
+    gae_lambda: float = 0.95,
+    minibatch_size: int = 64,
+    num_epochs: int = 10,
+    clip: float = 0.2,
+    value_weight: float = 0.5,
+    max_grad_norm: float = 0.5,
+) -> float:
     """Trains; returns the mean return of the last 50 episodes."""
-    cfg = Settings()
-    torch.manual_seed(cfg.seed)
-    envs = RayVecEnv([partial(make_env, cfg.env_id, cfg.gamma)] * cfg.num_envs)
+    torch.manual_seed(seed)
+    envs = RayVecEnv([partial(make_env, env_id, gamma)] * num_envs)
     agent = Agent(int(np.prod(envs.single_observation_space.shape)), int(np.prod(envs.single_action_space.shape)))
-    optimizer = torch.optim.Adam(agent.parameters(), cfg.learning_rate, eps=1e-5)
-    shape = cfg.num_steps, cfg.num_envs
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=1e-5)
+    shape = num_steps, num_envs
     obs = torch.zeros(*shape, *envs.single_observation_space.shape)
     actions = torch.zeros(*shape, *envs.single_action_space.shape)
     logps, rewards, ends, values = (torch.zeros(shape) for _ in range(4))
     returns: list[float] = []
-    next_obs, _ = envs.reset(seed=cfg.seed)
-    for _ in range(max(1, total_steps // (cfg.num_steps * cfg.num_envs))):
-        for t in range(cfg.num_steps):
+    next_obs, _ = envs.reset(seed=seed)
+    for _ in range(max(1, total_steps // (num_steps * num_envs))):
+        for t in range(num_steps):
             obs[t] = torch.as_tensor(next_obs, dtype=torch.float32)
             with torch.no_grad():
                 policy = agent.policy(obs[t])
@@ -95,28 +89,28 @@ def main(total_steps: int = 300_000) -> float:
             for n in np.flatnonzero(truncated):  # a time limit is no end: its value counts
                 last = torch.as_tensor(infos["final_observation"][n], dtype=torch.float32)
                 with torch.no_grad():
-                    rewards[t, n] += cfg.gamma * agent.value(last).item()
+                    rewards[t, n] += gamma * agent.value(last).item()
             returns += [float(info["episode"]["r"]) for info in infos.get("final_info", ()) if info]
-        advantage, carried = torch.zeros(shape), torch.zeros(cfg.num_envs)
+        advantage, carried = torch.zeros(shape), torch.zeros(num_envs)
         with torch.no_grad():
             following = agent.value(torch.as_tensor(next_obs, dtype=torch.float32)).squeeze(-1)
-        for t in reversed(range(cfg.num_steps)):
+        for t in reversed(range(num_steps)):
             goes_on = 1.0 - ends[t]
-            error = rewards[t] + cfg.gamma * following * goes_on - values[t]
-            advantage[t] = carried = error + cfg.gamma * cfg.gae_lambda * goes_on * carried
+            error = rewards[t] + gamma * following * goes_on - values[t]
+            advantage[t] = carried = error + gamma * gae_lambda * goes_on * carried
             following = values[t]
         target = (advantage + values).flatten()
         flat = [tensor.flatten(0, 1) for tensor in (obs, actions, logps, advantage)]
-        for _ in range(cfg.num_epochs):
-            for rows in torch.randperm(len(target)).split(cfg.minibatch_size):
+        for _ in range(num_epochs):
+            for rows in torch.randperm(len(target)).split(minibatch_size):
                 seen, acted, logp, gain = (tensor[rows] for tensor in flat)
                 ratio = (agent.policy(seen).log_prob(acted).sum(-1) - logp).exp()
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                policy_loss = -torch.min(ratio * gain, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * gain).mean()
+                policy_loss = -torch.min(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain).mean()
                 value_loss = 0.5 * (agent.value(seen).squeeze(-1) - target[rows]).square().mean()
                 optimizer.zero_grad()
-                (policy_loss + cfg.value_weight * value_loss).backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), cfg.max_grad_norm)
+                (policy_loss + value_weight * value_loss).backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
                 optimizer.step()
     envs.close()
     mean = float(np.mean(returns[-50:])) if returns else 0.0

@@ -8,7 +8,6 @@ python examples/cleanrl_sac_continuous_action.py
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 
 import gymnasium as gym
@@ -19,22 +18,6 @@ from torch.distributions import Normal
 from torch.nn import functional
 
 from rayvec.adapters.cleanrl import RayVecEnv
-
-
-@dataclass
-class Settings:
-    """What the algorithm is set to."""
-
-    env_id: str = "Pendulum-v1"
-    seed: int = 1
-    num_envs: int = 4
-    buffer_size: int = 100_000
-    warmup_steps: int = 1_000
-    batch_size: int = 256
-    updates_per_step: int = 4
-    gamma: float = 0.99
-    tau: float = 0.005
-    learning_rate: float = 1e-3
 
 
 def make_env(env_id: str) -> gym.Env:
@@ -99,25 +82,36 @@ class Actor(nn.Module):
         return self.middle + self.scale * squashed, logp.sum(-1, keepdim=True)
 
 
-def main(total_steps: int = 20_000) -> float:
+def main(
+    total_steps: int = 20_000,
+    env_id: str = "Pendulum-v1",
+    seed: int = 1,
+    num_envs: int = 4,
+    buffer_size: int = 100_000,
+    warmup_steps: int = 1_000,
+    batch_size: int = 256,
+    updates_per_step: int = 4,
+    gamma: float = 0.99,
+    tau: float = 0.005,
+    learning_rate: float = 1e-3,
+) -> float:
     """Trains; returns the mean return of the last 20 episodes."""
-    cfg = Settings()
-    torch.manual_seed(cfg.seed)
-    rng = np.random.default_rng(cfg.seed)
-    envs = RayVecEnv([partial(make_env, cfg.env_id)] * cfg.num_envs)
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    envs = RayVecEnv([partial(make_env, env_id)] * num_envs)
     num_inputs, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     actor, critic = Actor(num_inputs, envs.single_action_space), Critic(num_inputs + num_actions)
     target_critic = deepcopy(critic)
     log_alpha = torch.zeros(1, requires_grad=True)
     optimizers = [
-        torch.optim.Adam(part, cfg.learning_rate) for part in (actor.parameters(), critic.parameters(), [log_alpha])
+        torch.optim.Adam(part, learning_rate) for part in (actor.parameters(), critic.parameters(), [log_alpha])
     ]
-    buffer = Buffer(cfg.buffer_size, num_inputs, num_actions)
+    buffer = Buffer(buffer_size, num_inputs, num_actions)
     returns: list[float] = []
-    obs, _ = envs.reset(seed=cfg.seed)
-    envs.action_space.seed(cfg.seed)
-    for step in range(max(1, total_steps // cfg.num_envs)):
-        if step * cfg.num_envs < cfg.warmup_steps:
+    obs, _ = envs.reset(seed=seed)
+    envs.action_space.seed(seed)
+    for step in range(max(1, total_steps // num_envs)):
+        if step * num_envs < warmup_steps:
             actions = envs.action_space.sample()
         else:
             with torch.no_grad():
@@ -129,14 +123,14 @@ def main(total_steps: int = 20_000) -> float:
         returns += [float(info["episode"]["r"]) for info in infos.get("final_info", ()) if info]
         buffer.add(obs=obs, act=actions, rew=rewards, next_obs=after, terminated=terminated)
         obs = next_obs
-        if step * cfg.num_envs < cfg.warmup_steps:
+        if step * num_envs < warmup_steps:
             continue
-        for _ in range(cfg.updates_per_step):
-            batch, alpha = buffer.sample(cfg.batch_size, rng), log_alpha.exp().detach()
+        for _ in range(updates_per_step):
+            batch, alpha = buffer.sample(batch_size, rng), log_alpha.exp().detach()
             with torch.no_grad():
                 act, logp = actor(batch["next_obs"])
                 value = target_critic(batch["next_obs"], act).min(0).values - alpha * logp
-                wanted = batch["rew"] + cfg.gamma * (1 - batch["terminated"]) * value
+                wanted = batch["rew"] + gamma * (1 - batch["terminated"]) * value
             critic_loss = sum(functional.mse_loss(each, wanted) for each in critic(batch["obs"], batch["act"]))
             apply(optimizers[1], critic_loss)
             act, logp = actor(batch["obs"])
@@ -144,7 +138,7 @@ def main(total_steps: int = 20_000) -> float:
             apply(optimizers[2], -(log_alpha * (logp.detach() - num_actions)).mean())
             with torch.no_grad():
                 for old, new in zip(target_critic.parameters(), critic.parameters(), strict=True):
-                    old.lerp_(new, cfg.tau)
+                    old.lerp_(new, tau)
     envs.close()
     mean = float(np.mean(returns[-20:])) if returns else 0.0
     print(f"{len(returns)} episodes, mean return of the last ones {mean:.1f}")

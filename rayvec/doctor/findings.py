@@ -89,13 +89,13 @@ def of_versions(facts: Mapping[str, Any], driver: Mapping[str, Any], name: str) 
             name,
             "versions",
             found,
-            _Problem(
+            (
                 _is_fatal(package, ours[package], theirs[package]),
                 "error",
                 "What the driver sends may not be read there, or be read wrongly.",
                 _INSTALL,
             ),
-            _Problem(True, "warning", "Results may depend on the node.", _INSTALL),
+            (True, "warning", "Results may depend on the node.", _INSTALL),
         )
     if facts["digest"] and facts["digest"] != driver["digest"] and "rayvec" not in others:
         found = f"rayvec {theirs['rayvec']} with source {facts['digest']}, but {driver['digest']} on the driver"
@@ -133,29 +133,16 @@ def of_node(
     yield _gpus(facts, name, node)
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """What would be wrong with a node.
-
-    Attributes:
-        exists: Whether it is.
-        level: How bad that is.
-        meaning: What it means for a run.
-        remedy: What to do.
-    """
-
-    exists: bool
-    level: Level
-    meaning: str
-    remedy: str
+_Problem = tuple[bool, Level, str, str]
+"""Whether something is wrong with a node, how bad that is, what it means for a run, and what to do."""
 
 
 def _judged(name: str, check: str, found: str, *problems: _Problem) -> Finding:
     """Returns the first problem that exists as a finding; without any, all is well."""
-    problem = next((each for each in problems if each.exists), None)
-    if problem is None:
-        return Finding("ok", name, check, found)
-    return Finding(problem.level, name, check, found, problem.meaning, problem.remedy)
+    for exists, level, meaning, remedy in problems:
+        if exists:
+            return Finding(level, name, check, found, meaning, remedy)
+    return Finding("ok", name, check, found)
 
 
 def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
@@ -169,7 +156,7 @@ def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
         name,
         "cores",
         f"{node.cores} in Ray, {found}",
-        _Problem(
+        (
             node.cores > usable,
             "warning",
             f"Ray starts {node.cores} workers, which share {usable:g} cores: each step takes longer.",
@@ -180,7 +167,7 @@ def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
 
 def _niceness(facts: Mapping[str, Any], name: str, of_driver: int) -> Finding:
     is_nice = facts["niceness"] > max(0, of_driver)
-    starved = _Problem(is_nice, "warning", "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0.")
+    starved = (is_nice, "warning", "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0.")
     return _judged(name, "niceness", f"workers at nice {facts['niceness']}", starved)
 
 
@@ -193,8 +180,8 @@ def _files(facts: Mapping[str, Any], name: str, workers: int) -> Finding:
         name,
         "open files",
         f"{soft} allowed, can be raised to {hard}".replace("-1", "any number"),
-        _Problem(0 <= hard < needed, "error", meaning, remedy),
-        _Problem(0 <= hard < _FEW_FILES, "warning", "Ray and many workers may run out of them.", remedy),
+        (0 <= hard < needed, "error", meaning, remedy),
+        (0 <= hard < _FEW_FILES, "warning", "Ray and many workers may run out of them.", remedy),
     )
 
 
@@ -205,8 +192,8 @@ def _shm(facts: Mapping[str, Any], name: str, store: int) -> Finding:
         name,
         "/dev/shm",
         f"{_gib(facts['shm_free'])} free of {_gib(facts['shm_total'])}, objects of Ray may take {_gib(store)}",
-        _Problem(is_full, "error", "Chunks and weights have no room: a run fails.", remedy),
-        _Problem(is_small, "warning", "Chunks and weights go to the disk or fail.", remedy),
+        (is_full, "error", "Chunks and weights have no room: a run fails.", remedy),
+        (is_small, "warning", "Chunks and weights go to the disk or fail.", remedy),
     )
 
 
@@ -220,13 +207,13 @@ def _memory(facts: Mapping[str, Any], name: str, workers: int, node: Node | None
         name,
         "memory",
         found,
-        _Problem(
+        (
             limit is not None and limit < claimed,
             "warning",
             "The kernel kills processes of a run before Ray notices that memory is short.",
             "Start Ray with a lower --memory and --object-store-memory, or raise the limit of the container.",
         ),
-        _Problem(
+        (
             min(free, limit or free) < needed,
             "warning",
             f"{workers} workers need about {_gib(needed)} and more: some may be killed.",
@@ -243,19 +230,19 @@ def _gpus(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
         name,
         "GPU",
         found if gpus or claimed else "none",
-        _Problem(
+        (
             claimed > gpus,
             "error",
             "Learners with learner_device='cuda' cannot start there.",
             "Give the container its GPUs, or start Ray with --num-gpus=0.",
         ),
-        _Problem(
+        (
             bool(gpus) and not facts["torch_cuda"],
             "warning",
             "Learners cannot use the GPU.",
             "Install torch for CUDA, or leave learner_device='cpu'.",
         ),
-        _Problem(
+        (
             bool(gpus) and node is not None and not claimed,
             "warning",
             "Ray gives no GPU to learners.",
@@ -270,13 +257,13 @@ def of_network(name: str, round_trip_s: float, bytes_per_s: float) -> Finding:
         name,
         "network",
         f"round trip {1e3 * round_trip_s:.2f} ms, {8e-9 * bytes_per_s:.2f} Gbit/s",
-        _Problem(
+        (
             round_trip_s > _SLOW_S,
             "warning",
             "Every `env.step` waits for it.",
             "Collect in chunks (inference='worker').",
         ),
-        _Problem(
+        (
             bytes_per_s < _NARROW_BYTES_PER_S,
             "warning",
             "Chunks with large observations wait for it.",

@@ -27,14 +27,20 @@ from rayvec.cli import main
 COMPARE = "bench compare --num-envs 2 --workers 1 --repeats 1 --window 0.05 --out out --peer".split()
 
 
-def compared(peers: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
-    """Runs ``rayvec bench compare`` with some peers; returns its rows by name, and what it printed."""
-    with running([*COMPARE, *peers.split()], tmp_path) as command:
+def ran(arguments: Sequence[str], tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Runs ``rayvec bench COMMAND``; returns its result file, and what it printed."""
+    with running(arguments, tmp_path) as command:
         assert command.process.wait(500) == 0, command.stderr.read_text()
         printed = command.stdout.read_text()
         assert_nothing_left(command)
-    content = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert content["schema"] == "rayvec-bench-compare"
+    content = json.loads((tmp_path / "out" / f"{arguments[1]}.json").read_text())
+    assert content["schema"] == f"rayvec-bench-{arguments[1]}"
+    return content, printed
+
+
+def compared(peers: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Runs ``rayvec bench compare`` with some peers; returns its rows by name, and what it printed."""
+    content, printed = ran([*COMPARE, *peers.split()], tmp_path)
     with (tmp_path / "out" / "compare.csv").open() as file:
         assert [row["way"] for row in csv.DictReader(file)] == [row["way"] for row in content["rows"]]
     return {row["way"]: row for row in content["rows"]}, printed
@@ -95,11 +101,7 @@ WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
 @pytest.mark.slow
 def test_two_learners(tmp_path: Path, algorithm: str, ways: Sequence[str]) -> None:
     arguments = f"bench learner --algorithm {algorithm} --num-learners 2 --window 0.01 --out out --num-envs 4".split()
-    with running([*arguments, "--minibatch-size", "128", "--way", *ways], tmp_path) as command:
-        assert command.process.wait(500) == 0, command.stderr.read_text()
-        assert_nothing_left(command)
-    content = json.loads((tmp_path / "out" / "learner.json").read_text())
-    assert content["schema"] == "rayvec-bench-learner"
+    content, _ = ran([*arguments, "--minibatch-size", "128", "--way", *ways], tmp_path)
     assert [row["way"] for row in content["rows"]] == list(ways)
     for row in content["rows"]:
         assert row.get("samples_per_s", 0) > 0 and len(row["update_ms_all"]) >= 2, row
@@ -133,11 +135,8 @@ def test_an_environment_that_fails_fails_its_rows_and_no_more(tmp_path: Path, mo
     )
     (tmp_path / "bench_failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with running([*arguments, "--peer", "floor", "gymnasium-sync"], tmp_path) as command:
-        assert command.process.wait(150) == 0, command.stderr.read_text()
-        printed = command.stdout.read_text()
-        assert_nothing_left(command)
-    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    content, printed = ran([*arguments, "--peer", "floor", "gymnasium-sync"], tmp_path)
+    rows = content["rows"]
     assert [row["way"] for row in rows] == ["rayvec-driver", "rayvec-worker", "floor", "gymnasium-sync"]
     assert all("no such step" in row["failed"] for row in rows) and "failed, see below" in printed
 

@@ -24,12 +24,11 @@ from rayvec.data import Batch
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
-from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.policies.policy import Policy
 from rayvec.training.runs import LEARNERS
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "RankProcesses", "SharedMemory", "Threads"]
+__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
 
 _STEPS = {"ppo": 64, "sac": 4, "impala": 64}
 
@@ -165,8 +164,6 @@ class _Noise(gymnasium.Env[Any, Any]):
 class Threads:
     """One process, in which torch computes with as many threads as there would be ranks."""
 
-    transport = "none"
-
     def __init__(self, task: LearnerTask) -> None:
         torch.set_num_threads(task.num_learners)
         self._learner = task.learner()()
@@ -183,8 +180,6 @@ class Threads:
 
 class Group(Threads):
     """A :class:`rayvec.LearnerGroup`."""
-
-    transport = "ranks"
 
     def __init__(self, task: LearnerTask) -> None:
         self._learner = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
@@ -205,47 +200,20 @@ class OneShare(Threads):
         self._batch, self._samples = task.share(self._learner, 0), task.samples
 
 
-class RankProcesses(Processes):
-    """Ranks in processes of this machine, without Ray.
+class SharedMemory:
+    """rayvec's learner on ranks that are processes of this machine, without Ray.
 
-    Args:
-        size: How many.
-        sums: ``"shared-memory"``, ``"gloo"``, or ``"ddp"``, which makes torch's default group, NCCL for ``cuda``.
-        make: Makes what a rank computes from its `Ranks`, in its process: a function from a request to an answer.
-        device: ``"cpu"`` or ``"cuda"``.
+    Attributes:
+        sums: Of gradients: ``"shared-memory"``, ``"gloo"``, or ``"ddp"``, which makes torch's default group.
     """
 
-    def __init__(self, size: int, sums: str, make: Callable[[Ranks], Callable[[Any], Any]], device: str = "cpu"):
-        with tempfile.TemporaryDirectory(prefix="rayvec-ranks-") as directory:  # all have met when they are made
-            path = os.path.join(directory, "store")
-            super().__init__(_rank, [(make, sums, rank, size, device, path) for rank in range(size)])
-
-
-def _rank(make: Any, sums: str, rank: int, size: int, device: str, path: str) -> Callable[[Any], Any]:
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    ranks: Ranks = ALONE
-    if sums == "gloo":
-        ranks = CollectiveRanks(rank, size, store)
-    elif sums == "ddp":
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
-    elif rank == 0 and size > 1:
-        ranks = SharedMemoryRanks(0, size)
-        store.set("block", ranks.path)
-    elif size > 1:
-        ranks = SharedMemoryRanks(rank, size, store.get("block").decode())
-    found: Callable[[Any], Any] = make(ranks)
-    return found
-
-
-class SharedMemory:
-    """rayvec's learner on ranks that are processes of this machine, without Ray."""
-
-    transport = "shared-memory"
+    sums = "shared-memory"
 
     def __init__(self, task: LearnerTask) -> None:
-        make = functools.partial(_make_share, task, self.transport)
-        self._ranks = RankProcesses(task.num_learners, self.transport, make, task.device)
+        with tempfile.TemporaryDirectory(prefix="rayvec-ranks-") as directory:  # all have met when they are made
+            path = os.path.join(directory, "store")
+            ranks = range(task.num_learners)
+            self._ranks = Processes(_make_rank, [(task, self.sums, rank, path) for rank in ranks])
         self._samples = task.samples
 
     def advance(self) -> int:
@@ -261,24 +229,33 @@ class SharedMemory:
 class Gloo(SharedMemory):
     """The same, with sums by gloo."""
 
-    transport = "gloo"
+    sums = "gloo"
 
 
 class DDP(SharedMemory):
     """Processes with ``DistributedDataParallel``."""
 
-    transport = "ddp"
+    sums = "ddp"
 
 
-def _make_share(task: LearnerTask, sums: str, ranks: Ranks) -> Callable[[Any], Any]:
-    """Returns what a rank does on each request."""
+def _make_rank(task: LearnerTask, sums: str, rank: int, path: str) -> Callable[[Any], Any]:
+    """Returns what a rank does on each request, in its process."""
+    torch.set_num_threads(1)
+    size = task.num_learners
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     if sums == "ddp":
-        number = dist.get_rank() % max(1, torch.cuda.device_count())
-        update = UPDATES[task.algorithm](
-            task, torch.device("cuda", number) if task.device == "cuda" else torch.device("cpu")
-        )
+        on_gpu = task.device == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size)
+        device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+        update = UPDATES[task.algorithm](task, device)
         return lambda _: update()
     learner = task.learner()()
-    batch = task.share(learner, ranks.rank)
-    learner.ranks = ranks
+    batch = task.share(learner, rank)
+    if sums == "gloo":
+        learner.ranks = CollectiveRanks(rank, size, store)
+    elif rank:
+        learner.ranks = SharedMemoryRanks(rank, size, store.get("block").decode())
+    elif size > 1:
+        learner.ranks = SharedMemoryRanks(0, size)
+        store.set("block", learner.ranks.path)
     return lambda _: learner.update(batch) and None
