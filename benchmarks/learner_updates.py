@@ -39,8 +39,7 @@ def rayvec(algorithm: str, rows: int, *, compile: bool) -> Update:
     from dataclasses import replace
 
     from rayvec.bench.harness.learners import LearnerTask
-    from rayvec.learners.impala import IMPALALearner
-    from rayvec.learners.ppo import PPOLearner
+    from rayvec.training.runs import LEARNERS
 
     sizes: Any = {"num_envs": 16, "num_steps": rows * MINIBATCHES // 16, "minibatch_size": rows}
     if algorithm == "impala":
@@ -51,8 +50,7 @@ def rayvec(algorithm: str, rows: int, *, compile: bool) -> Update:
     config: Any = replace(task.config(), preset="none")
     if algorithm == "ppo":
         config = replace(config, num_epochs=EPOCHS)
-    kind: Any = PPOLearner if algorithm == "ppo" else IMPALALearner
-    learner = kind(task.env().observation_space, task.env().action_space, config)
+    learner = LEARNERS[type(config)](task.env().observation_space, task.env().action_space, config)
     batch = task.batch(learner)
 
     def update() -> int:

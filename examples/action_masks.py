@@ -6,8 +6,6 @@ After 150,528 steps (seed 1), the mean greedy return was 5.2 with masks. Without
 brought a passenger to the goal.
 """
 
-from __future__ import annotations
-
 import sys
 
 import rayvec

@@ -3,8 +3,6 @@
 python examples/callbacks.py
 """
 
-from __future__ import annotations
-
 import sys
 
 import rayvec

@@ -5,8 +5,6 @@ python examples/cleanrl_ppo_continuous_action.py
 `docs/cleanrl.md` shows the line that differs from a script with Gymnasium's SyncVectorEnv.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import gymnasium as gym

@@ -6,8 +6,6 @@ Each node has a rank that samples and learns. The output says where the ranks ar
 often a rank was stopped because the others had their steps. On a real cluster, pass its address instead.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ python examples/ddppo_cartpole.py
 On a cluster, pass num_nodes: each rank is then an actor on one of the nodes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -8,8 +8,6 @@ A learner turns batches into weights. It is plain torch and needs neither Ray no
 that checkpoints keep, and a policy that acts in the worker processes without torch.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ python examples/own_environment.py
 On the command line: rayvec train ppo --env-id own_environment:make_grid (in this directory).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

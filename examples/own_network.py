@@ -5,8 +5,6 @@ python examples/own_network.py
 On the command line: rayvec train ppo --env-id CartPole-v1 --network own_network:make_network (in this directory).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

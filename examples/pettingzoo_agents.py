@@ -3,8 +3,6 @@
 python examples/pettingzoo_agents.py
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

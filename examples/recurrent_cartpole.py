@@ -6,8 +6,6 @@ One observation tells where cart and pole are, but not how they move. A policy w
 python examples/recurrent_cartpole.py 500000 gru 1
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -6,8 +6,6 @@ Finished runs are not trained again, so that an interrupted sweep can be started
 another, each with all cores; `rayvec plot runs/sweep/*` draws the same picture later.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

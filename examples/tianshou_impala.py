@@ -5,8 +5,6 @@ The environments step in worker processes while the algorithm updates, with the 
 python examples/tianshou_impala.py [STEPS [SEED [EPISODES [LEARNERS]]]]
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

@@ -3,8 +3,6 @@
 python examples/train_cartpole.py
 """
 
-from __future__ import annotations
-
 import sys
 
 import rayvec

@@ -3,8 +3,6 @@
 python examples/vector_env.py
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import rayvec

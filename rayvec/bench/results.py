@@ -129,12 +129,8 @@ class Results:
         self.finish()
 
     def finish(self) -> None:
-        """Writes JSON and CSV, and prints where."""
+        """Writes JSON, and beside it the rows as CSV, nested values with dots in their names; prints where."""
         self.write()
-        print(f"written: {self.path}, {self.write_csv()}")
-
-    def write_csv(self) -> Path:
-        """Writes the rows as CSV beside the JSON, nested values with dots in their names; returns where."""
         flat = [_flat(row) for row in self.rows]
         names = list(dict.fromkeys(name for row in flat for name in row))
         path = self.path.with_suffix(".csv")
@@ -142,7 +138,7 @@ class Results:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(flat)
-        return path
+        print(f"written: {self.path}, {path}")
 
     @classmethod
     def read(cls, path: Path, kind: str) -> Results:

@@ -227,7 +227,7 @@ def check_memory(num_nodes: int, peers: Sequence[str], num_envs: int) -> None:
     peer = max((name for name in needs if name != "floor"), key=lambda name: needs[name])
     each_mib = needs[peer] + needs.get("floor", 0.0)
     needed = (num_nodes + 1) * _NODE_MIB + num_envs * each_mib
-    available = available_mib()
+    available = psutil.virtual_memory().available / 2**20
     if needed > available:
         raise ConfigError(
             "Simulated nodes and emulated cores need memory.",
@@ -237,8 +237,3 @@ def check_memory(num_nodes: int, peers: Sequence[str], num_envs: int) -> None:
             remedy="Lower --nodes or --cores-per-node"
             + ("." if peer == "rayvec" else f", or leave {peer} out of --peer."),
         )
-
-
-def available_mib() -> float:
-    """Returns the memory that is free without swapping, in MiB."""
-    return float(psutil.virtual_memory().available) / 2**20

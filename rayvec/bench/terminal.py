@@ -50,7 +50,7 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
     """Prints a Markdown table below a title, numbers to the right."""
     table = Table(box=box.MARKDOWN)
     for place, name in enumerate(header):
-        right = any(_is_number(row[place]) for row in rows)
+        right = any(str(row[place])[:1] in "+-0123456789" for row in rows)
         table.add_column(name, justify="right" if right else "left")
     for row in rows:
         table.add_row(*map(str, row))
@@ -95,7 +95,3 @@ def number(value: float) -> str:
     ('0.95', '952.38', '30,476')
     """
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
-
-
-def _is_number(cell: Any) -> bool:
-    return str(cell)[:1].isdigit() or str(cell)[:1] in "+-"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import AssertRefused
 from helpers.processes import RAYVEC, assert_nothing_left, running
@@ -22,7 +23,7 @@ from rayvec.bench.hosts import why_not
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import _show, cells, chunk_length, expected_total_s
 from rayvec.bench.settings import Scaling
-from rayvec.bench.simulate import Nodes, available_mib, check_memory
+from rayvec.bench.simulate import Nodes, check_memory
 from rayvec.cli import main
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
@@ -220,7 +221,7 @@ def test_a_cluster_has_the_nodes_that_it_has() -> None:
 
 
 def test_the_floor_beside_a_peer_needs_memory_too() -> None:
-    room = available_mib()
+    room = psutil.virtual_memory().available / 2**20
     check_memory(0, ("rayvec",), int(room / 20))
     with pytest.raises(ConfigError, match="GiB"):
         check_memory(0, ("rayvec", "floor"), int(room / 20))
