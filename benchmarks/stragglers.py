@@ -51,14 +51,16 @@ class Sleeping(EmulatedEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins an episode."""
+        super().reset(seed=seed)
         self._num_steps = 0
-        return super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Sleeps."""
-        obs, *_ = super().step(action)
+        super().step(action)
         self._num_steps += 1
-        return obs, 0.1 + float(self.np_random.standard_normal()), self._num_steps == 10, False, {}
+        reward = 0.1 + float(self.np_random.standard_normal())
+        return np.zeros(4, np.float32), reward, self._num_steps == 10, False, {}
 
 
 def _is_slow() -> bool:
