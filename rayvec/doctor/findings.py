@@ -167,8 +167,12 @@ def _cores(facts: Mapping[str, Any], name: str, node: Node | None) -> Finding:
 
 def _niceness(facts: Mapping[str, Any], name: str, of_driver: int) -> Finding:
     is_nice = facts["niceness"] > max(0, of_driver)
-    starved = (is_nice, "warning", "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0.")
-    return _judged(name, "niceness", f"workers at nice {facts['niceness']}", starved)
+    return _judged(
+        name,
+        "niceness",
+        f"workers at nice {facts['niceness']}",
+        (is_nice, "warning", "A busy driver starves them.", "Start Ray with RAY_worker_niceness=0."),
+    )
 
 
 def _files(facts: Mapping[str, Any], name: str, workers: int) -> Finding:
