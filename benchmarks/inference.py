@@ -41,7 +41,8 @@ class Still(EmulatedEnv):
 
     def __init__(self, space: spaces.Box, step_s: float) -> None:
         super().__init__(step_s)
-        self.observation_space, self._obs = space, space.sample()
+        self.observation_space, self.action_space = space, spaces.Discrete(6)
+        self._obs = space.sample()
 
 
 def measure(space: spaces.Box, num_envs: int, step_s: float, num_steps: int, repeats: int) -> dict[str, list[float]]:
