@@ -19,11 +19,12 @@ Every message states a rule, what it expects, what rayvec got, and a remedy.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 
@@ -192,17 +193,10 @@ class RemoteFailure:
             text = str(error)
         except Exception as unprintable:  # the exception's own __str__ raised
             text = f"its text can't be read: {unprintable!r}"
-        try:
-            pickled: bytes | None = cloudpickle.dumps(error)
-            rebuilt = pickle.loads(pickled)  # type: ignore[arg-type]
-            if type(rebuilt).__qualname__ != type(error).__qualname__ or str(rebuilt) != text:
-                pickled = None
-        except Exception:
-            pickled = None
         return cls(
             type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             text=text,
-            pickled=pickled,
+            pickled=_pickled(error, text),
             remote_traceback="".join(traceback.format_exception(error)),
             where=first or where,
             original=error,
@@ -229,3 +223,35 @@ class RemoteFailure:
         cause = cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
         cause.raised_in = self.where
         return cause
+
+
+class _Parts(NamedTuple):
+    """The parts of an exception. Unpickling them makes it without a call of its constructor."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _assembled, tuple(self)
+
+
+def _assembled(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+def _pickled(error: BaseException, text: str) -> bytes | None:
+    """Returns an exception by cloudpickle, or None if it can't be pickled and rebuilt.
+
+    Exceptions pickle as a call of their type with `args`. Where the constructor takes other arguments, that call fails
+    or changes the text; then the parts are pickled.
+    """
+    for attempt in (error, _Parts(type(error), error.args, vars(error))):
+        with contextlib.suppress(Exception):
+            pickled: bytes = cloudpickle.dumps(attempt)
+            rebuilt = pickle.loads(pickled)
+            if type(rebuilt).__qualname__ == type(error).__qualname__ and str(rebuilt) == text:
+                return pickled
+    return None

@@ -43,6 +43,12 @@ class Twice(Exception):
         super().__init__(f"bad {text}")
 
 
+class KeywordOnly(RuntimeError):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
 class Unpicklable(Exception):
     def __init__(self) -> None:
         super().__init__("holds a function")
@@ -83,13 +89,16 @@ class TestRemoteFailure:
         assert (str(rebuilt), rebuilt.args) == (str(error), error.args)
         self.check_cause(rebuilt.__cause__, error)
 
-    @pytest.mark.parametrize("error", [OwnError(3, "odd"), Twice("thing"), Unpicklable()], ids=repr)
-    def test_what_can_not_is_told_in_full(self, error: Exception) -> None:
+    @pytest.mark.parametrize("error", [OwnError(3, "odd"), Twice("thing"), KeywordOnly(code=3)], ids=repr)
+    def test_a_constructor_may_take_other_arguments(self, error: Exception) -> None:
         rebuilt = captured(error).rebuild()
-        if type(rebuilt).__qualname__ == type(error).__qualname__:
-            assert str(rebuilt) == str(error)
-        else:
-            self.check_cause(rebuilt, error)
+        assert type(rebuilt) is type(error) and vars(rebuilt) == vars(error)
+        assert (str(rebuilt), rebuilt.args) == (str(error), error.args)
+        self.check_cause(rebuilt.__cause__, error)
+
+    @pytest.mark.parametrize("error", [Unpicklable()], ids=repr)
+    def test_what_can_not_is_told_in_full(self, error: Exception) -> None:
+        self.check_cause(captured(error).rebuild(), error)
 
     def test_what_was_importable_only_there_is_told_in_full(self) -> None:
         failure = replace(captured(ValueError("x")), pickled=b"\x80\x05cno_such_module_anywhere\nError\n.")

@@ -110,11 +110,12 @@ class TestErrors:
             env.recv(1)
 
     @pytest.mark.parametrize("nodes", [1, 2])
-    def test_an_error_that_can_not_be_rebuilt_is_told_in_full(self, make_vec: MakeVec, nodes: int) -> None:
+    def test_an_error_whose_constructor_takes_other_arguments(self, make_vec: MakeVec, nodes: int) -> None:
         env = make_vec([CountingEnv, partial(FaultyEnv, "raise", error=partial(OwnError, 3, "odd"))], nodes)
         env.reset(seed=0)
-        with pytest.raises(EnvError, match=r"OwnError: odd \(3\)\n  raised in .*environment 1, seed 1\n\nTraceback"):
+        with pytest.raises(OwnError, match=r"^odd \(3\)$") as caught:
             env.step(np.zeros(2, int))
+        assert "environment 1, seed 1" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize("nodes", [1, 2])
     @pytest.mark.parametrize("when", ["init", "reset", "step"])
