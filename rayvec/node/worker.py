@@ -214,12 +214,11 @@ class Worker:
     def _send(self, reply: Reply) -> None:
         """Sends a reply. If the reply can't be pickled, it sends that failure instead."""
         try:
-            self._say(reply)
-        except (OSError, EOFError):
-            raise  # the owner has exited
-        except Exception as error:
+            data = dumps(reply)
+        except FAILURES as error:
             where = f"{self._where}, in what an environment returned (infos, observations or results)"
-            self._say(Reply(failures=((-1, RemoteFailure.capture(error, where)),)))
+            data = dumps(Reply(failures=((-1, captured(error, where)),)))
+        self._pipe.send(data)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Reply:
         try:

@@ -41,6 +41,19 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 
+class Unreadable:
+    def __deepcopy__(self, memo: Any) -> Unreadable:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise OSError("a file of its own")
+
+
+class ReturnsUnreadable(CountingEnv):
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:4], {"object": Unreadable()})
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("kind", "nodes"),
@@ -116,6 +129,13 @@ class TestErrors:
         with pytest.raises(OwnError, match=r"^odd \(3\)$") as caught:
             env.step(np.zeros(2, int))
         assert "environment 1, seed 1" in str(caught.value.__cause__)
+
+    def test_an_info_that_fails_while_it_is_pickled(self) -> None:
+        with RayVecEnv([ReturnsUnreadable], num_nodes=0, workers_per_node=1) as env:
+            env.reset(seed=0)
+            with pytest.raises(OSError, match="a file of its own") as caught:
+                env.step(np.zeros(1, int))
+            assert "what an environment returned" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize("nodes", [1, 2])
     @pytest.mark.parametrize("when", ["init", "reset", "step"])
