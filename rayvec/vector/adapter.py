@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any, Self, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -43,6 +44,10 @@ class PendingCall:
     timed_out: bool = False
 
 
+class _Overtaken(Exception):
+    """Another thread has started or ended a call since this one was checked."""
+
+
 class PoolAdapter:
     """A base of vector environments: it owns a pool, checks whether a call may begin, and closes what fails.
 
@@ -54,6 +59,7 @@ class PoolAdapter:
     _pool: ActingPool
     _creator: int
     _pending: PendingCall | None = None
+    _thread: int | None = None  # which thread calls the pool
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
@@ -221,40 +227,55 @@ class PoolAdapter:
 
         Ctrl-C closes it too: a later call could mistake the pending result for its own.
         """
+        thread, outer = get_ident(), self._thread
+        if outer is not None and outer != thread:
+            raise _another_thread()
+        self._thread = thread
         try:
             return function()
         except NotReady as error:
             if self._pending is not None:
                 self._pending.timed_out = True
             raise multiprocessing.TimeoutError(str(error)) from error
+        except _Overtaken:
+            raise _another_thread() from None
         except fatal as error:
             if self.closed and isinstance(error, Exception):
                 raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
             self._close_failed()
             raise
+        finally:
+            self._thread = outer
 
     def _start(self, name: str, start: Callable[[], Wait], group: int = 0) -> None:
         """Starts a call, which is pending from then on; `start` returns what waits for its result."""
 
         def begin() -> None:
+            call = self._pending
+            if call is not None and (call.name != name or (name != "rollout" and group in call.waits)):
+                raise _Overtaken
             wait = start()
-            if self._pending is None:
+            if call is None:
                 self._pending = PendingCall(name, {group: wait})
             else:
-                self._pending.waits[group] = wait
+                call.waits[group] = wait
 
         self._guarded(begin)
 
     def _wait(self, name: str, timeout_s: float | None, group: int = 0) -> Any:
         """Waits for the result of a call, which is not pending any more then."""
-        self._assert_pending(name)
-        call = self._pending
-        assert call is not None
-        result = self._guarded(lambda: call.waits[group](timeout_s))
-        del call.waits[group]
-        if not call.waits:
-            self._pending = None
-        return result
+        call = self._assert_pending(name)
+
+        def finish() -> Any:
+            if group not in call.waits:
+                raise _Overtaken
+            result = call.waits[group](timeout_s)
+            del call.waits[group]
+            if not call.waits:
+                self._pending = None
+            return result
+
+        return self._guarded(finish)
 
     def _assert_same_process(self) -> None:
         if os.getpid() != self._creator:
@@ -268,8 +289,8 @@ class PoolAdapter:
             )
 
     def _assert_running(self) -> None:
-        self._assert_same_process()
-        if self.closed:
+        if self.closed or os.getpid() != self._creator:
+            self._assert_same_process()
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
     def _assert_idle(self, name: str) -> None:
@@ -280,7 +301,19 @@ class PoolAdapter:
                 f"Calling `{name}` while waiting for a pending call to `{pending}` to complete.", pending
             )
 
-    def _assert_pending(self, name: str) -> None:
+    def _assert_pending(self, name: str) -> PendingCall:
         self._assert_running()
-        if self._pending is None or self._pending.name != name:
+        call = self._pending
+        if call is None or call.name != name:
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
+        return call
+
+
+def _another_thread() -> AlreadyPendingCallError:
+    text = message(
+        "One thread at a time calls an environment.",
+        expected="no call of another thread that has not returned",
+        got="one",
+        remedy="Call it from one thread, or hold a lock of your own; close() may come from any thread.",
+    )
+    return AlreadyPendingCallError(text, "a call of another thread")
