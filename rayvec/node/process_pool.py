@@ -386,10 +386,15 @@ class ProcessPool(PartedPool):
             A function that takes a timeout in seconds, waits, and returns one value for each part of the plan.
         """
         clients = [self._clients[part.owner] for part in plan.parts]
-        numbers = [
-            client.post_call(*command(part), fds=fds, repeat=repeat)
-            for client, part in zip(clients, plan.parts, strict=True)
-        ]
+        numbers: list[int] = []
+        try:
+            for client, part in zip(clients, plan.parts, strict=True):
+                numbers.append(client.post_call(*command(part), fds=fds, repeat=repeat))
+        except Exception:  # arguments that can't be pickled: discard the replies of the workers before
+            for client, number in zip(clients, numbers, strict=False):
+                self._supervisor.wait(client, number, deadline_in(None))
+                client.take_reply(number)
+            raise
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = deadline_in(timeout_s)

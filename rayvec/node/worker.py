@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -34,6 +35,8 @@ from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
 
 __all__ = ["STACK_SIGNAL", "WorkerSpec", "worker_main"]
+
+logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """The signal on which a worker writes its stack to a file that its owner reads."""
@@ -260,7 +263,10 @@ class Worker:
     def close(self) -> None:
         """Closes the environments and ends the worker."""
         self._closed = True
-        self.pool.close()
+        try:
+            self.pool.close()
+        except FAILURES:
+            logger.exception("%s: an environment did not close in order", self._where)
 
     def load_policy(self, key: int, policy: bytes) -> None:
         """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""

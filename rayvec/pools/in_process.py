@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any
@@ -31,9 +32,9 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     process that gets them.
 
     Raises:
-        KeyboardInterrupt: The error is Ctrl-C, which is no failure.
+        KeyboardInterrupt: The error is Ctrl-C, which is no failure. In a process that ignores Ctrl-C it is one.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)

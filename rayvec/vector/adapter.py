@@ -21,12 +21,14 @@ from rayvec.pools.weight_store import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.open_pool import open_pool
 
-__all__ = ["PendingCall", "PoolAdapter"]
+__all__ = ["LOSSES", "PendingCall", "PoolAdapter"]
 
 _T = TypeVar("_T")
 _Fatal = type[BaseException] | tuple[type[BaseException], ...]
 Wait = Callable[[float | None], Any]
 """Waits for up to so many seconds, and returns the result of a call."""
+LOSSES: _Fatal = (NodeLostError, WorkerLostError, KeyboardInterrupt)
+"""What closes an environment also where an error of its own does not, because it has taken no step."""
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ class PoolAdapter:
         return self._publish(policy, first_version, on_node=on_node)
 
     def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
-        guarded = partial(self._guarded, fatal=(NodeLostError, WorkerLostError, KeyboardInterrupt))
+        guarded = partial(self._guarded, fatal=LOSSES)
         acting = as_policy(policy)
         return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
@@ -202,6 +204,17 @@ class PoolAdapter:
         if not self.closed:
             self.close()
 
+    def __reduce__(self) -> str:
+        """Refuses copies, pickled ones too: the first that is collected would close the pool of the others."""
+        raise TypeError(
+            message(
+                "An environment owns its workers and can't be copied.",
+                expected="one object for them",
+                got="a copy, or a pickled one",
+                remedy="Make another environment from the same arguments.",
+            )
+        )
+
     def __del__(self) -> None:
         """Closes what was not closed."""
         if not sys.is_finalizing():
@@ -247,7 +260,7 @@ class PoolAdapter:
         finally:
             self._thread = outer
 
-    def _start(self, name: str, start: Callable[[], Wait], group: int = 0) -> None:
+    def _start(self, name: str, start: Callable[[], Wait], group: int = 0, fatal: _Fatal = BaseException) -> None:
         """Starts a call, which is pending from then on; `start` returns what waits for its result."""
 
         def begin() -> None:
@@ -260,22 +273,26 @@ class PoolAdapter:
             else:
                 call.waits[group] = wait
 
-        self._guarded(begin)
+        self._guarded(begin, fatal)
 
-    def _wait(self, name: str, timeout_s: float | None, group: int = 0) -> Any:
-        """Waits for the result of a call, which is not pending any more then."""
+    def _wait(self, name: str, timeout_s: float | None, group: int = 0, fatal: _Fatal = BaseException) -> Any:
+        """Waits for the result of a call, which is not pending any more then, unless the wait timed out."""
         call = self._assert_pending(name)
 
         def finish() -> Any:
-            if group not in call.waits:
+            wait = call.waits.pop(group, None)
+            if wait is None:
                 raise _Overtaken
-            result = call.waits[group](timeout_s)
-            del call.waits[group]
-            if not call.waits:
-                self._pending = None
-            return result
+            try:
+                return wait(timeout_s)
+            except NotReady:
+                call.waits[group] = wait
+                raise
+            finally:
+                if not call.waits:
+                    self._pending = None
 
-        return self._guarded(finish)
+        return self._guarded(finish, fatal)
 
     def _assert_same_process(self) -> None:
         if os.getpid() != self._creator:

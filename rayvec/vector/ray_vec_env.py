@@ -23,7 +23,7 @@ from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.weight_store import WeightStore
-from rayvec.vector.adapter import PoolAdapter, Wait
+from rayvec.vector.adapter import LOSSES, PoolAdapter, Wait
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -366,18 +366,21 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         return self._guarded(lambda: self._driver.rollout(*args))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each environment, or gets an attribute; returns the results in their order."""
+        """Calls a method of each environment, or gets an attribute; returns the results in their order.
+
+        What a method raises is raised here, and the environments stay open.
+        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
         self._assert_idle("call_async")
-        self._start("call", lambda: self._pool.call(name, args, kwargs, self._everyone))
+        self._start("call", lambda: self._pool.call(name, args, kwargs, self._everyone), fatal=LOSSES)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
-        return tuple(self._wait("call", timeout))
+        return tuple(self._wait("call", timeout, fatal=LOSSES))
 
     def render(self) -> tuple[Any, ...]:
         """Returns what each environment renders."""
@@ -401,7 +404,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                     remedy="Pass one value that is no list or tuple to set it everywhere.",
                 )
             )
-        self._guarded(lambda: self._pool.set_attr(name, values, self._everyone))
+        self._guarded(lambda: self._pool.set_attr(name, values, self._everyone), LOSSES)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.

@@ -412,3 +412,23 @@ def test_ctrl_c_while_it_closes_leaves_nothing() -> None:
     del env
     gc.collect()
     assert open_files() <= before
+
+
+FAILS_TO_CLOSE = """
+from rayvec import RayVecEnv
+from rayvec.testing import CountingEnv
+
+class FailsToClose(CountingEnv):
+    def close(self):
+        raise RuntimeError("a file of its own")
+
+if __name__ == "__main__":
+    RayVecEnv([FailsToClose] * 2, num_nodes=0, workers_per_node=1).close()
+"""
+
+
+def test_an_environment_that_fails_to_close_is_logged() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILS_TO_CLOSE], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    assert "worker 0: an environment did not close in order" in done.stderr
+    assert "RuntimeError: a file of its own" in done.stderr

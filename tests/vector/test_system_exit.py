@@ -90,6 +90,14 @@ def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec) -> None:
         env.step(np.zeros(2, int))
 
 
+def test_in_a_worker_which_ignores_ctrl_c_it_is_one(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 0, KeyboardInterrupt)], 0, 1)
+    env.reset(seed=4)
+    with pytest.raises(EnvError, match=r"Got: KeyboardInterrupt\(\)") as caught:
+        env.step(np.zeros(2, int))
+    assert "environment 1, seed 5" in str(caught.value.__cause__)
+
+
 class ExitingBatch(gymnasium.vector.SyncVectorEnv):
     def step(self, actions: Any) -> Any:
         sys.exit(3)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import pickle
+from copy import copy, deepcopy
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import gymnasium
@@ -261,3 +264,26 @@ def without_times(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(without_times(item) for item in value)
     return value
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), (2, 1)])
+def test_a_call_that_raises_leaves_the_environments_open(make_vec: MakeVec, nodes: int, workers: int) -> None:
+    env = make_vec([CountingEnv] * 2, nodes, workers)
+    env.reset(seed=0)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="typo"):
+            env.get_attr("typo")
+        if workers:
+            with pytest.raises(TypeError, match="pickle"):
+                env.set_attr("value", [1, Lock()])
+    assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
+
+
+def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
+    env = make_vec([CountingEnv], 0, 0)
+    env.reset(seed=0)
+    for copied in (copy, deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can't be copied") as caught:
+            copied(env)
+        assert_explained(caught.value)
+    assert env.step(np.zeros(1, int))[1].tolist() == [1.0]
