@@ -211,24 +211,25 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        batch = self._wait("reset", timeout)
-        return self._observations(batch), self._merger.merge(batch.info)
+        obs, infos = self._wait("reset", timeout)
+        return obs, self._merger.merge(infos)
 
     def _all_after_reset(self, ids: NDArray[np.int64]) -> Wait:
         """Returns what waits for a reset of `ids`, and then for the observations of all environments."""
         reset: StepBatch | None = None
 
-        def wait(timeout_s: float | None) -> StepBatch:
+        def wait(timeout_s: float | None) -> tuple[Tree, Any]:
             nonlocal reset
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             if reset is None:
                 reset = self._recv(ids, timeout_s)
                 if len(ids) < self.num_envs:
                     self._pool.observe(self._everyone)
-            if len(ids) == self.num_envs:
-                return reset
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return replace(self._pool.recv(self._everyone, timeout_s=left_s), info=reset.info)
+            answer = reset
+            if len(ids) < self.num_envs:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                answer = self._pool.recv(self._everyone, timeout_s=left_s)
+            return self._observations(answer), reset.info
 
         return wait
 
@@ -261,8 +262,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        batch = self._wait("step", timeout)
-        return (*self._copied(batch), self._merger.merge(batch.info))
+        *answers, infos = self._wait("step", timeout)
+        return (*answers, self._merger.merge(infos))
 
     def send(self, actions: Any, group: int = 0) -> None:
         """Starts a step of one group, whose environments are ``groups[group]``.
@@ -289,12 +290,12 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         ids = self._group(group)
         if self._pending is None or group not in self._pending.waits:
             raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
-        batch = self._wait("send", timeout, group)
+        obs, rew, terminated, truncated, of_envs = self._wait("send", timeout, group)
         infos: dict[str, Any] = {}
-        if batch.info:
+        if of_envs:
             rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
-            infos = InfoMerger(len(ids)).merge([info._replace(env_id=rows[info.env_id]) for info in batch.info])
-        return StepBatch(ids.copy(), *self._copied(batch), infos)
+            infos = InfoMerger(len(ids)).merge([info._replace(env_id=rows[info.env_id]) for info in of_envs])
+        return StepBatch(ids.copy(), obs, rew, terminated, truncated, infos)
 
     def rollout(
         self,
@@ -441,7 +442,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
         def start() -> Wait:
             self._pool.send(ids, checked, self._autoreset)
-            return lambda timeout_s: self._recv(ids, timeout_s)
+            return lambda timeout_s: self._answers(self._recv(ids, timeout_s))
 
         self._start(name, start, group)
 
@@ -456,9 +457,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             self._done[batch.env_ids] = batch.terminated | batch.truncated
         return batch
 
-    def _copied(self, batch: StepBatch) -> tuple[Tree, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Returns observations, rewards, terminated and truncated as the caller gets them."""
-        return self._observations(batch), batch.rew.copy(), batch.terminated.copy(), batch.truncated.copy()
+    def _answers(self, batch: StepBatch) -> tuple[Any, ...]:
+        """Returns observations, rewards, terminated and truncated as the caller gets them; and the infos."""
+        return self._observations(batch), batch.rew.copy(), batch.terminated.copy(), batch.truncated.copy(), batch.info
 
     def _observations(self, batch: StepBatch) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
