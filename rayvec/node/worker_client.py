@@ -216,11 +216,18 @@ class WorkerClient:
         """Whether the oldest pending command loads or drops a policy: that is no step, and may import modules."""
         return not self._posted[self.num_done].repeat
 
+    @property
+    def _num_limits(self) -> int:
+        """How many times the limit of a step may now pass: all those of a chunk while its policy acts, else one.
+
+        The first call of a policy may include its compilation.
+        """
+        policy_acts = self._seen % 2 == 0
+        return self._posted[self.num_done].num_steps if policy_acts else 1
+
     def overdue_at(self, limit_s: float) -> float:
         """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue."""
-        policy_acts = self._seen % 2 == 0  # its first call may include compilation
-        num_steps = self._posted[self.num_done].num_steps if policy_acts else 1
-        return max(self._begun_s, self._seen_s) + num_steps * limit_s
+        return max(self._begun_s, self._seen_s) + self._num_limits * limit_s
 
     def poll(self) -> None:
         """Records completed commands, without waiting.
@@ -336,9 +343,14 @@ class WorkerClient:
             name: Name of the limit.
             limit_s: The limit in seconds.
         """
+        rule, seconds = f"An environment answers within {name}.", limit_s
+        if self.is_loading:
+            rule = f"A worker loads a policy within {name}."
+        elif not self.is_starting and self._num_limits > 1:
+            rule, seconds = f"A policy acts within {name}, times the steps of its chunk.", self._num_limits * limit_s
         return WorkerLostError(
-            f"A worker loads a policy within {name}." if self.is_loading else f"An environment answers within {name}.",
-            expected=f"{self.where} to answer within {limit_s} s",
+            rule,
+            expected=f"{self.where} to answer within {seconds} s",
             got=f"no answer; the worker has been killed. Its stack was:\n{self._process.stack()}",
             remedy=f"Raise {name} if it may take so long; on_env_error='restart' replaces the worker.",
         )

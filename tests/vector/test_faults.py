@@ -381,6 +381,17 @@ def test_the_time_of_a_policy_is_no_steps() -> None:
         assert within(DEADLINE_S, partial(env.rollout, slow_policy, 20, seed=1)).valid.all()
 
 
+def test_a_policy_that_hangs_is_named_as_such() -> None:
+    def hanging_policy(obs: Any) -> Any:
+        if obs[:, TOTAL].any():
+            time.sleep(DEADLINE_S)
+        return np.full(len(obs), GO)
+
+    with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=1, step_timeout_s=0.5) as env:
+        with pytest.raises(WorkerLostError, match=r"A policy acts within step_timeout_s, .* within 2\.0 s"):
+            within(DEADLINE_S, partial(env.rollout, hanging_policy, 4, seed=1))
+
+
 def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
     env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
     with pytest.raises(WorkerLostError, match=r"to answer within 1\.0 s"):
