@@ -279,6 +279,24 @@ def test_a_call_that_raises_leaves_the_environments_open(make_vec: MakeVec, node
     assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
 
 
+class HasNumber(CountingEnv):
+    number = 3
+
+
+@pytest.mark.parametrize("kinds", [(CountingEnv, HasNumber), (HasNumber, CountingEnv)], ids=["first", "last"])
+@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), (2, 1)])
+def test_a_call_that_one_environment_raises_leaves_no_reply_behind(
+    make_vec: MakeVec, nodes: int, workers: int, kinds: Any
+) -> None:
+    env = make_vec(list(kinds), nodes, workers)
+    env.reset(seed=0)
+    for _ in range(3):
+        with pytest.raises(AttributeError, match="number"):
+            env.get_attr("number")
+        assert env.get_attr("render_mode") == (None, None)
+    assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
+
+
 def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv], 0, 0)
     env.reset(seed=0)
