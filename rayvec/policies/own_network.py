@@ -216,11 +216,11 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
     """Returns what a module returns for sample inputs.
 
     Raises:
-        ConfigError: The module raises.
+        ConfigError: The module raises, or returns tensors without a gradient.
     """
     try:
-        with torch.no_grad():
-            return net(*inputs)
+        with torch.enable_grad():
+            outputs = net(*inputs)
     except Exception as error:
         shapes = [str(tree_map(lambda leaf: (*leaf.shape, str(leaf.dtype)), each)) for each in inputs]
         raise ConfigError(
@@ -229,6 +229,15 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
             got=f"{type(error).__name__}: {error}",
             remedy="Convert them in forward, for example obs.float().flatten(1).",
         ) from error
+    tensors = [each for each in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(each, Tensor)]
+    if tensors and not any(each.requires_grad for each in tensors):
+        raise ConfigError(
+            "A network learns by the gradient of what it returns.",
+            expected="tensors that depend on its parameters",
+            got=f"{type(net).__name__} returned tensors without a gradient",
+            remedy="Remove torch.no_grad(), detach() and NumPy from forward.",
+        )
+    return outputs
 
 
 def check_output(name: str, output: Any, width: int | None) -> None:

@@ -37,12 +37,13 @@ def with_own_parts(
     if env is not None:
         parts["env_id"] = _named_env(env)
     if network is not None:
-        if not callable(network):
+        if not callable(network) or hasattr(network, "parameters"):  # a module can be called, too
             raise ConfigError(
                 "network makes the module to train.",
                 expected="a function of (observation space, action space, settings)",
                 got=repr(network)[:200],
-                remedy="Pass the function itself; its name belongs into the settings, as 'module:function'.",
+                remedy="Pass a function that returns the module; its name belongs into the settings, as "
+                "'module:function'.",
             )
         if "network" not in field_names(type(config)):
             raise ConfigError(

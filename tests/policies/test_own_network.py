@@ -89,6 +89,12 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), expected)
 
 
+class Detached(own_parts.TwoHeads):
+    def forward(self, obs: Any) -> Any:
+        with torch.no_grad():
+            return super().forward(obs)
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -99,6 +105,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
         (own_parts.raises, r"Linear is called with batches.*\(3, 3, 'torch.float32'\).*Got: RuntimeError"),
         (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "float32. Got: torch.float64"),
         (lambda o, a, c: _with_buffer(own_parts.TwoHeads(o, a), 2**40 + 1), "Buffers travel.*Got: number"),
+        (lambda o, a, c: Detached(o, a), "Got: Detached returned tensors without a gradient"),
         (lambda o, a, c: torch.nn.Linear(3, 2), r"tuple \(parameters.*Got: Tensor"),
     ],
 )
