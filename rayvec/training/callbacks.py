@@ -68,7 +68,7 @@ class RunContext:
         Args:
             reason: One sentence.
         """
-        self.stop_reason = self.stop_reason or reason
+        self.stop_reason = self.stop_reason or reason or "a callback stopped the run"
 
     def request_checkpoint(self) -> None:
         """Lets the next iteration end with a checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import logging
 import math
@@ -24,6 +25,7 @@ from rayvec.policies.masks import MaskedActorCritic
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.own_network import OwnActorCritic
 from rayvec.policies.recurrent import RecurrentActorCritic
+from rayvec.training.files import written_whole
 from rayvec.wrappers import MASK_KEY
 
 __all__ = ["GreedyModule", "export"]
@@ -160,7 +162,10 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
         if path.suffix == ".pt":
-            torch.jit.trace(greedy, example).save(str(path))  # type: ignore[no-untyped-call]
+            traced = io.BytesIO()  # torch ends the process where it can't write to a file
+            torch.jit.save(torch.jit.trace(greedy, example), traced)  # type: ignore[no-untyped-call]
+            with written_whole(path) as file:
+                file.write(traced.getbuffer())
         else:
             _export_onnx(greedy, example, names, path)
     return path

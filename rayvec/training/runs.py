@@ -25,6 +25,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.training.own_env_and_network import environment_of
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -141,8 +142,9 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
         return False
     if mask_space is not None:
         return mask_space.shape == (sum(sizes),)  # else the learner refuses it
-    first = np.arange(env.num_envs) == 0
-    _, infos = env.reset(seed=config.train_seed(0) + first_id, options={"reset_mask": first})
+    only_first = {"reset_mask": np.arange(env.num_envs) == 0}
+    options = None if ArrayLayout.of(space) is None else only_first  # objects have no value before their first reset
+    _, infos = env.reset(seed=config.train_seed(0) + first_id, options=options)
     return MASK_KEY in infos
 
 

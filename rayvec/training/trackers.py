@@ -43,8 +43,8 @@ class WandbTracker:
 
     def __init__(self, config: TrainConfig, run_dir: Path, run_id: str | None) -> None:
         wandb = importlib.import_module("wandb")
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT),
                 name=run_dir.name,
@@ -54,8 +54,9 @@ class WandbTracker:
                 config=config.to_plain(),
                 settings=wandb.Settings(init_timeout=_ANSWER_S, silent=True),
             )
-        except wandb.errors.Error as error:
-            raise _unreachable("wandb", str(error), "Run `wandb login`, or set WANDB_MODE=offline") from error
+        except (wandb.errors.Error, OSError) as error:
+            remedy = "Run `wandb login`, set WANDB_MODE=offline, or pass a run_dir that you may write to"
+            raise _unreachable("wandb", str(error), remedy) from error
         self._run.define_metric("steps")
         self._run.define_metric("*", step_metric="steps")  # a resumed run may log a step for a second time
         self.run_id: str = self._run.id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -232,3 +233,28 @@ def test_spaces_survive_a_checkpoint(space: Any) -> None:
     again = space_from_plain(space_to_plain(space))
     assert again == space and again.dtype == space.dtype
     assert space_to_plain(spaces.Text(3)) is None and space_to_plain(spaces.Tuple((space, spaces.Text(3)))) is None
+
+
+class DrawsText(gymnasium.Env[Any, Any]):
+    observation_space = spaces.Dict(text=spaces.Text(3), number=spaces.Discrete(2))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs: Any) -> Any:
+        return {"text": "abc", "number": 1}, {}
+
+
+def test_text_in_observations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Text"):
+        rayvec.train(tiny(tmp_path / "a", num_envs=2), env=DrawsText)
+
+
+def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            agent.export(tmp_path / "policy.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("policy*"))
