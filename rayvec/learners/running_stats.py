@@ -19,6 +19,8 @@ from rayvec.learners.ranks import Ranks, global_range
 __all__ = ["ReturnScale", "RunningMoments"]
 
 _EPSILON = 1e-8
+_LEAST_SPREAD = 0.01
+"""Returns that deviate less from their mean, as a share of it, are scaled as if they deviated so much."""
 
 
 class RunningMoments:
@@ -88,6 +90,8 @@ def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
 class ReturnScale:
     """Scales rewards so that discounted returns have a standard deviation of about 1.
 
+    The scale is at most 100 over the mean return: equal rewards of episodes of one step have no deviation.
+
     The return of an environment continues from batch to batch. It starts at 0 with every episode, also with one that
     replaces an episode that a fault cut between two batches. After a resume, where new episodes begin, the returns of
     the old ones fade as gamma^t.
@@ -141,7 +145,8 @@ class ReturnScale:
         sums = ranks.sum_(torch.cat([own, torch.from_numpy(everyone)]))  # one sum and not two
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
-        return rew * float(self._moments.scale)
+        largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)
+        return rew * min(float(self._moments.scale), largest)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the statistics."""

@@ -26,6 +26,8 @@ from helpers.thread_ranks import learn_on_ranks
 
 from rayvec.errors import CheckpointError
 from rayvec.learners.ppo import PPOLearner
+from rayvec.learners.ranks import ALONE
+from rayvec.learners.running_stats import ReturnScale
 from rayvec.policies.policy import Policy
 
 NORMALIZED = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 0.5}
@@ -84,6 +86,14 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns() -> None:
         torch.testing.assert_close(
             learner._samples(batch).advantage, plain._samples(scaled).advantage, atol=1e-5, rtol=1e-5
         )
+
+
+def test_equal_returns_are_scaled_by_their_size() -> None:
+    """As in episodes of one step with a constant reward, whose returns have no deviation."""
+    rew, ends = np.full((4, 2), 5.0), np.ones((4, 2), bool)
+    scaled = ReturnScale(0.9)(rew, ends, ends, np.zeros(2, bool), ALONE)
+    np.testing.assert_allclose(scaled, 100.0)
+    assert not ReturnScale(0.9)(0 * rew, ends, ends, np.zeros(2, bool), ALONE).any()
 
 
 def test_rewards_are_clipped() -> None:
