@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def make_learner(action_space: spaces.Space[Any] = BOX, *, dtype: Any = torch.fl
 def make_chunk(action_space: spaces.Space[Any], seed: int, num_steps: int = 4, *, invalid: bool = False) -> Chunk:
     """Random observations, actions and rewards, and episodes that end in both ways."""
     rng = np.random.default_rng(seed)
+    action_space = copy.deepcopy(action_space)  # ranks are threads, which would share its generator
     action_space.seed(seed)
     obs = rng.normal(size=(num_steps + 1, N, 3)).astype(np.float32)
     terminated, truncated = rng.random((2, num_steps, N)) < 0.15
