@@ -79,7 +79,7 @@ def head_answers() -> bool:
 def can_call_ray() -> bool:
     """Whether Ray is initialised and its head answers.
 
-    A head whose last answer is missing is asked again after ten seconds: what closes many nodes waits for it once.
+    A head that gave no answer is asked again only ten seconds later: what closes many nodes waits for it once.
     """
     if not ray.is_initialized():
         return False

@@ -169,8 +169,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     eval_steps: Count | None = None
     """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
-    the environment's time limit, but at least one. An episode that is longer than that, than the time limit, and than
-    50,000 steps, is an error. Unset: a tenth of total_steps, at least 50,000."""
+    the environment's time limit, but at least one. An episode that is longer than this number, than the time limit and
+    than 50,000 steps is an error. Unset: a tenth of total_steps, at least 50,000."""
 
     eval_interval_steps: Count | None = None
     """Environment steps between two greedy evaluations during training, each with a checkpoint. They have environments

@@ -56,7 +56,8 @@ class ActorCriticConfig(NetworkConfig):
     """Largest global norm of the gradients."""
 
     normalize_reward: bool = False
-    """Divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
+    """Divide rewards by the running standard deviation of discounted returns, but by no less than 1 % of their mean;
+    logs show the raw rewards."""
 
     clip_reward: Positive | None = None
     """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""

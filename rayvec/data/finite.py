@@ -18,7 +18,7 @@ __all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs"]
 def find_bad_obs(chunk: Chunk) -> BadObs | None:
     """Returns where observations or rewards are NaN or infinite, or None if all are finite.
 
-    Of observations, only floating-point arrays can be. A reward counts as the observation before its step.
+    Of observations, only floating-point arrays can be. A reward is marked in the row of its step.
     """
     where, finals = _nothing_bad(chunk)
     named: list[tuple[tuple[int, int], str]] = []

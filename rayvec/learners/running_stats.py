@@ -20,7 +20,7 @@ __all__ = ["ReturnScale", "RunningMoments"]
 
 _EPSILON = 1e-8
 _LEAST_SPREAD = 0.01
-"""Returns that deviate less from their mean, as a share of it, are scaled as if they deviated so much."""
+"""Returns whose standard deviation is a smaller share of their mean are scaled as if it were this share."""
 
 
 class RunningMoments:

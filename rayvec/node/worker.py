@@ -266,7 +266,7 @@ class Worker:
         try:
             self.pool.close()
         except FAILURES:
-            logger.exception("%s: an environment did not close in order", self._where)
+            logger.exception("%s: an environment raised in close()", self._where)
 
     def load_policy(self, key: int, policy: bytes) -> None:
         """Loads a policy. The message also carried the file descriptor of the policy's weight memory."""

@@ -218,7 +218,7 @@ class WorkerClient:
 
     @property
     def _num_limits(self) -> int:
-        """How many times the limit of a step may now pass: all those of a chunk while its policy acts, else one.
+        """How many limits of a step may pass now: as many as the chunk has steps while its policy acts, else one.
 
         The first call of a policy may include its compilation.
         """

@@ -162,7 +162,7 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
         if path.suffix == ".pt":
-            traced = io.BytesIO()  # torch ends the process where it can't write to a file
+            traced = io.BytesIO()  # torch aborts the process if it can't write the file
             torch.jit.save(torch.jit.trace(greedy, example), traced)  # type: ignore[no-untyped-call]
             with written_whole(path) as file:
                 file.write(traced.getbuffer())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
@@ -28,7 +28,7 @@ _Fatal = type[BaseException] | tuple[type[BaseException], ...]
 Wait = Callable[[float | None], Any]
 """Waits for up to so many seconds, and returns the result of a call."""
 LOSSES: _Fatal = (NodeLostError, WorkerLostError, KeyboardInterrupt)
-"""What closes an environment also where an error of its own does not, because it has taken no step."""
+"""What closes the environments where an exception of a method or of a policy leaves them open."""
 
 
 @dataclass(slots=True)
@@ -204,8 +204,8 @@ class PoolAdapter:
         if not self.closed:
             self.close()
 
-    def __reduce__(self) -> str:
-        """Refuses copies, pickled ones too: the first that is collected would close the pool of the others."""
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickling: the first copy that is collected would close the pool of the others."""
         raise TypeError(
             message(
                 "An environment owns its workers and can't be copied.",
