@@ -23,10 +23,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "ppo": {
         "classic": {
             "num_steps": 64,
-            "learning_rate": 2.5e-3,
+            "learning_rate": 4e-3,
             "gamma": 0.98,
             "gae_lambda": 0.9,
-            "num_epochs": 8,
             "minibatch_size": 256,
             "entropy_coef": 0.0,
             "clip_value_loss": False,
