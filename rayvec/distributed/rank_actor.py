@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,19 @@ class RankActor:
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the object."""
         return getattr(self._object, name)(*args)
+
+    @_returning_failures
+    def join_and_call(self, method: str, counts: Sequence[int], *args: Any) -> Any:
+        """Calls a method of this actor, some of whose arguments come as bytes in pieces.
+
+        Args:
+            method: Its name.
+            counts: For each argument the number of its pieces; 0 where it comes as it is.
+            args: Arguments and pieces.
+        """
+        each = iter(args)
+        values = [pickle.loads(b"".join(itertools.islice(each, count))) if count else next(each) for count in counts]
+        return getattr(self, method)(*values)
 
     @_returning_failures
     def state_dict(self) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,6 +26,17 @@ from rayvec.pools.base import deadline_in, seconds_until
 __all__ = ["RayHost"]
 
 _LOOK_S = 2.0
+_MOST_INLINE_BYTES = 512 << 10
+"""Larger values reach a rank through the object store, which takes 4 to 6 ms; smaller ones with its call, in 1 to 3."""
+_PIECE_BYTES = 95_000
+"""Ray sends an argument with the call only if it is smaller than 100 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A pickled value in pieces, each of which Ray sends with a call."""
+
+    parts: tuple[bytes, ...]
 
 
 class RayHost:
@@ -56,11 +70,18 @@ class RayHost:
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        return rank, getattr(rank.handle, method).remote(*(_ref(arg) for arg in args))
+        if any(isinstance(arg, _Pieces) for arg in args):
+            split = [arg.parts if isinstance(arg, _Pieces) else (_ref(arg),) for arg in args]
+            counts = [len(parts) * isinstance(arg, _Pieces) for arg, parts in zip(args, split, strict=True)]
+            return rank, rank.handle.join_and_call.remote(method, counts, *itertools.chain(*split))
+        return rank, getattr(rank.handle, method).remote(*map(_ref, args))
 
     def put(self, value: Any) -> Any:
-        """Puts a value into the object store."""
-        return ray.put(value)
+        """Packs a value now; a large one into the object store."""
+        data = cloudpickle.dumps(value)
+        if len(data) > _MOST_INLINE_BYTES:
+            return ray.put(value)
+        return _Pieces(tuple(data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)))
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -69,6 +90,8 @@ class RayHost:
 
     def result(self, ref: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        if isinstance(ref, _Pieces):
+            return cloudpickle.loads(b"".join(ref.parts))
         try:
             return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:

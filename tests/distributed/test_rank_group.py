@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -170,6 +171,20 @@ def test_calls_since_the_checkpoint_are_repeated(
     assert group.run("add", [(1.0,)] * 2) == [[2.0 * (num_calls + 1)] * 3] * 2
     assert group.state_dict()["total"].tolist() == [2.0 * (num_calls + 1)] * 3
     assert group.num_starts == 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 94_000, 95_000, 190_000, 600_000])
+def test_values_of_any_size_arrive_between_other_arguments(group: RankGroup, size: int) -> None:
+    begin(group)
+    value = np.random.default_rng(size).integers(256, size=size).astype(np.uint8)
+    expected = value.copy()
+    packed = group.put(value)
+    value += 1  # the caller fills its array again, which a later call must not see
+    results = group.run("returned", [("before", packed, rank) for rank in range(3)])
+    assert [(first, third) for first, _, third in results] == [("before", rank) for rank in range(3)]
+    assert all(np.array_equal(each, expected) and each.dtype == np.uint8 for _, each, _ in results)
+    results = group.run("returned", [(packed, packed)] * 3)
+    assert all(np.array_equal(each, expected) for pair in results for each in pair)
 
 
 def test_a_state_that_was_loaded_is_the_state(make_group: MakeGroup) -> None:
