@@ -16,6 +16,7 @@ import errno
 import itertools
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, describe, field_names
 from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
-from rayvec.training.interrupts import Interrupts
+from rayvec.training.interrupts import Interrupts, Terminated
 
 __all__ = ["main"]
 
@@ -294,7 +295,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
-    It is 141, without a message, if the reader of its output has ended.
+    It is 143 after SIGTERM in training, and 141, without a message, if the reader of its output has ended.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.
@@ -312,7 +313,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return code
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
     except Exception as error:
         is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
         _drop_unwritable_output()

@@ -1,4 +1,4 @@
-"""What Ctrl-C does: it ends a command at once, except where the first one is a request to stop."""
+"""What Ctrl-C and SIGTERM do: they end a command at once, except where the first one is a request to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import threading
 import types
 from collections.abc import Iterator
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "Terminated"]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, by which schedulers, containers and spot instances announce that they will kill a process."""
 
 
 class Interrupts:
@@ -19,15 +23,18 @@ class Interrupts:
     of a C library), and libraries turn it into errors of their own. Therefore a press is remembered: the block ends
     with a KeyboardInterrupt in these cases too.
 
+    SIGTERM counts as Ctrl-C while a press is `deferred`, unless your program has a handler for it.
+
     Signals belong to the main thread: in another one, nothing changes.
 
     Attributes:
-        requested: Whether Ctrl-C was pressed while it was `deferred`.
+        requested: Whether Ctrl-C was pressed, or SIGTERM came, while it was `deferred`.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._raised = self._deferred = False
+        self._kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Interrupts:
@@ -44,26 +51,43 @@ class Interrupts:
     def check(self, error: BaseException | None = None) -> None:
         """Raises the KeyboardInterrupt that was dropped, or that became `error`."""
         if self._raised:
-            interrupt = KeyboardInterrupt()
+            interrupt = self._kind()
             for note in getattr(error, "__notes__", []):
                 interrupt.add_note(note)
             raise interrupt from error
 
+    def stopped(self, message: str) -> KeyboardInterrupt:
+        """Returns the exception that ends a run after a request to stop."""
+        return self._kind(message)
+
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Makes the first Ctrl-C a request to stop; the second one raises KeyboardInterrupt."""
+        """Makes the first Ctrl-C or SIGTERM a request to stop; the second one raises KeyboardInterrupt."""
         self.check()
         self._deferred = True
+        before = signal.getsignal(signal.SIGTERM)
+        is_taken = self._in_main_thread and (before == signal.SIG_DFL or _is_of_ray(before))
+        if is_taken:
+            signal.signal(signal.SIGTERM, self._pressed)
         try:
             yield
         finally:
             self._deferred = False
+            if is_taken:
+                signal.signal(signal.SIGTERM, before)
 
     def _pressed(self, signum: int, frame: types.FrameType | None) -> None:
+        self._kind = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if self._deferred and not self.requested:
             self.requested = True
+            came, again = ("SIGTERM: ", "another signal") if self._kind is Terminated else ("", "Ctrl-C again")
             with contextlib.suppress(RuntimeError):  # it came within a print to standard error
-                print("\nfinishing the current iteration; Ctrl-C again stops at once", file=sys.stderr)
+                print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)
         else:
             self._raised = True
-            raise KeyboardInterrupt
+            raise self._kind
+
+
+def _is_of_ray(handler: object) -> bool:
+    """Whether Ray has set a handler, which ends the process at once."""
+    return str(getattr(handler, "__module__", "")).startswith("ray.")

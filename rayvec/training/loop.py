@@ -158,7 +158,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                 run.lose_ranks(error)
         if is_done:
             return run.end()
-        raise KeyboardInterrupt(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
+        raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
 
 
 class _Run:
@@ -233,8 +233,8 @@ class _Run:
         """Makes the iterations that are left, with checkpoints and evaluations.
 
         Returns:
-            Whether the run is done; not if Ctrl-C was pressed before, or if it should continue with other ranks. Then
-            the checkpoint is of the last iteration.
+            Whether the run is done; not if Ctrl-C or SIGTERM came before, or if it should continue with other ranks.
+            Then the checkpoint is of the last iteration.
         """
         self.has_begun = True
         self._monitor.begin(self.context.progress)
@@ -282,7 +282,7 @@ class _Run:
         return self.context.progress.steps < self._config.total_steps and not self._ends(interrupts)
 
     def _ends(self, interrupts: Interrupts) -> bool:
-        """Whether Ctrl-C or a callback asked to end the run."""
+        """Whether Ctrl-C, SIGTERM or a callback asked to end the run."""
         return interrupts.requested or self.context.stop_reason is not None
 
     def _evaluated(self, evaluation: Evaluation | None, weights: NDArray[np.float32] | None) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C: at once or after the iteration, never lost, with exit code 130 and nothing left behind."""
+"""Ctrl-C and SIGTERM: at once or after the iteration, never lost, with their exit codes and nothing left behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import pytest
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 
-from rayvec.training.interrupts import Interrupts
+from rayvec.training.interrupts import Interrupts, Terminated
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
-SLOW_RAY = pytest.param(1, marks=pytest.mark.slow)
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
 
 
@@ -65,6 +64,28 @@ def test_a_press_in_the_middle_of_a_print_is_a_request(monkeypatch: pytest.Monke
     with Interrupts() as interrupts, interrupts.deferred():
         print("64/128 steps", file=sys.stderr)
     assert interrupts.requested
+
+
+def test_sigterm_is_a_request_in_the_loop_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), Interrupts() as interrupts:
+        assert signal.getsignal(signal.SIGTERM) is before
+        with interrupts.deferred():
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupts.requested and isinstance(interrupts.stopped(""), Terminated)
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_of_yours_for_sigterm_stays() -> None:
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        with Interrupts() as interrupts, interrupts.deferred():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [1] and not interrupts.requested
 
 
 def test_a_request_alone_interrupts_nothing() -> None:
@@ -116,14 +137,26 @@ def test_in_another_thread_nothing_changes() -> None:
     assert seen == [before]
 
 
-@pytest.mark.parametrize("num_nodes", [0, SLOW_RAY])
-def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, num_nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_nodes", "signum"),
+    [
+        (0, signal.SIGINT),
+        (0, signal.SIGTERM),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),  # Ray's own handler ends a process at once
+    ],
+)
+def test_a_signal_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, num_nodes: int, signum: int) -> None:
     run_dir = tmp_path / "a"
     arguments = ["train", "ppo", f"--num-nodes={num_nodes}", "--total-steps", "1_000_000", "--run-dir", str(run_dir)]
     with running(arguments, tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 3)
-        assert command.interrupt() == 130
+        if signum == signal.SIGINT:
+            os.killpg(command.process.pid, signum)  # Ctrl-C reaches the whole foreground group
+        else:
+            command.process.send_signal(signum)
+        assert command.process.wait(60) == 128 + signum
         assert_nothing_left(command)
     error = command.stderr.read_text()
     assert f"resume with: rayvec train ppo --resume {run_dir}" in error and "Traceback" not in error
