@@ -20,10 +20,18 @@ _WIDTH = 200
 _MOST_UNATTRIBUTED = 0.05
 
 
+class _Console(Console):
+    """A console whose reader may end: the command line then ends with its own exit code, not with rich's."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises the error again."""
+        raise
+
+
 def console() -> Console:
     """Returns the terminal; output that is no terminal gets lines long enough for the tables."""
-    made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
+    made = _Console(highlight=False, markup=False)
+    return made if made.is_terminal else _Console(highlight=False, markup=False, width=_WIDTH)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.errors import ConfigError, RemoteFailure
+from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
@@ -92,7 +92,10 @@ class SerialPool(InProcessPool):
                         reset_again(row, same_step, infos)
                         continue
                 obs, reward, term, trunc, info = envs[row].step(action)
-                rew[row] = reward
+                try:
+                    rew[row] = reward
+                except (TypeError, ValueError) as error:
+                    raise _no_number(reward) from error
                 if term or trunc:
                     terminated[row], truncated[row] = term, trunc
                     if same_step:
@@ -239,6 +242,16 @@ def _kept(obs: Any) -> Any:
     if type(obs) is np.ndarray and not obs.dtype.hasobject:
         return obs.copy()  # ten times faster than deepcopy for small arrays
     return deepcopy(obs)
+
+
+def _no_number(reward: Any) -> EnvError:
+    """Returns the error for a reward that is no number."""
+    return EnvError(
+        "The reward of a step is one number.",
+        expected="a float",
+        got=f"an array of shape {reward.shape}" if isinstance(reward, np.ndarray) else f"{reward!r:.80}",
+        remedy="Let step() return float(reward).",
+    )
 
 
 _IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)

@@ -163,6 +163,18 @@ def test_an_object_with_a_finaliser_is_not_copied() -> None:
         assert connection is first["connection"][0] and connection.is_open == [True]
 
 
+class Rewards(CountingEnv):
+    """Gives the same reward in every step."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__()
+        self._reward = reward
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self._reward, *rest
+
+
 class LocksInInfos(SyncVectorEnv):
     """A vector environment whose infos hold what can't be copied."""
 
@@ -189,6 +201,15 @@ class TestErrors:
         with here([KeepsLock] * 2, 2) as env, pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
             env.reset(seed=0)
         assert_explained(caught.value)
+        assert "environment 0, seed 0" in str(caught.value.__cause__)
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("reward", [np.ones(1), [1.0], "one"])
+    def test_a_reward_that_is_no_number(self, reward: Any, workers: int) -> None:
+        with here([partial(Rewards, reward)], workers) as env:
+            env.reset(seed=0)
+            with pytest.raises(EnvError, match=r"one number\..*float\(reward\)") as caught:
+                env.step(np.zeros(1, int))
         assert "environment 0, seed 0" in str(caught.value.__cause__)
 
     def test_this_process_raises_the_exception_itself(self) -> None:
