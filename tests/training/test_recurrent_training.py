@@ -102,9 +102,10 @@ IMPALA_IN_THE_MAZE: dict[str, Any] = {"total_steps": 150_000, "num_envs": 16, "n
         (PPOConfig, PPO_IN_THE_MAZE, "lstm"),
         (PPOConfig, PPO_IN_THE_MAZE, None),
         (IMPALAConfig, IMPALA_IN_THE_MAZE, "gru"),
+        (IMPALAConfig, {**IMPALA_IN_THE_MAZE, "total_steps": 600_000}, "lstm"),
         (IMPALAConfig, IMPALA_IN_THE_MAZE, None),
     ],
-    ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru", "impala"],
+    ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru", "impala-lstm", "impala"],
 )
 def test_a_maze_takes_memory(tmp_path: Path, kind: Any, settings: dict[str, Any], recurrent: Any) -> None:
     """The cue is seen 20 steps before it is needed; half of the choices are right without memory."""
