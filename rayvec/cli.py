@@ -30,7 +30,7 @@ from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, describe, field_names
-from rayvec.errors import LearnerError, NodeLostError, RayvecError, WorkerLostError, message
+from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.interrupts import Interrupts, Terminated
 
 __all__ = ["main"]
@@ -39,6 +39,10 @@ _RESUME_HELP = (
     "Resume the run in this directory from its last checkpoint, with its own settings; you may change only "
     + ", ".join(name.replace("_", "-") for name in ADJUSTABLE)
     + "."
+)
+_SEEDS_HELP = (
+    "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
+    "the run directory. The same command continues what has not finished."
 )
 
 
@@ -64,7 +68,7 @@ _NODE_COUNTS = PrimitiveConstructorSpec(
 
 
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
-    """Returns the fields of `cls` and ``resume``, without checks: tyro would reformat their messages."""
+    """Returns the fields of `cls`, ``resume`` and ``seeds``, without checks: tyro would reformat their messages."""
     docs = {row.name: row.doc for row in describe(cls)}
     types = {**get_type_hints(cls, include_extras=True), "num_nodes": Annotated[Any, _NODE_COUNTS]}
     options = [
@@ -72,9 +76,10 @@ def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
         for item in dataclasses.fields(cls)
     ]
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
+    seeds = ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help=_SEEDS_HELP)], field(default=()))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
-        cls.__name__, [*options, resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+        cls.__name__, [*options, resume, seeds], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
     )
 
 
@@ -98,20 +103,28 @@ class Train:
 
     settings: _Settings
 
-    def run(self, mentioned: frozenset[str]) -> None:
-        """Trains, or resumes a run; `mentioned` are the names of the options on the command line."""
-        cls = CONFIGS[self.settings.algorithm]
-        values = {name: getattr(self.settings, name) for name in field_names(cls)}
+    def run(self, args: Sequence[str]) -> None:
+        """Trains, with one seed or with several, or resumes a run; `args` are the arguments of the command line."""
+        cls, mentioned = CONFIGS[self.settings.algorithm], _mentioned(args)
+        values = {name: getattr(self.settings, name) for name in field_names(cls) if name in mentioned}
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
+        seeds: tuple[int, ...] = self.settings.seeds  # type: ignore[attr-defined]
+        if "seeds" in mentioned:
+            _check_alone(seeds, mentioned)
+            from rayvec.training.many_seeds import train_seeds
+
+            config = cls(**{**values, "seed": seeds[0]})
+            train_seeds(config, seeds, _without(args, "--seeds", "--run-dir"))
+            return
         if run_dir is None:
-            config = cls(**{name: value for name, value in values.items() if name in mentioned})
+            config = cls(**values)
             from rayvec.training.loop import train
 
             result = train(config)
         else:
             from rayvec.training.loop import resume
 
-            result = resume(run_dir, **{name: value for name, value in values.items() if name in mentioned})
+            result = resume(run_dir, **values)
         print(
             f"greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps "
             f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
@@ -149,8 +162,8 @@ class Eval:
     workers_per_node: int | None = None
     """Worker processes on each node; not given: as in training."""
 
-    def run(self, mentioned: frozenset[str]) -> None:
-        """Evaluates; `mentioned` are the names of the options on the command line."""
+    def run(self, args: Sequence[str]) -> None:
+        """Evaluates; `args` are the arguments of the command line."""
         check(self)
         from rayvec.training.evaluation import evaluate_run
 
@@ -160,7 +173,7 @@ class Eval:
             (episode_return,) = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"
             print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
-        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
+        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in _mentioned(args)}
         evaluation = evaluate_run(
             self.run_dir, num_episodes=self.episodes, seed=self.seed, checkpoint=self.checkpoint, **changes
         )
@@ -180,7 +193,7 @@ class Plot:
     out: Path = Path("curves.png")
     """The PNG file."""
 
-    def run(self, mentioned: frozenset[str]) -> None:
+    def run(self, args: Sequence[str]) -> None:
         """Draws the picture and prints a line for each group of runs."""
         from rayvec.training.plots import plot_runs, read_runs
 
@@ -201,7 +214,7 @@ class Report:
     out: Path | None = None
     """The HTML file; not given: report.html in the run's directory."""
 
-    def run(self, mentioned: frozenset[str]) -> None:
+    def run(self, args: Sequence[str]) -> None:
         """Writes the page."""
         from rayvec.training.report import write_report
 
@@ -224,7 +237,7 @@ class Top:
     once: bool = False
     """Print one table and end."""
 
-    def run(self, mentioned: frozenset[str]) -> int:
+    def run(self, args: Sequence[str]) -> int:
         """Shows the run; returns 1 if its process has died."""
         from rayvec.training.top import top
 
@@ -243,13 +256,13 @@ class Bench:
         | Annotated[LearnerBench, tyro.conf.subcommand("learner")]
     )
 
-    def run(self, mentioned: frozenset[str]) -> None:
-        """Runs the benchmark; `mentioned` are the names of the options on the command line."""
+    def run(self, args: Sequence[str]) -> None:
+        """Runs the benchmark; `args` are the arguments of the command line."""
         from rayvec.bench import compare, learner, scaling
         from rayvec.bench.cost_model import cost, plan
 
         modules = {Scaling: scaling, Compare: compare, Model: plan, Cost: cost, LearnerBench: learner}
-        modules[type(self.command)].run(self.command, mentioned)
+        modules[type(self.command)].run(self.command, _mentioned(args))
 
 
 @dataclass(frozen=True)
@@ -268,7 +281,7 @@ class Doctor:
     json: bool = False
     """Print one JSON document instead of lines."""
 
-    def run(self, mentioned: frozenset[str]) -> int:
+    def run(self, args: Sequence[str]) -> int:
         """Prints a line for each finding; returns 1 if one is an error."""
         from rayvec.doctor.report import report
 
@@ -308,7 +321,7 @@ def main(args: Sequence[str] | None = None) -> int:
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
-            code = command.run(_mentioned(args)) or 0
+            code = command.run(args) or 0
             print(end="", flush=True)
             return code
     except KeyboardInterrupt as interrupt:
@@ -382,6 +395,33 @@ def _with_values(args: Sequence[str]) -> Sequence[str]:
 
 def _print_error(text: str, error: BaseException) -> None:
     print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+
+
+def _check_alone(seeds: Sequence[int], mentioned: frozenset[str]) -> None:
+    """Raises a ConfigError unless ``--seeds`` has numbers and no option beside it that belongs to one run."""
+    others = [f"--{name}" for name in ("seed", "resume") if name in mentioned]
+    if others or not seeds:
+        raise ConfigError(
+            "--seeds trains new runs, one with each seed.",
+            expected="at least one seed, and neither --seed nor --resume",
+            got=f"--seeds {' '.join(map(str, seeds))} {' '.join(others)}".strip(),
+            remedy="Leave out the other option; the same --seeds and --run-dir continue runs that have not finished.",
+        )
+
+
+def _without(args: Sequence[str], *names: str) -> list[str]:
+    """Returns arguments without some options and their values.
+
+    >>> _without(["train", "ppo", "--seeds", "1", "2", "--gamma", "0.9", "--run-dir=a"], "--seeds", "--run-dir")
+    ['train', 'ppo', '--gamma', '0.9']
+    """
+    kept, is_dropped = [], False
+    for arg in args:
+        if arg.startswith("--"):
+            is_dropped = arg.partition("=")[0].replace("_", "-") in names
+        if not is_dropped:
+            kept.append(arg)
+    return kept
 
 
 def _mentioned(args: Sequence[str]) -> frozenset[str]:

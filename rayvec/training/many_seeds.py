@@ -1,0 +1,192 @@
+"""One run with several seeds, side by side: each in a process and a directory of its own, with one summary."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rayvec.config import TrainConfig
+from rayvec.config.schema import field_names
+from rayvec.errors import ConfigError, LearnerError
+from rayvec.training.interrupts import Interrupts
+from rayvec.training.plots import plot_runs, read_runs
+from rayvec.training.run_dir import free_run_dir, load_config, load_result
+
+__all__ = ["train_seeds"]
+
+_LOOK_S = 0.2
+_END_S = 30.0
+"""How long a run may take to end after a second Ctrl-C, before it is killed, in seconds."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) -> None:
+    """Trains once with each seed, as many at a time as there are cores for, and prints one summary.
+
+    The runs are in ``seedS`` in ``config.run_dir``, and their curves in ``curves.png``. A run that is there already is
+    not repeated if it has finished, and resumed if it has not. If one fails, the others go on.
+
+    Args:
+        config: The settings; its seed does not count.
+        seeds: The seeds.
+        args: The command line that trains one run, without its seed and its directory.
+
+    Raises:
+        ConfigError: A seed is there twice, a directory holds a run with other settings, or no run could begin.
+        LearnerError: A run failed.
+        KeyboardInterrupt: Ctrl-C ended the runs.
+    """
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(
+            "Each seed is one run.",
+            expected="different seeds",
+            got=seeds,
+            remedy="Leave out the seeds that are there twice.",
+        )
+    directory = config.run_dir or _free_directory(config, seeds)
+    runs = {seed: directory / f"seed{seed}" for seed in seeds}
+    for seed, run_dir in runs.items():
+        _check_same(replace(config, seed=seed), run_dir)
+    at_once, workers = _shares(config, len(seeds))
+    commands = {
+        seed: [*args, *workers, "--seed", str(seed), "--resume" if run_dir.exists() else "--run-dir", str(run_dir)]
+        for seed, run_dir in runs.items()
+        if not load_result(run_dir)
+    }
+    with Interrupts() as interrupts, interrupts.deferred():
+        codes = _run_all(commands, at_once, interrupts)
+    failed = sorted(seed for seed, code in codes.items() if code)
+    again = f"the same command with --run-dir {directory} continues what has not finished"
+    if interrupts.requested:
+        raise interrupts.stopped(f"stopped; {again}")
+    finished = [run_dir for seed, run_dir in runs.items() if seed not in failed]
+    if finished:
+        _summarize(finished, directory / "curves.png")
+    if failed:
+        kind = ConfigError if set(codes.values()) == {2} else LearnerError
+        raise kind(
+            "Every seed trains to its end.",
+            expected=f"{len(runs)} runs that finish",
+            got=f"an error of seed {', '.join(map(str, failed))}, which is printed above",
+            remedy=f"Mend the cause; {again}.",
+        )
+
+
+def _free_directory(config: TrainConfig, seeds: Sequence[int]) -> Path:
+    one = free_run_dir(config)
+    return one.with_name(one.name.replace(f"seed{config.seed}", f"seeds{'-'.join(map(str, seeds))}"))
+
+
+def _check_same(config: TrainConfig, run_dir: Path) -> None:
+    """Raises a ConfigError if there is a run that learns something else."""
+    if run_dir.exists():
+        names = set(field_names(type(config))) - {"run_dir"}
+        load_config(run_dir).adjusted(**{name: getattr(config, name) for name in names})
+
+
+def _shares(config: TrainConfig, num_runs: int) -> tuple[int, list[str]]:
+    """Returns how many runs there are at a time, and options that divide the cores of this machine among them.
+
+    Runs on Ray, on ranks or on a GPU follow one after another: each is made to use all that there is.
+    """
+    cores = len(os.sched_getaffinity(0))
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    is_on_ray = address is not None if config.num_nodes is None else config.num_nodes != 0
+    if is_on_ray or config.num_learners > 1 or config.learner_device != "cpu":
+        return 1, []
+    if config.workers_per_node is not None:
+        return max(1, min(num_runs, cores // max(1, config.workers_per_node))), []
+    at_once = min(num_runs, cores)
+    return at_once, ["--num-nodes", "0", "--workers-per-node", str(cores // at_once)]
+
+
+def _run_all(commands: dict[int, list[str]], at_once: int, interrupts: Interrupts) -> dict[int, int]:
+    """Runs commands, and prints their lines with the seed before them; returns the exit codes by seed.
+
+    After Ctrl-C no other one begins, and those that run get it too.
+    """
+    waiting, codes, unfinished, is_told = list(commands), dict[int, int](), defaultdict[int, bytes](bytes), False
+    with selectors.DefaultSelector() as selector, _ended() as running:
+        while running or (waiting and not interrupts.requested):
+            while waiting and len(running) < at_once and not interrupts.requested:
+                seed = waiting.pop(0)
+                running[seed] = _start(commands[seed])
+                selector.register(running[seed].stdout, selectors.EVENT_READ, seed)
+            if interrupts.requested and not is_told:
+                is_told = True
+                _tell(running.values(), signal.SIGINT)
+            for key, _ in selector.select(_LOOK_S):
+                seed, process = key.data, running[key.data]
+                data = os.read(key.fd, 65536)
+                unfinished[seed] = _print_lines(seed, unfinished[seed] + (data or b"\n"))
+                if not data:
+                    selector.unregister(key.fileobj)
+                    process.stdout.close()
+                    codes[seed] = process.wait()
+                    del running[seed]
+    return codes
+
+
+def _print_lines(seed: int, output: bytes) -> bytes:
+    """Prints the lines of what a run has written; returns what comes after the last one."""
+    *lines, rest = output.split(b"\n")
+    for line in filter(None, lines):
+        print(f"seed {seed}: {line.decode(errors='replace')}", file=sys.stderr)
+    return rest
+
+
+def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a command of rayvec in a session of its own. It gets SIGTERM when this process ends, however it does."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "rayvec", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+
+
+@contextmanager
+def _ended() -> Iterator[dict[int, Any]]:
+    """Yields a dictionary of processes, and ends those that are left in it: after an error, or a second Ctrl-C."""
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        yield running
+    finally:
+        _tell(running.values(), signal.SIGINT)
+        deadline = time.monotonic() + _END_S
+        for process in running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+
+
+def _tell(processes: Any, signum: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+
+def _summarize(run_dirs: Sequence[Path], picture: Path) -> None:
+    """Prints the greedy returns of runs and draws their curves."""
+    for run_dir in run_dirs:
+        result = load_result(run_dir)
+        greedy = result.get("eval_return_mean")
+        print(f"{run_dir}: greedy return {'none' if greedy is None else f'{greedy:.1f}'}")
+    (group,) = read_runs(run_dirs)
+    plot_runs([group], picture)
+    print(f"{group.env_id} {group}; the curves are in {picture}")

@@ -1,0 +1,107 @@
+"""``--seeds``: several runs side by side, each as if it were alone, continued by the same command."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.processes import assert_nothing_left, running
+from helpers.training_kit import HERE, SMALL, assert_same, options
+
+from rayvec.cli import main
+from rayvec.training.run_dir import load_run
+
+SETTINGS = {**SMALL, **HERE, "total_steps": 600, "eval_episodes": 2, "env_id": "CartPole-v1"}
+pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
+
+
+def train(directory: Path, *args: str, **changes: object) -> int:
+    return main(["train", "ppo", *options({**SETTINGS, **changes}), "--run-dir", str(directory), *args])
+
+
+def test_seeds_train_as_they_do_alone_and_finished_ones_are_not_repeated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    assert train(together, "--seeds", "3", "1") == 0
+    printed = capfd.readouterr()
+    assert "seed 1: greedy return" in printed.err and "seed 3: greedy return" in printed.err
+    assert "CartPole-v1 PPO (2 seeds): greedy" in printed.out and (together / "curves.png").stat().st_size > 10_000
+    assert train(alone, "--seed", "3") == 0
+    assert_same(*(load_run(each)[1]["learner"] for each in (together / "seed3", alone)))
+
+    before = (together / "seed1" / "result.json").stat().st_mtime_ns
+    assert train(together, "--seeds", "1", "2") == 0
+    printed = capfd.readouterr()
+    assert "seed 1: " not in printed.err and "seed 2: greedy return" in printed.err
+    assert (together / "seed1" / "result.json").stat().st_mtime_ns == before
+
+    assert train(together, "--seeds", "1", "4", gamma=0.5) == 2
+    assert "gamma=0.5 after 0.98" in capfd.readouterr().err and not (together / "seed4").exists()
+
+
+@pytest.mark.parametrize("args", [["1", "1"], ["1", "--seed", "2"], ["1", "--resume", "somewhere"], ["-1"], ["x"], []])
+def test_refused(tmp_path: Path, args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = train(tmp_path / "a", "--seeds", *args)
+    except SystemExit as exit_of_the_parser:
+        code = exit_of_the_parser.code
+    assert code == 2 and not (tmp_path / "a").exists()
+    printed = capfd.readouterr()
+    assert "seed" in printed.err + printed.out
+
+
+FAILS_ONCE = """
+import os
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+def make():
+    try:
+        os.close(os.open("failed", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return CartPoleEnv()
+    raise OSError("no licence is free")
+"""
+
+
+def test_a_seed_that_fails_leaves_the_others_and_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(FAILS_ONCE)
+    settings = {**SETTINGS, "env_id": "once:make", "run_dir": "a"}
+    args = ["train", "ppo", *options(settings), "--seeds", "1", "2"]
+    with running(args, tmp_path) as command:
+        assert command.process.wait(300) == 1
+        assert_nothing_left(command)
+    error = command.stderr.read_text()
+    assert "no licence is free" in error and "an error of seed" in error and "Traceback" not in error
+    assert len(list((tmp_path / "a").glob("seed*/result.json"))) == 1
+    with running(args, tmp_path) as command:
+        assert command.process.wait(300) == 0, command.stderr.read_text()
+    assert len(list((tmp_path / "a").glob("seed*/result.json"))) == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_saves_every_run_and_the_same_command_continues(tmp_path: Path, signum: int) -> None:
+    settings = {**SETTINGS, "total_steps": 2_000_000, "compile": False, "run_dir": "a"}
+    with running(["train", "ppo", *options(settings), "--seeds", "1", "2", "3"], tmp_path) as command:
+        began = [tmp_path / "a" / f"seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
+        command.wait_until(lambda: all(each.exists() and each.stat().st_size for each in began))
+        os.kill(command.process.pid, signum)
+        assert command.process.wait(60) == 128 + signum
+        assert_nothing_left(command)
+    error = command.stderr.read_text()
+    assert "the same command with --run-dir a continues" in error and "Traceback" not in error
+    steps = [load_run(each.parent)[1]["progress"]["steps"] for each in began]
+    assert min(steps) > 0
+
+
+@pytest.mark.slow
+def test_runs_end_with_the_command_that_was_killed(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "total_steps": 2_000_000, "compile": False, "run_dir": "a"}
+    with running(["train", "ppo", *options(settings), "--seeds", "1", "2"], tmp_path) as command:
+        began = [tmp_path / "a" / f"seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
+        command.wait_until(lambda: all(each.exists() and each.stat().st_size for each in began))
+        command.kill(signal.SIGKILL)
+        assert_nothing_left(command)
