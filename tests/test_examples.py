@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import ray.cloudpickle
 
 from rayvec.config import CONFIGS
 
@@ -22,8 +23,10 @@ SMALL = {
     "cleanrl_ppo.py": (2048,),
     "cleanrl_ppo_continuous_action.py": (4096,),
     "cleanrl_sac_continuous_action.py": (1200,),
+    "optuna_search.py": (2048, 2),
     "own_algorithm.py": (2048,),
     "pettingzoo_agents.py": (2_400,),
+    "ray_tune.py": (2048, 2),
     "recurrent_cartpole.py": (2048,),
     "sb3_ppo.py": (1024, 5),
     "sb3_sac.py": (160, 2),
@@ -41,7 +44,7 @@ SMALL = {
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
 SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "ddppo", "load_agent", "own_algorithm", "own_network")
-SLOW += ("pettingzoo", "recurrent", "sb3", "sweep", "tianshou")
+SLOW += ("optuna", "pettingzoo", "ray_tune", "recurrent", "sb3", "sweep", "tianshou")
 
 
 def test_none_is_left_out() -> None:
@@ -64,12 +67,14 @@ def test_example(
     spec.loader.exec_module(module)
     if hasattr(module, "RayVectorEnv"):  # each worker would import torch and Tianshou
         monkeypatch.setattr(module, "RayVectorEnv", partial(module.RayVectorEnv, num_nodes=1, workers_per_node=1))
-    cloudpickle.register_pickle_by_value(module)  # as if it were run as a script
+    for each in (cloudpickle, ray.cloudpickle):  # as if it were run as a script
+        each.register_pickle_by_value(module)
     try:
         run = module.train if name.startswith("cluster") else module.main  # the cluster of the tests is there
         run(*SMALL[name])
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for each in (cloudpickle, ray.cloudpickle):
+            each.unregister_pickle_by_value(module)
         CONFIGS.pop("reinforce", None)  # which one of them registers
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
 
