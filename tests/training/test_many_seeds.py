@@ -67,6 +67,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_a_seed_that_fails_leaves_the_others_and_is_continued(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(FAILS_ONCE)
     settings = {**SETTINGS, "env_id": "once:make", "run_dir": "a"}
