@@ -252,5 +252,5 @@ def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies(venv: RayVect
     ages, weights = zip(*seen, strict=True)
     assert ages == (0, 1, 1, 1, 1)
     assert weights[0] == pytest.approx(1, abs=1e-5)
-    assert all(abs(weight - 1) > 1e-5 for weight in weights[1:])
+    assert max(abs(weight - 1) for weight in weights[1:]) > 1e-5  # a mean of weights may be 1 by chance
     collector.reset_env()

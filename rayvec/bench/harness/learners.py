@@ -102,7 +102,12 @@ class LearnerTask:
     def config(self) -> Any:
         """Returns the settings of the algorithm."""
         own: dict[str, dict[str, Any]] = {
-            "ppo": {"minibatch_size": self.minibatch, "compile": self.compile, "shared_trunk": self.images},
+            "ppo": {
+                "minibatch_size": self.minibatch,
+                "num_epochs": 8,
+                "compile": self.compile,
+                "shared_trunk": self.images,
+            },
             "sac": {
                 "batch_size": self.minibatch_size * self.factor,
                 "learning_starts": 1,
