@@ -148,7 +148,7 @@ class NativePool(InProcessPool):
         self._write_obs(unit, obs)
         obs, reset_info = self._reset_some(unit, None, None, done)
         ended = {"final_obs": final_obs, "_final_obs": done, "final_info": dict(info), "_final_info": done}
-        return obs, {**merge_reset(info, reset_info, done), **ended}
+        return obs, {**merge_reset(dict(info), reset_info, done), **ended}
 
     def _reset_some(
         self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]

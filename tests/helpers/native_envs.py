@@ -95,6 +95,21 @@ class Final(SyncVectorEnv):
         return obs, rew, terminated, truncated, {**empty, **info}
 
 
+class Says(SyncVectorEnv):
+    """Returns infos without masks, those of steps in nested dicts; the caller resets it."""
+
+    def __init__(self) -> None:
+        super().__init__([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, {"began": obs[:, 1], "both": obs[:, :2]}
+
+    def step(self, actions: Any) -> Any:
+        obs, rew, terminated, truncated, _ = super().step(actions)
+        return obs, rew, terminated, truncated, {"deep": {"down": {"step": obs[:, 3]}}, "both": obs[:, 3]}
+
+
 class Fails(SyncVectorEnv):
     """Raises, or kills its process, in one step of the first process that makes it.
 
