@@ -89,7 +89,8 @@ class TestChunks:
             num_envs=12,
             num_nodes=0,
             workers_per_node=2,
-            eval_episodes=2,
+            eval_episodes=2,  # fewer than the agents of a game
+            eval_interval_steps=512,
             run_dir=tmp_path / "run",
         )
         assert np.isfinite(rayvec.train(config).eval_return_mean)

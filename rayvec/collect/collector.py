@@ -142,14 +142,16 @@ class Collector:
         The steps of pending chunks are dropped, and counted as surplus of the next batch.
 
         Args:
-            seed: Seed of the environments, base + index; None lets each continue with its own generator.
+            seed: Seed of the environments, base + index. With None, the first reset takes the seed of the collector;
+                later, each environment continues with its own generator.
         """
         self._drop_pending()
         self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
         self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
         self._kept.clear()
         self._kept_parts.clear()
-        self._env.reset(seed=seed)
+        of_collector, self._seed = self._seed, None
+        self._env.reset(seed=of_collector if seed is None else seed)
         self._tracker.clear()
         self._started = True
 
@@ -284,8 +286,7 @@ class Collector:
     def _begin(self) -> None:
         """Begins the first episodes, if none has begun."""
         if not self._started:
-            seed, self._seed = self._seed, None
-            self.reset(seed)
+            self.reset()
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,33 +126,47 @@ def info_blocks(t: int, first: int, columns: Columns, among: NDArray[np.bool_]) 
 def _column(value: Any, rows: NDArray[np.int64], count: int) -> InfoColumn:
     """Returns the column of some environments; dicts are made of nested columns, one for each of them."""
     if type(value) is dict:
-        inner = [key for key in value if not is_mask(key, value)]
-        masks = [mask_of(key, value, count) for key in inner]
-        rows_of = [_rows(value[key], count) for key in inner]
-        return InfoColumn(
-            object,
-            _objects(
-                [
-                    {key: column[row] for key, mask, column in zip(inner, masks, rows_of, strict=True) if mask[row]}
-                    for row in rows.tolist()
-                ]
-            ),
-        )
+        return InfoColumn(object, _objects(_dicts(value, rows, count)))
     column = _rows(value, count)[rows]
     if column.dtype.hasobject or column.dtype.kind not in "biufc":
         return InfoColumn(object, column.astype(object))
     return InfoColumn(column.dtype.type if column.ndim == 1 else np.ndarray, column)
 
 
-def merge_reset(info: Mapping[str, Any], reset_info: Mapping[str, Any], done: NDArray[np.bool_]) -> dict[str, Any]:
+def _dicts(columns: Columns, rows: NDArray[np.int64], count: int) -> list[Columns]:
+    """Returns the dicts of some environments, from nested columns."""
+    dicts: list[Columns] = [{} for _ in rows]
+    for key, value in columns.items():
+        if not is_mask(key, columns):
+            values = _dicts(value, rows, count) if type(value) is dict else _rows(value, count)[rows]
+            for each, item, has in zip(dicts, values, mask_of(key, columns, count)[rows], strict=True):
+                if has:
+                    each[key] = item
+    return dicts
+
+
+def merge_reset(info: Columns, reset_info: Columns, done: NDArray[np.bool_]) -> Columns:
     """Returns the infos of a step, and for environments that it ended those of the reset that followed."""
-    merged = dict(reset_info)
-    for key, values in info.items():
-        if key not in reset_info:
-            merged[key] = values & ~done if key.startswith("_") else values
-        elif isinstance(values, Mapping):
-            merged[key] = merge_reset(values, reset_info[key], done)
+    merged: Columns = {}
+    for key in {**info, **reset_info}:
+        if is_mask(key, info) or is_mask(key, reset_info):
+            continue
+        parts = [(part, among) for part, among in ((info, ~done), (reset_info, done)) if key in part]
+        values = [part[key] for part, _ in parts]
+        if len(parts) == 1:
+            merged[key] = values[0]
+        elif all(type(value) is dict for value in values):
+            merged[key] = merge_reset(values[0], values[1], done)
         else:
-            rows = done.reshape(-1, *[1] * (np.ndim(values) - 1))
-            merged[key] = np.where(rows, reset_info[key], values)
+            merged[key] = _chosen(_rows(values[0], len(done)), _rows(values[1], len(done)), done)
+        merged[f"_{key}"] = np.logical_or.reduce([mask_of(key, part, len(done)) & among for part, among in parts])
     return merged
+
+
+def _chosen(rows: NDArray[Any], others: NDArray[Any], chooses_other: NDArray[np.bool_]) -> NDArray[Any]:
+    """Returns rows of two arrays ``[count, ...]``; objects, where the arrays are of different kinds."""
+    if (rows.dtype, rows.shape) != (others.dtype, others.shape):
+        rows, others = _objects(list(rows)), _objects(list(others))
+    chosen = rows.copy()
+    chosen[chooses_other] = others[chooses_other]
+    return chosen

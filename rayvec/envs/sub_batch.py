@@ -72,7 +72,7 @@ class SubBatch:
             raise _wrong(expected, f"shape {array.shape}, dtype {array.dtype}")
         return array
 
-    def leaf(self, value: Any, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+    def leaf(self, value: Any, dtype: DTypeLike, shape: tuple[int, ...], name: str = "observations") -> NDArray[Any]:
         """Returns one array of the observations.
 
         Raises:
@@ -80,7 +80,7 @@ class SubBatch:
         """
         array = np.asarray(value)
         if array.shape != (self.num_envs, *shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
-            expected = f"observations of shape {(self.num_envs, *shape)} and dtype {np.dtype(dtype)}"
+            expected = f"{name} of shape {(self.num_envs, *shape)} and dtype {np.dtype(dtype)}"
             raise _wrong(expected, f"shape {array.shape}, dtype {array.dtype}")
         return array
 

@@ -109,25 +109,34 @@ class NativePool(InProcessPool):
                     obs, info = self._reset_within(unit, obs, info, done)
                 else:
                     env.final_obs(info, done, obs)
+                    if not getattr(info["final_obs"], "dtype", np.dtype(int)).hasobject:
+                        self._leaves(unit, info["final_obs"], "info['final_obs']")
         self._write_obs(unit, obs)
         self.rew[rows], self.terminated[rows], self.truncated[rows] = rew, terminated, truncated
         self._say(unit, info, infos)
 
     def _write_obs(self, unit: int, obs: Any) -> None:
-        env, rows = self._envs[unit], self._slices[unit]
+        for target, leaf in zip(self._obs_leaves, self._leaves(unit, obs), strict=True):
+            target[self._slices[unit]] = leaf
+
+    def _leaves(self, unit: int, obs: Any, name: str = "observations") -> list[NDArray[Any]]:
+        """Returns the arrays of the observations of a sub-batch.
+
+        Raises:
+            EnvError: They are not those of its space.
+        """
+        env = self._envs[unit]
         assert self.layout is not None
         try:
             leaves = self.layout.flatten(obs)
         except ValueError as error:
             raise EnvError(
                 "A native sub-batch returns observations in the structure of its space.",
-                expected=self.layout.space,
+                expected=f"{name} of {self.layout.space}",
                 got=error,
                 remedy="Correct the vector environment, or its spaces.",
             ) from error
-        checked = [env.leaf(leaf, *field) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
-        for target, leaf in zip(self._obs_leaves, checked, strict=True):
-            target[rows] = leaf
+        return [env.leaf(leaf, *field, name) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
 
     def _say(self, unit: int, info: Mapping[str, Any], infos: list[SubBatchInfo]) -> None:
         if info:
@@ -148,7 +157,7 @@ class NativePool(InProcessPool):
         self._write_obs(unit, obs)
         obs, reset_info = self._reset_some(unit, None, None, done)
         ended = {"final_obs": final_obs, "_final_obs": done, "final_info": dict(info), "_final_info": done}
-        return obs, {**merge_reset(info, reset_info, done), **ended}
+        return obs, {**merge_reset(dict(info), reset_info, done), **ended}
 
     def _reset_some(
         self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]

@@ -145,6 +145,17 @@ class RayVecEnv(PoolAdapter, VecEnv):
         self._pool.observe(self._everyone)
         return tree_map(np.copy, self._pool.recv(self._everyone).obs)
 
+    def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
+        """Sets the options of the next reset: one dict for all environments, or a list with one for each."""
+        if isinstance(options, Sequence) and len(options) != self.num_envs:
+            raise ConfigError(
+                "Options are one dict for all environments, or one for each.",
+                expected=f"a dict, or a list of {self.num_envs}",
+                got=f"a list of {len(options)}",
+                remedy="Pass {} for environments without options.",
+            )
+        super().set_options(options)
+
     def step_async(self, actions: Any) -> None:
         """Starts a step of every environment; :meth:`step_wait` returns its result.
 

@@ -155,7 +155,9 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None
         return
     workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
     here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
-    with make_env(here, min(config.num_envs, config.eval_episodes)) as env:
+    # a sub-batch of games takes certain numbers of environments only: that of the run fits
+    num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
+    with make_env(here, num_envs) as env:
         try:
             yield Evaluator(config, steps, env, config.eval_interval_steps)
         except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,6 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
     greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
     leaves = dict(leaf_spaces(observation_space))
     example = tuple(_example(space) for space in leaves.values())
-    names = ["_".join(map(str, keys)) or "obs" for keys in leaves]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
         if path.suffix == ".pt":
@@ -167,8 +166,19 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
             with written_whole(path) as file:
                 file.write(traced.getbuffer())
         else:
-            _export_onnx(greedy, example, names, path)
+            _export_onnx(greedy, example, _input_names(leaves), path)
     return path
+
+
+def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Returns a name for each array of an observation, all different and none that of the output."""
+    names: list[str] = []
+    for keys in paths:
+        name = "_".join(map(str, keys)) or "obs"
+        while name in (*names, "action"):
+            name += "_"
+        names.append(name)
+    return names
 
 
 def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[str], path: Path) -> None:
@@ -183,17 +193,21 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
         ) from error
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     rows = torch.export.Dim("rows", min=1)
-    torch.onnx.export(
+    program = torch.onnx.export(
         greedy,
         example,
-        path,
         input_names=names,
         output_names=["action"],
         dynamic_shapes=(tuple({0: rows} for _ in example),),
-        external_data=False,
         verbose=False,
         dynamo=True,
     )
+    assert program is not None
+    graph = program.model.graph
+    for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
+        if value.name in names:  # of an observation called "linear" or "low"
+            value.name += "_of_policy"
+    program.save(path, external_data=False)
 
 
 def _example(space: spaces.Space[Any]) -> Tensor:

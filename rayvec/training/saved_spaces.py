@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,12 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
             dtype = np.dtype(value["dtype"])
             return spaces.MultiDiscrete(value["nvec"].numpy(), dtype.type, start=value["start"].numpy())
         case "MultiBinary":
-            return spaces.MultiBinary(value["shape"])
+            shape = value["shape"]
+            return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
         case kind:
             parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
-            return spaces.Dict(parts) if kind == "Dict" else spaces.Tuple(list(parts.values()))
+            # a plain dict would be sorted by key, and networks read the parts in the order of the space
+            return spaces.Dict(OrderedDict(parts)) if kind == "Dict" else spaces.Tuple(list(parts.values()))
 
 
 def _packed(bounds: np.ndarray[Any, Any]) -> torch.Tensor:

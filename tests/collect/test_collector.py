@@ -101,6 +101,14 @@ class TestSteps:
         assert_same_chunk(chunks[1], chunks[0])
         assert_same_chunk(chunks[2], chunks[0])
 
+    def test_the_first_reset_takes_the_seed(self, counting: RayVecEnv) -> None:
+        plain = Collector(counting, zeros, seed=6).collect(n_step=5).chunks[0]
+        collector = Collector(counting, zeros, seed=6)
+        collector.reset()
+        assert_same_chunk(collector.collect(n_step=5).chunks[0], plain)
+        collector.reset()
+        assert (collector.collect(n_step=5).chunks[0].obs[0, :, 1] > 0).all()  # later episodes, not the first
+
     def test_without_a_seed_nothing_repeats(self) -> None:
         env = local([DriftEnv] * 2)
         first, second = (Collector(env, TablePolicy()).collect(n_step=20).chunks[0] for _ in range(2))

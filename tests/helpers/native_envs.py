@@ -42,8 +42,9 @@ class Odd(SyncVectorEnv):
     Args:
         what: ``"rows"``: one row too many; ``"dtype"``: complex observations; ``"rewards"``: one reward for all;
             ``"flags"``: flags that are no bools; ``"no final"``: no last observations; ``"no mask"``: a mask that names
-            none of them; ``"view"``: last observations that the reset overwrites; ``"mask"``: a reset of all
-            environments, whatever the mask says; ``"mode"``: no autoreset mode.
+            none of them; ``"final rows"``: last observations of one environment only; ``"view"``: last observations
+            that the reset overwrites; ``"mask"``: a reset of all environments, whatever the mask says; ``"mode"``: no
+            autoreset mode.
     """
 
     def __init__(self, what: str) -> None:
@@ -69,6 +70,8 @@ class Odd(SyncVectorEnv):
             info.pop("final_obs", None)
         elif self.what == "no mask" and "final_obs" in info:
             info["_final_obs"] = np.zeros(3, bool)
+        elif self.what == "final rows" and "final_obs" in info:
+            info["final_obs"] = obs[:1].copy()
         elif self.what == "view" and "final_obs" in info:
             info["final_obs"] = obs
         return obs, rew, terminated, truncated, info
@@ -93,6 +96,21 @@ class Final(SyncVectorEnv):
         empty = {"final_obs": finals[self._kind], "_final_obs": nothing}
         empty |= {"final_info": {"x": np.zeros(3), "_x": nothing}, "_final_info": nothing}
         return obs, rew, terminated, truncated, {**empty, **info}
+
+
+class Says(SyncVectorEnv):
+    """Returns infos without masks, those of steps in nested dicts; the caller resets it."""
+
+    def __init__(self) -> None:
+        super().__init__([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, {"began": obs[:, 1], "both": obs[:, :2]}
+
+    def step(self, actions: Any) -> Any:
+        obs, rew, terminated, truncated, _ = super().step(actions)
+        return obs, rew, terminated, truncated, {"deep": {"down": {"step": obs[:, 3]}}, "both": obs[:, 3]}
 
 
 class Fails(SyncVectorEnv):

@@ -252,6 +252,11 @@ class TestBadInput:
             with pytest.raises(ConfigError, match="one action"):
                 env.step(np.zeros(4, int))
 
+    @pytest.mark.parametrize("count", [1, 6])
+    def test_too_few_or_too_many_options(self, optional: RayVecEnv, count: int) -> None:
+        with pytest.raises(ConfigError, match=rf"one for each.*list of 5.*list of {count}"):
+            optional.set_options([{"level": 1}] * count)
+
     def test_a_missing_package(self) -> None:
         program = (
             "import sys; sys.modules['stable_baselines3'] = None\n"

@@ -139,7 +139,21 @@ def test_onnx_acts_as_the_agent(
         np.testing.assert_allclose(actions, agent.predict(batch), atol=1e-5, rtol=0)
 
 
-@every_kind
+@pytest.mark.slow
+def test_onnx_inputs_have_names_of_their_own(tmp_path: Path) -> None:
+    """Here "low" and "linear" are names of torch within the model too, and "action" is that of the output."""
+    import onnxruntime
+
+    parts = {"action": VECTOR, "low": VECTOR, "linear": VECTOR, "a_b": VECTOR, "a": spaces.Dict(b=VECTOR)}
+    agent = make_agent(rayvec.PPOConfig, spaces.Dict(parts), TORQUES, {})
+    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
+    assert [each.name for each in session.get_inputs()] == ["a_b", "a_b_", "action_", "linear", "low"]
+    rows = np.random.default_rng(1).normal(size=(5, 3, *VECTOR.shape)).astype(np.float32)
+    batch = {"a": {"b": rows[0]}, **dict(zip(["a_b", "action", "linear", "low"], rows[1:], strict=True))}
+    (actions,) = session.run(["action"], dict(zip(["a_b", "a_b_", "action_", "linear", "low"], rows, strict=True)))
+    np.testing.assert_allclose(actions, agent.predict(batch), atol=1e-5, rtol=0)
+
+
 def test_one_observation_gets_the_action_of_its_row(
     kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any]
 ) -> None:
@@ -226,12 +240,14 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     [
         *(VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))),
         spaces.Box(0, np.iinfo(np.uint64).max, (2,), np.uint64),  # beyond int64
+        spaces.Dict(z=FEW, a=spaces.Dict(y=VECTOR, b=spaces.MultiBinary(3))),  # not in the order of the alphabet
     ],
     ids=lambda space: type(space).__name__,
 )
 def test_spaces_survive_a_checkpoint(space: Any) -> None:
     again = space_from_plain(space_to_plain(space))
     assert again == space and again.dtype == space.dtype
+    assert str(again) == str(space)  # networks read the parts in this order, which == does not compare
     assert space_to_plain(spaces.Text(3)) is None and space_to_plain(spaces.Tuple((space, spaces.Text(3)))) is None
 
 

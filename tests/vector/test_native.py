@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Fails, Final, Odd, counting
+from helpers.native_envs import Fails, Final, Odd, Says, counting
 
 import rayvec
 from rayvec import Collector, RayVecEnv
@@ -170,6 +170,17 @@ class TestChunks:
             for t, n, info in chunk.reset_infos:
                 ended = chunk.next_obs()[t, n, 1]
                 assert t < 0 or info["began"] == ended + (mode == "SameStep")
+
+    def test_infos_without_masks(self) -> None:
+        with closing(local([Says] * 2, workers_per_node=0)) as env:
+            chunk = env.rollout(still, 30, seed=5)
+        after, following = chunk.next_obs(), np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
+        assert len(chunk.infos) == chunk.valid.sum() and len(chunk.reset_infos) == chunk.done.sum()
+        for t, n, info in chunk.infos:
+            assert info == {"deep": {"down": {"step": after[t, n, 3]}}, "both": after[t, n, 3]}
+        for t, n, info in chunk.reset_infos:
+            obs = following[t, n]
+            assert info["began"] == obs[1] and info["both"].tolist() == obs[:2].tolist() and len(info) == 2
 
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize("prefetch", [False, True])
@@ -384,7 +395,7 @@ class TestBadInput:
         with pytest.raises(RuntimeError, match="not equivalent"):
             local([partial(CartPoleVectorEnv, 2), acrobots], workers_per_node=workers)
 
-    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "no mask", "view"])
+    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "no mask", "final rows", "view"])
     def test_results(self, what: str) -> None:
         env = local([partial(Odd, what)], workers_per_node=0)
         env.reset(seed=1)
