@@ -84,6 +84,12 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
     assert not (tmp_path / "b").exists()
 
 
+def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, normalize_obs=True))
+    with pytest.raises(ConfigError, match=r"Expected: no obs_moments\.mean\. Got: obs_moments\.mean \(4,\) in"):
+        rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
+
+
 def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     settings = {"env_id": "CartPole-v1", "init_from": tmp_path / "a", "learning_starts": 10, "total_steps": 64, **HERE}
