@@ -133,7 +133,7 @@ class Agent:
         if state is None:
             state = policy.initial_state(count)
         elif is_single:
-            state = state[None]
+            state = np.asarray(state)[None]
         action, _, state = policy.act_from(batch, noise[0], state)
         if is_single:
             action, state = action[0], None if state is None else state[0]

@@ -59,8 +59,8 @@ def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
     begun: dict[str, Any] = learner.with_network(own, other["learner"], config)
     shapes = [_shapes(each) for each in (own, begun)]
     if shapes[0] != shapes[1]:
-        names = [name for name in shapes[0] if shapes[0][name] != shapes[1].get(name)] or ["statistics"]
-        expected, got = (f"{names[0]} {each.get(names[0], 'of observations')}" for each in shapes)
+        name = next(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
+        expected, got = (f"{name} {each[name]}" if name in each else f"no {name}" for each in shapes)
         raise _another(config.init_from, expected, got)
     return begun
 

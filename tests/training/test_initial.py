@@ -12,6 +12,7 @@ from helpers.training_kit import HERE, tiny
 
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training import loop
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
@@ -37,7 +38,7 @@ def test_a_run_begins_with_the_weights_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], where: dict[str, Any]
 ) -> None:
     begun: list[dict[str, Any]] = []
-    begin = rayvec.training.loop.begin_run_dir
+    begin = loop.begin_run_dir
     monkeypatch.setattr("rayvec.training.loop.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
     first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
     changes = {"seed": 9, "init_from": first.run_dir, **where}
@@ -82,6 +83,12 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
     assert "same network" in str(caught.value)
     assert not (tmp_path / "b").exists()
+
+
+def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, normalize_obs=True))
+    with pytest.raises(ConfigError, match=r"Expected: no obs_moments\.mean\. Got: obs_moments\.mean \(4,\) in"):
+        rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
 
 
 def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:
