@@ -362,11 +362,11 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
         self, game: int, seed: int | None, options: dict[str, Any] | None, infos: dict[str, Any]
     ) -> dict[str, Any]:
         env = self._games[game]
-        obs, of_agents = env.reset(seed=seed, options=options)
+        obs, of_agents = _by_agent(env.reset(seed=seed, options=options), "observations and infos")
         for agent, row in zip(env.possible_agents, self._rows(game), strict=True):
             self._obs[row] = deepcopy(_of_agent(agent, obs, "observation"))
             self._terminated[row] = self._truncated[row] = False
-            infos = self._add_info(infos, dict(of_agents.get(agent, {})), row)
+            infos = self._add_info(infos, dict(of_agents.get(agent) or {}), row)
         return infos
 
     def _play(
@@ -375,20 +375,31 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
         env = self._games[game]
         rows = zip(env.possible_agents, self._rows(game), strict=True)
         live = [(agent, row) for agent, row in rows if not (self._terminated[row] or self._truncated[row])]
-        obs, reward, terminated, truncated, of_agents = env.step({agent: actions[row] for agent, row in live})
+        results = env.step({agent: actions[row] for agent, row in live})
+        names = "observations, rewards, terminated, truncated and infos"
+        obs, reward, terminated, truncated, of_agents = _by_agent(results, names)
         for agent, row in live:
             self._obs[row] = deepcopy(_of_agent(agent, obs, "observation"))
-            rewards[row] = _of_agent(agent, reward, "reward")
+            rewards[row] = _number(agent, _of_agent(agent, reward, "reward"))
             self._terminated[row] = _of_agent(agent, terminated, "terminated")
             self._truncated[row] = _of_agent(agent, truncated, "truncated")
             if agent not in env.agents and not (self._terminated[row] or self._truncated[row]):
                 raise _wrong_agent(f"terminated or truncated of {agent!r}, which leaves", "neither")
-            infos = self._add_info(infos, dict(of_agents.get(agent, {})), row)
+            infos = self._add_info(infos, dict(of_agents.get(agent) or {}), row)
         return infos
 
     def _batched(self) -> Any:
         out: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, self._obs, out)
+        try:
+            return concatenate(self.single_observation_space, self._obs, out)
+        except (ValueError, TypeError, KeyError) as error:
+            wrong = next((obs for obs in self._obs if obs not in self.single_observation_space), self._obs[0])
+            raise EnvError(
+                "Agents that share a policy observe elements of one space.",
+                expected=f"an element of {self.single_observation_space}",
+                got=f"{wrong!r:.80}",
+                remedy="Correct the environment, or its observation_space.",
+            ) from error
 
     def render(self) -> tuple[Any, ...]:
         """Returns what the game of each row renders."""
@@ -415,6 +426,32 @@ def _of_agent(agent: Any, values: Mapping[Any, Any], what: str) -> Any:
     if agent not in values:
         raise _wrong_agent(f"the {what} of {agent!r}", f"those of {list(values)}")
     return values[agent]
+
+
+def _by_agent(results: Any, names: str) -> Any:
+    """Returns what a reset or a step returned, if it is a dict by agent for each of the names."""
+    count = names.count(",") + 2
+    if isinstance(results, tuple) and len(results) == count and all(isinstance(part, Mapping) for part in results):
+        return results
+    parts = results if isinstance(results, tuple) else [results]
+    raise EnvError(
+        "A parallel environment returns dicts with a value for each agent.",
+        expected=f"{count} dicts: {names}",
+        got=", ".join(type(part).__name__ for part in parts),
+        remedy="Correct the environment. Older versions of PettingZoo had another API.",
+    )
+
+
+def _number(agent: Any, reward: Any) -> float:
+    try:
+        return float(reward if np.ndim(reward) == 0 else "an array")
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            "The reward of an agent's step is one number.",
+            expected=f"a number for {agent!r}",
+            got=f"{reward!r:.80}",
+            remedy="Let the environment return float(reward).",
+        ) from error
 
 
 def _wrong_agent(expected: str, got: str) -> EnvError:

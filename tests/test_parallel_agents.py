@@ -130,6 +130,33 @@ class TestBadInput:
             env.reset()
             env.step(np.zeros(2, np.int64))
 
+    @pytest.mark.parametrize(
+        ("method", "change", "text"),
+        [
+            ("reset", lambda obs, infos: obs, "2 dicts: observations and infos. Got: dict"),
+            ("reset", lambda obs, infos: ({agent: np.zeros(7) for agent in obs}, infos), "an element of Box"),
+            ("step", lambda *results: results[:4], "5 dicts: .*Got: dict, dict, dict, dict"),
+            (
+                "step",
+                lambda obs, rew, *others: (obs, dict.fromkeys(rew, np.ones(1)), *others),
+                "a number for 'agent_0'",
+            ),
+            ("step", lambda obs, rew, *others: (obs, dict.fromkeys(rew), *others), "a number for 'agent_0'"),
+        ],
+    )
+    def test_what_a_game_returns(self, method: str, change: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        game = Leavers((3, 4))
+        env, right = ParallelAgents(game), getattr(game, method)
+        monkeypatch.setattr(game, method, lambda *args, **kwargs: change(*right(*args, **kwargs)))
+        with pytest.raises(EnvError, match=text):
+            env.reset()
+            env.step(np.zeros(2, np.int64))
+
+    def test_an_info_may_be_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        game = Leavers((3, 4))
+        monkeypatch.setattr(game, "reset", lambda reset=game.reset, **kwargs: (reset(**kwargs)[0], {"agent_0": None}))
+        assert ParallelAgents(game).reset()[1] == {}
+
 
 def test_a_game_of_pettingzoo() -> None:
     pytest.importorskip("pettingzoo")
