@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -362,7 +363,7 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
         self, game: int, seed: int | None, options: dict[str, Any] | None, infos: dict[str, Any]
     ) -> dict[str, Any]:
         env = self._games[game]
-        obs, of_agents = _by_agent(env.reset(seed=seed, options=options), "observations and infos")
+        obs, of_agents = _by_agent(env.reset(seed=seed, options=options), "observations", "infos")
         for agent, row in zip(env.possible_agents, self._rows(game), strict=True):
             self._obs[row] = deepcopy(_of_agent(agent, obs, "observation"))
             self._terminated[row] = self._truncated[row] = False
@@ -376,8 +377,8 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
         rows = zip(env.possible_agents, self._rows(game), strict=True)
         live = [(agent, row) for agent, row in rows if not (self._terminated[row] or self._truncated[row])]
         results = env.step({agent: actions[row] for agent, row in live})
-        names = "observations, rewards, terminated, truncated and infos"
-        obs, reward, terminated, truncated, of_agents = _by_agent(results, names)
+        names = "observations", "rewards", "terminated", "truncated", "infos"
+        obs, reward, terminated, truncated, of_agents = _by_agent(results, *names)
         for agent, row in live:
             self._obs[row] = deepcopy(_of_agent(agent, obs, "observation"))
             rewards[row] = _number(agent, _of_agent(agent, reward, "reward"))
@@ -428,30 +429,30 @@ def _of_agent(agent: Any, values: Mapping[Any, Any], what: str) -> Any:
     return values[agent]
 
 
-def _by_agent(results: Any, names: str) -> Any:
+def _by_agent(results: Any, *names: str) -> Any:
     """Returns what a reset or a step returned, if it is a dict by agent for each of the names."""
-    count = names.count(",") + 2
-    if isinstance(results, tuple) and len(results) == count and all(isinstance(part, Mapping) for part in results):
+    if isinstance(results, tuple) and len(results) == len(names) and all(isinstance(part, Mapping) for part in results):
         return results
     parts = results if isinstance(results, tuple) else [results]
     raise EnvError(
         "A parallel environment returns dicts with a value for each agent.",
-        expected=f"{count} dicts: {names}",
+        expected=f"{len(names)} dicts: {', '.join(names)}",
         got=", ".join(type(part).__name__ for part in parts),
         remedy="Correct the environment. Older versions of PettingZoo had another API.",
     )
 
 
 def _number(agent: Any, reward: Any) -> float:
-    try:
-        return float(reward if np.ndim(reward) == 0 else "an array")
-    except (TypeError, ValueError) as error:
-        raise EnvError(
-            "The reward of an agent's step is one number.",
-            expected=f"a number for {agent!r}",
-            got=f"{reward!r:.80}",
-            remedy="Let the environment return float(reward).",
-        ) from error
+    """Returns a reward as a number, or raises an EnvError."""
+    with contextlib.suppress(TypeError, ValueError):
+        if np.ndim(reward) == 0:
+            return float(reward)
+    raise EnvError(
+        "The reward of an agent's step is one number.",
+        expected=f"a number for {agent!r}",
+        got=f"{reward!r:.80}",
+        remedy="Let the environment return float(reward).",
+    )
 
 
 def _wrong_agent(expected: str, got: str) -> EnvError:
