@@ -133,7 +133,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("method", "change", "text"),
         [
-            ("reset", lambda obs, infos: obs, "2 dicts: observations and infos. Got: dict"),
+            ("reset", lambda obs, infos: obs, "2 dicts: observations, infos. Got: dict"),
             ("reset", lambda obs, infos: ({agent: np.zeros(7) for agent in obs}, infos), "an element of Box"),
             ("step", lambda *results: results[:4], "5 dicts: .*Got: dict, dict, dict, dict"),
             (
