@@ -14,7 +14,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 
-from rayvec.data import Tree, tree_leaves, tree_map
+from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
@@ -109,7 +109,7 @@ class OwnActorCritic(ActorCriticModule):
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """See :class:`ActorCriticModule`."""
-        leaf, num_axes = next(zip(tree_leaves(rows), tree_leaves(self._num_axes), strict=True))
+        leaf, num_axes = _first(rows, self._num_axes)
         with autocast(self.precision, leaf.device):
             params, value = self._computed(rows, leaf.shape[: leaf.ndim - num_axes])
         return float32(params), float32(value)
@@ -191,6 +191,14 @@ def check_module(net: nn.Module) -> None:
             got=f"{type(error).__name__}: {error}",
             remedy="Remove attributes such as locks, open files and generators from the module.",
         ) from error
+
+
+def _first(tree: Tree, other: Tree) -> tuple[Any, Any]:
+    """Returns the first array of a tree, and what is at its place in another tree, whatever the order of keys there."""
+    while isinstance(tree, dict | tuple):
+        key = next(iter(tree)) if isinstance(tree, dict) else 0
+        tree, other = tree[key], other[key]
+    return tree, other
 
 
 def sample_batch(space: Space[Any]) -> Tree:

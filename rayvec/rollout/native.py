@@ -120,7 +120,7 @@ class NativeRecorder(Recorder):
             for place, row in enumerate(rows.tolist()):
                 write(place, final_obs[row])
             return stacked
-        return tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)
+        return tree_map(lambda _, leaf: np.asarray(leaf)[rows], self._chunk.obs, final_obs)  # keys as in the space
 
     def _take_back_all(self, t: int, rows: slice) -> None:
         """Marks a step of a whole sub-batch that failed: its episodes were cut after the step before."""

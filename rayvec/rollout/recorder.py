@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_leaves, tree_map
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_map
 from rayvec.data.infos import InfoBlock
 from rayvec.errors import ConfigError
 from rayvec.pools.restarts import RESTARTED
@@ -251,8 +251,12 @@ def _empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty) -> Tree:
 
 
 def _assign(target: Tree, index: Any, source: Tree) -> None:
-    if isinstance(target, np.ndarray):
+    """Writes a batch into some rows of a tree, whatever the order of its keys."""
+    if isinstance(target, dict):
+        for key, part in target.items():
+            _assign(part, index, source[key])
+    elif isinstance(target, tuple):
+        for part, value in zip(target, source, strict=True):
+            _assign(part, index, value)
+    else:
         target[index] = source
-        return
-    for array, value in zip(tree_leaves(target), tree_leaves(source), strict=True):
-        array[index] = value

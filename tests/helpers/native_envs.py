@@ -98,6 +98,25 @@ class Final(SyncVectorEnv):
         return obs, rew, terminated, truncated, {**empty, **info}
 
 
+class Swapped(gymnasium.vector.VectorWrapper):
+    """Returns last observations with the keys in another order than its space, and a NaN in each."""
+
+    def __init__(self) -> None:
+        super().__init__(counting(3, "SameStep"))
+        number = gymnasium.spaces.Box(-1, 1, (), np.float32)
+        self.single_observation_space = gymnasium.spaces.Dict(count=CountingEnv.observation_space, number=number)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, info = super().reset(seed=seed, options=options)
+        return {"count": obs, "number": np.zeros(3)}, info
+
+    def step(self, actions: Any) -> Any:
+        obs, rew, terminated, truncated, info = super().step(actions)
+        if "final_obs" in info:
+            info["final_obs"] = {"number": np.full(3, np.nan), "count": obs.copy()}
+        return {"count": obs, "number": np.zeros(3)}, rew, terminated, truncated, info
+
+
 class Says(SyncVectorEnv):
     """Returns infos without masks, those of steps in nested dicts; the caller resets it."""
 

@@ -54,6 +54,26 @@ def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
     assert not np.allclose(copied(obs), actor(obs))
 
 
+def test_the_parts_of_a_dict_may_have_any_order_and_number_of_axes() -> None:
+    space = spaces.Dict(wide=spaces.Box(-1, 1, (2, 3), np.float32), far=BOX)  # not in the order of the alphabet
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(9, 5)
+
+        def forward(self, obs: Any) -> Any:
+            out = self.layer(torch.cat([obs["far"], obs["wide"].flatten(1)], -1))
+            return out[:, :4], out[:, 4]
+
+    module = make_module(space, ACTIONS["discrete"], PPOConfig(network=refer(lambda *args: Net())), False)
+    drawn = draw(space, 6)
+    obs = {key: drawn[key] for key in space.spaces}
+    params, value = module(module.encode(obs))
+    assert params.shape == (6, 4) and value.shape == (6,)
+    np.testing.assert_allclose(module.make_actor()(obs), params.detach(), atol=1e-6)
+
+
 def test_a_dict_observation_reaches_the_module_in_its_own_dtypes() -> None:
     space = spaces.Dict(far=BOX, sight=spaces.Box(0, 255, (2, 4, 4), np.uint8), which=spaces.Discrete(3, start=1))
 

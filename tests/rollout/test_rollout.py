@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
@@ -289,6 +290,18 @@ class TestPolicies:
     def test_a_callable_has_no_weights(self) -> None:
         with pytest.raises(ConfigError, match="Remedy"):
             as_policy(lambda obs: obs).load_weights(np.zeros(1, np.float32))
+
+    def test_keys_of_actions_may_change_their_order(self) -> None:
+        """The environment takes the action by key, and so does the chunk."""
+        orders = itertools.cycle([("p", "q"), ("q", "p")])
+
+        def policy(obs: Any) -> Any:
+            return {key: np.full(2, " pq".index(key)) for key in next(orders)}
+
+        action_space = spaces.Dict(p=spaces.Discrete(9), q=spaces.Discrete(9))
+        pool = SerialPool(factory([partial(SpaceEnv, spaces.Discrete(3), action_space)] * 2))
+        chunk = rollout(pool, as_policy(policy), 4)
+        assert (chunk.act["p"] == 1).all() and (chunk.act["q"] == 2).all()
 
     def test_a_callable_may_return_lists(self) -> None:
         pool = SerialPool(factory([CountingEnv] * 2))

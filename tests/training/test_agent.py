@@ -157,6 +157,7 @@ def test_onnx_inputs_have_names_of_their_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(actions, agent.predict(batch), atol=1e-5, rtol=0)
 
 
+@every_kind
 def test_one_observation_gets_the_action_of_its_row(
     kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any]
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Fails, Final, Odd, Says, counting
+from helpers.native_envs import Fails, Final, Odd, Says, Swapped, counting
 
 import rayvec
 from rayvec import Collector, RayVecEnv
@@ -170,6 +170,12 @@ class TestChunks:
             for t, n, info in chunk.reset_infos:
                 ended = chunk.next_obs()[t, n, 1]
                 assert t < 0 or info["began"] == ended + (mode == "SameStep")
+
+    def test_last_observations_with_their_keys_in_another_order(self) -> None:
+        """The check for numbers that are not finite looks at each part of them."""
+        with closing(local([Swapped], workers_per_node=0)) as env:
+            with pytest.raises(EnvError, match=r"nan at \['number'\] in the last observation"):
+                Collector(env, lambda obs: np.zeros(3, np.int64), seed=1).collect(n_step=60)
 
     def test_infos_without_masks(self) -> None:
         with closing(local([Says] * 2, workers_per_node=0)) as env:
