@@ -27,7 +27,7 @@ __all__ = ["RayHost"]
 
 _LOOK_S = 2.0
 _MOST_INLINE_BYTES = 512 << 10
-"""Larger values reach a rank through the object store, which takes 4 to 6 ms; smaller ones with its call, in 1 to 3."""
+"""Larger values reach a rank through the object store. Smaller ones travel with its call, which is faster."""
 _PIECE_BYTES = 95_000
 """Ray sends an argument with the call only if it is smaller than 100 KiB."""
 
