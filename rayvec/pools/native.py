@@ -101,6 +101,8 @@ class NativePool(InProcessPool):
         env, rows = self._envs[unit], self._slices[unit]
         obs, rew, terminated, truncated, info = env.step(actions)
         done = terminated | truncated
+        # now, since a reset may write into these arrays
+        self.rew[rows], self.terminated[rows], self.truncated[rows] = rew, terminated, truncated
         if autoreset == Autoreset.DISABLED:
             self._waiting[rows] = done
         elif autoreset == Autoreset.SAME_STEP:
@@ -112,7 +114,6 @@ class NativePool(InProcessPool):
                     if not getattr(info["final_obs"], "dtype", np.dtype(int)).hasobject:
                         self._leaves(unit, info["final_obs"], "info['final_obs']")
         self._write_obs(unit, obs)
-        self.rew[rows], self.terminated[rows], self.truncated[rows] = rew, terminated, truncated
         self._say(unit, info, infos)
 
     def _write_obs(self, unit: int, obs: Any) -> None:
@@ -141,23 +142,25 @@ class NativePool(InProcessPool):
     def _say(self, unit: int, info: Mapping[str, Any], infos: list[SubBatchInfo]) -> None:
         if info:
             rows = self._slices[unit]
-            copied = {
-                key: value.copy()
-                if type(value) is np.ndarray and not value.dtype.hasobject
-                else self._info_value(key, value)
-                for key, value in info.items()
-            }
-            infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, copied))
+            infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, self._copied(info)))
+
+    def _copied(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: value.copy()
+            if type(value) is np.ndarray and not value.dtype.hasobject
+            else self._info_value(key, value)
+            for key, value in info.items()
+        }
 
     def _reset_within(
         self, unit: int, obs: Any, info: Mapping[str, Any], done: NDArray[np.bool_]
     ) -> tuple[Any, dict[str, Any]]:
         """Resets, within the step, environments of a sub-batch that doesn't do so by itself."""
-        final_obs = tree_map(np.array, obs)
+        final_obs, info = tree_map(np.array, obs), self._copied(info)  # the reset may write into what it has returned
         self._write_obs(unit, obs)
         obs, reset_info = self._reset_some(unit, None, None, done)
-        ended = {"final_obs": final_obs, "_final_obs": done, "final_info": dict(info), "_final_info": done}
-        return obs, {**merge_reset(dict(info), reset_info, done), **ended}
+        ended = {"final_obs": final_obs, "_final_obs": done, "final_info": info, "_final_info": done}
+        return obs, {**merge_reset(info, reset_info, done), **ended}
 
     def _reset_some(
         self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]

@@ -132,6 +132,25 @@ class Says(SyncVectorEnv):
         return obs, rew, terminated, truncated, {"deep": {"down": {"step": obs[:, 3]}}, "both": obs[:, 3]}
 
 
+class Clears(SyncVectorEnv):
+    """Returns its own arrays, into which the next reset writes; the caller resets it."""
+
+    def __init__(self) -> None:
+        super().__init__([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED)
+        self._own: list[Any] = []
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        for own in self._own:
+            own[...] = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        obs, *flags, _ = super().step(actions)
+        steps = obs[:, 3].copy()
+        self._own = [*flags, steps]
+        return obs, *flags, {"step": steps, "deep": {"step": steps}}
+
+
 class Fails(SyncVectorEnv):
     """Raises, or kills its process, in one step of the first process that makes it.
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Fails, Final, Odd, Says, Swapped, counting
+from helpers.native_envs import Clears, Fails, Final, Odd, Says, Swapped, counting
 
 import rayvec
 from rayvec import Collector, RayVecEnv
@@ -217,6 +217,16 @@ class TestChunks:
             before = first.copy()
             env.step(still(first))
             np.testing.assert_array_equal(first, before)
+
+    def test_results_that_the_reset_within_a_step_overwrites(self) -> None:
+        with closing(local([Clears] * 2, workers_per_node=0)) as env:
+            chunks = [env.rollout(still, 9, seed=5 if k == 0 else None) for k in range(3)]
+        assert counting_errors(chunks) == []
+        assert sum(chunk.done.sum() for chunk in chunks) > 3
+        for chunk in chunks:
+            steps = chunk.next_obs()[..., 3]
+            assert len(chunk.infos) == steps.size
+            assert all(info == {"step": steps[t, n], "deep": {"step": steps[t, n]}} for t, n, info in chunk.infos)
 
     def test_a_collector_counts_no_reset_as_a_step(self) -> None:
         with closing(local([partial(counting, 4)] * 2, workers_per_node=2)) as env:
