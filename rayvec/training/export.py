@@ -207,7 +207,8 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"
             value.name += "_of_policy"
-    program.save(path, external_data=False)
+    with written_whole(path) as file:
+        file.write(program.model_proto.SerializeToString())
 
 
 def _example(space: spaces.Space[Any]) -> Tensor:

@@ -268,6 +268,16 @@ def test_text_in_observations_is_refused(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / "a", num_envs=2), env=DrawsText)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+@pytest.mark.parametrize("ending", ["pt", "onnx"])
+def test_an_export_is_a_file_in_a_directory_that_exists(ending: str, tmp_path: Path) -> None:
+    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {})
+    (tmp_path / f"policy.{ending}").mkdir()
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"a file .*, or none, in a directory that exists"):
+            agent.export(place / f"policy.{ending}")
+
+
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
