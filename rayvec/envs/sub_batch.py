@@ -31,7 +31,7 @@ class SubBatch:
         ignores_seeds: Whether a reset does nothing with a seed.
 
     Raises:
-        ConfigError: It is no vector environment, or has no autoreset mode.
+        ConfigError: It is no vector environment, or has no environments or no autoreset mode.
     """
 
     def __init__(self, env: Any) -> None:
@@ -44,6 +44,13 @@ class SubBatch:
             )
         self.env: Any = _EnvPool(env) if _is_envpool(env) else env
         self.num_envs = int(self.env.num_envs)
+        if self.num_envs < 1:
+            raise ConfigError(
+                "A native sub-batch has environments.",
+                expected="num_envs of at least 1",
+                got=f"num_envs={self.num_envs} of a {type(env).__name__}",
+                remedy="Make fewer sub-batches, or more environments.",
+            )
         self.mode = _mode_of(self.env)
         self.ignores_seeds = isinstance(self.env, _EnvPool)
         self.observation_space = self.env.single_observation_space

@@ -392,6 +392,10 @@ class FourValues(CartPoleVectorEnv):
 
 
 class TestBadInput:
+    def test_a_sub_batch_without_environments(self) -> None:
+        with pytest.raises(ConfigError, match=r"num_envs of at least 1.*num_envs=0 of a CartPoleVectorEnv"):
+            local([partial(CartPoleVectorEnv, n) for n in (2, 0)], workers_per_node=0)
+
     def test_too_few_values(self) -> None:
         env = local([partial(FourValues, 2)], workers_per_node=0)
         env.reset(seed=1)
