@@ -230,10 +230,10 @@ class Collector:
 
         Args:
             n_episode: How many.
-            max_len: An episode of more steps is an error. Unset: there is no limit.
+            max_len: An episode that goes on after more steps, at the end of a chunk, is an error. Unset: no limit.
 
         Raises:
-            ConfigError: An episode is longer than `max_len`. Other errors are those of `collect`.
+            ConfigError: An episode does not end within `max_len` steps. Other errors are those of `collect`.
         """
         self._check_counts(None, n_episode)
         self._begin()

@@ -86,10 +86,10 @@ def evaluate(
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
         inference: Where the policy acts, ``"worker"``, ``"node"`` or ``"driver"``.
-        max_len: An episode of more steps is an error. Unset: there is no limit.
+        max_len: An episode that has not ended at the end of a chunk, after more steps, is an error. Unset: no limit.
 
     Raises:
-        ConfigError: An episode is longer than `max_len`.
+        ConfigError: An episode does not end within `max_len` steps.
     """
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))

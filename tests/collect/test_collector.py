@@ -352,6 +352,13 @@ class TestPoliciesThatFail:
         assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
 
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+    def test_one_that_raises_closes_the_environments(self, inference: Any) -> None:
+        env = local([CountingEnv] * 2)
+        with pytest.raises(LookupError, match="the policy gave up"):
+            Collector(env, raises_at_ten, inference, seed=0).collect(n_step=2 * 40)
+        assert env.closed
+
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_one_that_returns_wrong_shapes(self, inference: Any) -> None:
         for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
             with pytest.raises(ConfigError, match="Remedy"):
