@@ -18,7 +18,7 @@ from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.harness.learners import LearnerTask
 from rayvec.bench.harness.ours import TimedPolicy
 from rayvec.cluster.frames import FrameFormat
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest, StepBatch
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.envs.factory import EnvFactory
 from rayvec.learners.returns import gae, vtrace
@@ -82,7 +82,7 @@ def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
     pool.acting.load(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
 
     def take() -> None:
-        pool.begin_rollout(1, 128, 0, 0)
+        pool.begin_rollout(1, ChunkRequest(128))
         pool.finish_rollout()
 
     benchmark(take)

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
+from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
@@ -32,7 +32,7 @@ class _PendingChunk:
 
     Attributes:
         key: Key of the policy that acts.
-        args: Further arguments of the request to the nodes.
+        request: The request.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
         requested: Each node that takes part, by index, and the wait for its part of the chunk.
         received: What has been received of it, by node index.
@@ -40,7 +40,7 @@ class _PendingChunk:
     """
 
     key: int
-    args: tuple[Any, ...]
+    request: ChunkRequest
     weights: Weights | None
     requested: dict[int, tuple[Node, Wait]] = field(default_factory=dict)
     received: dict[int, NodePart] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class _PendingChunk:
         """The nodes that take part."""
         return self.requested.keys()
 
-    def request(self, number: int, node: Node) -> None:
+    def request_from(self, number: int, node: Node) -> None:
         """Requests the part of a node."""
         weights = self.weights
         if weights is not None and weights.ref is None and node.transport != "shm":
             weights = self.weights = weights._replace(ref=ray.put(weights.array))
-        self.requested[number] = node, node.begin_rollout(self.key, weights, *self.args)
+        self.requested[number] = node, node.begin_rollout(self.key, weights, self.request)
 
     def wait(self, number: int, deadline: float) -> NodePart:
         """Waits for the part of one node."""
@@ -104,23 +104,15 @@ class ClusterInference(Acting):
         for key, policy in self._policies.items():
             node.load(key, *policy)(None)
 
-    def begin(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """Requests a chunk from every node, or from one: every worker steps its own slice with a policy.
 
         A chunk may be requested while one is pending. The workers then start it without waiting for the driver.
         """
-        chunk = _PendingChunk(key, (num_steps, first_step, noise_seed, by_reference), self._weights.get(key))
+        chunk = _PendingChunk(key, request, self._weights.get(key))
         assert self.has_room(part), "more chunks than memory"
         for number in range(len(self._nodes)) if part is None else [part]:
-            chunk.request(number, self._nodes[number].node)
+            chunk.request_from(number, self._nodes[number].node)
         self._pending.append(chunk)
 
     def finish(self, timeout_s: float | None = None, part: int | None = None) -> tuple[list[NodePart], float]:
@@ -190,7 +182,7 @@ class ClusterInference(Acting):
         if self._nodes[number].node is pending[0].requested[number][0]:
             self._replace(number, error)  # else it was replaced before
         for chunk in pending:
-            chunk.request(number, self._nodes[number].node)
+            chunk.request_from(number, self._nodes[number].node)
 
     def _call_all(self, start: Callable[[Node], Wait], *, installed: bool = False) -> None:
         """Starts a request on every node and waits for all.

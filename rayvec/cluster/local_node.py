@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
-from rayvec.data import NodeSlice
+from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.node.process_pool import ProcessPool
@@ -98,17 +98,15 @@ class LocalNode:
         """See :class:`Node`."""
         return lambda timeout_s: self._running.acting.drop(key)
 
-    def begin_rollout(
-        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
-    ) -> Wait:
+    def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
         """See :class:`Node`."""
         if weights is not None:
             self._running.acting.publish(key, weights.version, weights.array)
-        self._running.begin_rollout(key, num_steps, first_step, noise_seed)
+        self._running.begin_rollout(key, request._replace(by_reference=False))
 
         def finish(timeout_s: float | None) -> NodePart:
-            times, summary, chunk = self._running.finish_on_node(by_reference, timeout_s)
-            part = ray.put(chunk) if by_reference else chunk
+            times, summary, chunk = self._running.finish_on_node(request.by_reference, timeout_s)
+            part = ray.put(chunk) if request.by_reference else chunk
             return NodePart(times, [], summary, part, self._running.take_replaced())
 
         return finish

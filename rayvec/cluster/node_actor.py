@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.cluster.versions import own_versions
-from rayvec.data import ChunkSummary, NodeSlice, RolloutTimes, StepBatch
+from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes, StepBatch
 from rayvec.errors import RemoteFailure
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
@@ -93,25 +93,22 @@ class NodeActor:
         key: int,
         version: int | None,
         weights: NDArray[np.float32] | None,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        with_summary: bool,
+        request: ChunkRequest,
     ) -> tuple[tuple[tuple[RolloutTimes, ...], ChunkSummary | None, list[str], dict[str, int]] | RemoteFailure, Any]:
         """Collects a chunk: the workers step their environments with a policy.
 
         Returns:
-            Two values. The first holds the workers' times, the chunk's summary (None without `with_summary`), lines for
-            the driver to log, and how many workers were replaced. The second is the chunk if `with_summary`, else one
-            chunk for each worker; the driver may leave it in the object store.
+            Two values. The first holds the workers' times, the chunk's summary if it was requested by reference, lines
+            for the driver to log, and how many workers were replaced. The second is the chunk if it was requested by
+            reference, else one chunk for each worker; the driver may leave it in the object store.
         """
 
         def take() -> tuple[Any, Any]:
             pool = self._running
             if version is not None and weights is not None:
                 pool.acting.publish(key, version, weights)
-            pool.begin_rollout(key, num_steps, first_step, noise_seed)
-            times, summary, chunk = pool.finish_on_node(with_summary)
+            pool.begin_rollout(key, request._replace(by_reference=False))
+            times, summary, chunk = pool.finish_on_node(request.by_reference)
             pool.acting.release()
             found = times, summary, self._log.take(), pool.take_replaced()
             return found, chunk  # Ray copies the chunk before the next call starts

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, Rollout, RolloutTimes, StepBatch, Topology, Tree
 from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
+from rayvec.data.chunk_request import ChunkRequest
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces
@@ -157,18 +158,13 @@ class Node(Protocol):
         """Removes a policy and its weights from every worker."""
         ...
 
-    def begin_rollout(
-        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
-    ) -> Wait:
+    def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
         """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`.
 
         Args:
             key: The key of the policy.
             weights: The weights to act with; None for those that the policy was loaded with.
-            num_steps: The number of steps T.
-            first_step: The number of steps that the environments took in earlier chunks.
-            noise_seed: The seed of the policy's noise.
-            by_reference: Whether the part stays in the object store.
+            request: The request, by reference if the part stays in the object store.
         """
         ...
 

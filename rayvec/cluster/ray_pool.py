@@ -35,7 +35,7 @@ from rayvec.cluster.nodes import (
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
-from rayvec.data import ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
+from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.node.parted_pool import PartedPool
@@ -259,23 +259,14 @@ class RayPool(PartedPool):
         for part in self._plans.of(env_ids).parts:
             self._nodes[part.owner].node.set_attr(name, part.take(list(values)), part.rows)
 
-    def begin_rollout(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        *,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin_rollout(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.
 
         By reference, a part of the chunk stays on each node. A part of the pool is a node, or with elastic nodes what
         moves as a whole.
         """
         self._follow_cluster()
-        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference, part)
+        self.acting.begin(key, request, part)
 
     def finish_rollout(
         self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None

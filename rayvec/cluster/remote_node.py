@@ -24,7 +24,7 @@ from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.cluster.versions import check_versions
-from rayvec.data import NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
@@ -179,13 +179,11 @@ class RemoteNode:
         """See :class:`Node`."""
         return self._start("drop", key)
 
-    def begin_rollout(
-        self, key: int, weights: Weights | None, num_steps: int, first_step: int, noise_seed: int, by_reference: bool
-    ) -> Wait:
+    def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
         """See :class:`Node`; Ray fetches the weights once for the node."""
         rollout = self._actor.rollout.options(num_returns=2)
         version, ref = (None, None) if weights is None else (weights.version, weights.ref)
-        refs = rollout.remote(key, version, ref, num_steps, first_step, noise_seed, by_reference)
+        refs = rollout.remote(key, version, ref, request)
 
         def finish(timeout_s: float | None) -> NodePart:
             deadline = deadline_in(timeout_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.chunk_request import ChunkRequest
 from rayvec.data.columns import SubBatchInfo
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
@@ -24,6 +25,7 @@ __all__ = [
     "ChunkInfo",
     "ChunkInfos",
     "ChunkRef",
+    "ChunkRequest",
     "ChunkSummary",
     "CollectStats",
     "EpisodeStats",

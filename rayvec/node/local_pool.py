@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Rollout, StepBatch, Topology, Tree
+from rayvec.data import ChunkRequest, Rollout, StepBatch, Topology, Tree
 from rayvec.data.infos import copied
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
@@ -125,24 +125,15 @@ class LocalPool:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._pool.set_attr(name, [copied(value) for value in values], env_ids)
 
-    def begin_rollout(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        *,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin_rollout(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`. Records the request and the current weights.
 
         Raises:
-            ConfigError: `by_reference` is set and Ray is not initialised.
+            ConfigError: The chunk is requested by reference and Ray is not initialised.
         """
-        if by_reference:
+        if request.by_reference:
             check_object_store()
-        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference)
+        self.acting.begin(key, request)
 
     def finish_rollout(
         self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None

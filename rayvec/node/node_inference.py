@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Rollout
+from rayvec.data import ChunkRequest, Rollout
 from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import Acting, Cut, EnvPool
 from rayvec.rollout.inference import Inference
@@ -41,18 +41,12 @@ class _PendingChunk:
     Attributes:
         held: The policy that acts.
         weights: Version and weights to act with, or None if none were published before the request.
-        num_steps: The number of steps T.
-        first_step: The number of steps that the environments took in earlier chunks.
-        noise_seed: The seed of the policy's noise.
-        by_reference: Whether the chunk goes to the object store.
+        request: The request.
     """
 
     held: _Held
     weights: tuple[int, NDArray[np.float32]] | None
-    num_steps: int
-    first_step: int
-    noise_seed: int
-    by_reference: bool
+    request: ChunkRequest
     parts = (0,)
 
 
@@ -85,22 +79,20 @@ class NodeInference(Inference, Acting):
         """See :class:`~rayvec.pools.base.Acting`."""
         self._policies.pop(key, None)
 
-    def begin(self, key: int, num_steps: int, first_step: int, noise_seed: int, by_reference: bool = False) -> None:
+    def begin(self, key: int, request: ChunkRequest) -> None:
         """Records a requested chunk and the weights that it uses."""
         assert self.has_room(), "more chunks were requested than may be pending"
         held = self._policies[key]
-        self._pending.append(_PendingChunk(held, held.newest, num_steps, first_step, noise_seed, by_reference))
+        self._pending.append(_PendingChunk(held, held.newest, request))
 
     def finish(self, pool: EnvPool, cut: Cut | None = None) -> Rollout:
         """Executes the oldest pending chunk and returns it."""
-        request = self._pending.pop(0)
-        held = request.held
-        if request.weights is not None and request.weights[0] != held.version:
-            held.policy.load_weights(request.weights[1])
-            held.version = request.weights[0]
-        chunk, times = self.take(
-            pool, held.policy, request.num_steps, request.first_step, request.noise_seed, held.version, cut
-        )
+        pending = self._pending.pop(0)
+        held = pending.held
+        if pending.weights is not None and pending.weights[0] != held.version:
+            held.policy.load_weights(pending.weights[1])
+            held.version = pending.weights[0]
+        chunk, times = self.take(pool, held.policy, pending.request, held.version, cut)
         if pool.layout is None:  # objects that the pool's next steps may change
             chunk = replace(chunk, last_obs=deepcopy(chunk.last_obs))
-        return as_rollout(chunk, request.by_reference, (times,), times.whole_s)
+        return as_rollout(chunk, pending.request.by_reference, (times,), times.whole_s)

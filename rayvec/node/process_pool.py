@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data import Chunk, ChunkRequest, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
 from rayvec.data.chunk_ops import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
@@ -262,20 +262,11 @@ class ProcessPool(PartedPool):
             lambda part: ("set_attr", name, [values[i] for i in part.places.tolist()], part.rows.tolist()),
         )(None)
 
-    def begin_rollout(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        *,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin_rollout(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`. Every worker acts over its own slice. A part is a worker."""
-        if by_reference:
+        if request.by_reference:
             check_object_store()
-        self.acting.begin(key, num_steps, first_step, noise_seed, by_reference, part)
+        self.acting.begin(key, request, part)
 
     def finish_rollout(
         self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rayvec.data import RawInfo, SubBatchInfo
+from rayvec.data import ChunkRequest, RawInfo, SubBatchInfo
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
@@ -283,25 +283,19 @@ class Worker:
         if policy is not None:
             policy.close()
 
-    def rollout(
-        self, key: int, num_steps: int, first_step: int, noise_seed: int, weights: WeightsRef, number: int, piece: int
-    ) -> PackedChunk:
+    def rollout(self, key: int, request: ChunkRequest, weights: WeightsRef, number: int, piece: int) -> PackedChunk:
         """Steps this worker's slice with a policy and packs the chunk.
 
         Args:
             key: Key of the policy.
-            num_steps: The number of steps T.
-            first_step: The number of steps that the environments took in earlier chunks.
-            noise_seed: The seed of the policy's noise.
+            request: The request.
             weights: The weights to act with.
             number: Number of the chunk, from 1.
             piece: The piece of chunk memory to write into.
         """
         self._memory.begin(piece)
         policy, cut = self._policies[key].at(weights), partial(self._is_cut, number)
-        chunk, times = self._inference.take(
-            self.pool, policy, num_steps, first_step, noise_seed, weights.version, cut, self._memory.empty
-        )
+        chunk, times = self._inference.take(self.pool, policy, request, weights.version, cut, self._memory.empty)
         return PackedChunk.of(chunk, self._memory, times)
 
     def _is_cut(self, number: int, num_steps: int) -> bool:

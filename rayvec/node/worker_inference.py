@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk
+from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
@@ -49,18 +49,16 @@ class _PendingChunk:
 
     Attributes:
         key: Key of the policy.
+        request: The request. A cut chunk has fewer steps.
         weights: The weights that the policy acts with.
-        by_reference: Whether the chunk goes to the object store.
         number: Number of the chunk, from 1.
-        num_steps: The most steps that it may have.
         commands: Number of the command to each worker that takes it, by the worker's index.
     """
 
     key: int
+    request: ChunkRequest
     weights: WeightsRef
-    by_reference: bool
     number: int
-    num_steps: int
     commands: dict[int, int]
 
     @property
@@ -109,7 +107,7 @@ class WorkerInference(Acting):
     def by_reference(self, part: int | None = None) -> bool:
         """Whether the oldest pending chunk, of all workers or of one, goes to the object store."""
         chunk: _PendingChunk = self._pending_of(part)[0]
-        return chunk.by_reference
+        return chunk.request.by_reference
 
     @property
     def policies(self) -> list[tuple[int, bytes, int]]:
@@ -164,31 +162,23 @@ class WorkerInference(Acting):
                 for index, command in chunk.commands.items():
                     self._clients[index].take_reply(command)
 
-    def begin(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """Requests a chunk from every worker, or from one, each over its own slice.
 
         A worker runs pending chunks in order.
         """
         if key in self.own:
-            self.own.begin(key, num_steps, first_step, noise_seed, by_reference)
+            self.own.begin(key, request)
             return
         self.own.note_absence()
         policy, number = self._policies[key], self._num_begun + 1
-        args = (key, num_steps, first_step, noise_seed, policy.weights, number)
-        chunk = _PendingChunk(key, policy.weights, by_reference, number, num_steps, {})
+        args = (key, request, policy.weights, number)
+        chunk = _PendingChunk(key, request, policy.weights, number, {})
         assert self.has_room(part), "a chunk more than there is memory for"
         with Uninterrupted():
             for client in self._clients if part is None else [self._clients[part]]:
                 piece = self._num_begun_of[client.index] % MOST_CHUNKS
-                chunk.commands[client.index] = client.post_call("rollout", *args, piece, num_steps=num_steps)
+                chunk.commands[client.index] = client.post_call("rollout", *args, piece, num_steps=request.num_steps)
                 self._num_begun_of[client.index] += 1
             self._pending.append(chunk)
             self._num_begun = number
@@ -241,13 +231,13 @@ class WorkerInference(Acting):
                 cuts[:] = chunk.number
                 return
             if isinstance(cut, EnoughSteps):
-                cuts[self._step_times.too_slow(taken, cut.num_steps, chunk.num_steps)] = chunk.number
+                cuts[self._step_times.too_slow(taken, cut.num_steps, chunk.request.num_steps)] = chunk.number
 
     def _steps_taken(self, chunk: _PendingChunk) -> NDArray[np.int64]:
         """Returns how many steps each environment of each worker has taken in a chunk, ``int64 [W]``."""
         numbers, steps = np.divmod(self._arrays["chunk_step"], 1 << CHUNK_STEP_BITS)
         steps //= self._num_envs
-        return np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.num_steps, 0))
+        return np.where(numbers == chunk.number, steps, np.where(numbers > chunk.number, chunk.request.num_steps, 0))
 
     def done_chunks(self, client: WorkerClient) -> list[Chunk]:
         """Returns a worker's part of each pending chunk that the worker has finished, oldest first."""

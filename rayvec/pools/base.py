@@ -19,7 +19,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree
+from rayvec.data import ChunkRequest, StepBatch, Tree
 from rayvec.errors import ConfigError, check_choice
 
 if TYPE_CHECKING:
@@ -387,16 +387,7 @@ class ActingPool(EnvPool, Protocol):
         """Allocates the arrays for these spaces. No environment can step before this call."""
         ...
 
-    def begin_rollout(
-        self,
-        key: int,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        *,
-        by_reference: bool = False,
-        part: int | None = None,
-    ) -> None:
+    def begin_rollout(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """Requests a chunk of steps with a policy. :meth:`finish_rollout` returns the chunk.
 
         Each part may have `MOST_CHUNKS` pending chunks, which it takes in order. While a part has pending chunks of its
@@ -404,10 +395,7 @@ class ActingPool(EnvPool, Protocol):
 
         Args:
             key: The key of the policy.
-            num_steps: The number of steps T.
-            first_step: The number of steps that the environments took in earlier chunks.
-            noise_seed: The seed of the policy's noise.
-            by_reference: Whether the chunk stays in Ray's object store. The driver then receives only the summary.
+            request: The chunk.
             part: The part whose environments take the chunk, independently of other parts; None for all parts.
         """
         ...

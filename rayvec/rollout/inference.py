@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes
+from rayvec.data import Chunk, ChunkRequest, RolloutTimes
 from rayvec.pools.base import Cut, EnvPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, rollout
 from rayvec.rollout.recorder import Empty
@@ -45,9 +45,7 @@ class Inference:
         self,
         pool: EnvPool,
         policy: ActingPolicy,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
+        request: ChunkRequest,
         weights_version: int,
         cut: Cut | None = None,
         empty: Empty = np.empty,
@@ -58,9 +56,9 @@ class Inference:
         chunk = rollout(
             pool,
             policy,
-            num_steps,
-            noise_seed=noise_seed,
-            first_step=first_step,
+            request.num_steps,
+            noise_seed=request.noise_seed,
+            first_step=request.first_step,
             groups=self.groups,
             weights_version=weights_version,
             begun=begun,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from rayvec.data import Rollout, Topology
+from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.pools.base import ActingPool, Cut, NotReady
@@ -137,9 +137,7 @@ class PoolAdapter:
         check_count("num_steps", num_steps)
 
         def start() -> Wait:
-            self._pool.begin_rollout(
-                weights.key, num_steps, first_step, noise_seed, by_reference=by_reference, part=part
-            )
+            self._pool.begin_rollout(weights.key, ChunkRequest(num_steps, first_step, noise_seed, by_reference), part)
             return self._pool.finish_rollout
 
         self._start("rollout", start)

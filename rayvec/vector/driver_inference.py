@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Rollout
+from rayvec.data import ChunkRequest, Rollout
 from rayvec.data.topology import split_groups
 from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import ActingPool, Cut
@@ -38,18 +38,9 @@ class DriverInference(Inference):
         self._trials_s: list[float] = []  # seconds per step, one entry per chunk
         super().__init__(pool.num_envs, self._split(2 if groups == 2 else 1))
 
-    def rollout(
-        self,
-        policy: Any,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        weights_version: int = 0,
-        cut: Cut | None = None,
-    ) -> Rollout:
-        """Steps every environment `num_steps` times; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
-        acting = as_policy(policy)
-        chunk, times = self.take(self._pool, acting, num_steps, first_step, noise_seed, weights_version, cut)
+    def rollout(self, policy: Any, request: ChunkRequest, weights_version: int, cut: Cut | None) -> Rollout:
+        """Takes a chunk; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
+        chunk, times = self.take(self._pool, as_policy(policy), request, weights_version, cut)
         if self._undecided:
             self._try_next(times.whole_s / chunk.num_steps)
         return as_rollout(chunk, False, (times,), times.whole_s)

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, Rollout, StepBatch, Tree, tree_map
+from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
@@ -363,8 +363,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._assert_idle("rollout")
         check_count("num_steps", num_steps)
         self._done[:] = False  # every environment whose episode has ended is reset first
-        args = (policy, num_steps, first_step, noise_seed, weights_version, cut)
-        return self._guarded(lambda: self._driver.rollout(*args))
+        request = ChunkRequest(num_steps, first_step, noise_seed)
+        return self._guarded(lambda: self._driver.rollout(policy, request, weights_version, cut))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.

@@ -51,7 +51,7 @@ from helpers.waiting import alive, shm_names, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayvec.data import Chunk
+from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.pipe import ProcessWatch
@@ -68,9 +68,9 @@ def process_pool(fns: list[Callable[[], Any]], workers: int = 1) -> ProcessPool:
     return ProcessPool.start(factory(fns), workers)
 
 
-def taken(pool: ProcessPool, *args: Any) -> Chunk:
+def taken(pool: ProcessPool, key: int, *request: int) -> Chunk:
     """What a rollout of all workers makes together, in memory of its own."""
-    pool.begin_rollout(*args)
+    pool.begin_rollout(key, ChunkRequest(*request))
     chunk = pool.finish_rollout().chunk
     assert chunk is not None
     return chunk
@@ -551,12 +551,13 @@ import cloudpickle, numpy as np
 from helpers.kinds import factory
 from helpers.odd_envs import Imported
 
+from rayvec.data import ChunkRequest
 from rayvec.node.process_pool import ProcessPool
 from helpers.exact import TablePolicy
 
 pool = ProcessPool.start(factory([Imported]), 1)
 pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
-pool.begin_rollout(0, 2, 0, 0)
+pool.begin_rollout(0, ChunkRequest(2))
 pool.finish_rollout()
 print(pool.call("heavy", (), {}, np.arange(1))(None))
 pool.close()

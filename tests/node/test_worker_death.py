@@ -30,6 +30,7 @@ from helpers.kinds import factory, within
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
+from rayvec.data import ChunkRequest
 from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.node.process_pool import ProcessPool
@@ -242,7 +243,7 @@ def test_a_policy_that_is_loaded_behind_a_chunk_reaches_a_replacement(tmp_path: 
     pool = ProcessPool.start(factory([partial(GatedEnv, gate)]), 1, restart_policy=RestartPolicy(restart=True))
     with closing(pool):
         pool.acting.load(0, cloudpickle.dumps(TablePolicy()))
-        pool.begin_rollout(0, 6, 0, 0)
+        pool.begin_rollout(0, ChunkRequest(6))
         loading = threading.Thread(target=pool.acting.load, args=(1, cloudpickle.dumps(TablePolicy())))
         loading.start()
         wait_until(lambda: pool._clients[0].num_posted == 3, "the second policy is posted")
@@ -251,7 +252,7 @@ def test_a_policy_that_is_loaded_behind_a_chunk_reaches_a_replacement(tmp_path: 
         loading.join(DEADLINE_S)
         assert not loading.is_alive()
         assert pool.finish_rollout().chunk is not None
-        pool.begin_rollout(1, 6, 6, 0)
+        pool.begin_rollout(1, ChunkRequest(6, first_step=6))
         assert pool.finish_rollout().chunk is not None
 
 
