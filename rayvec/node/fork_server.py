@@ -200,55 +200,88 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
             importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    died, dies = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(dies, warn_on_full_buffer=False)
-    pipe, watch = MessagePipe(socket.socket(fileno=fd)), ProcessWatch(owner)
-    if watch.ended():  # during the imports
-        return
-    poll = select.poll()
-    for each in (pipe.fileno(), watch.fileno(), died):
-        poll.register(each, select.POLLIN)
-    forked: set[int] = set()
-    if is_root:
-        _tell(pipe, os.getpid())
-    while not watch.ended():
-        ready = {each for each, _ in poll.poll(1000 * _IDLE_S if is_root and not forked else None)}
-        if not ready:
-            break
-        if died in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(died, 1 << 12)
-            _reap(forked)
-            if is_root:
-                _kill_children(forked)  # inherited from a branch that was killed
-        if pipe.fileno() not in ready:
-            continue
+    _Server(socket.socket(fileno=fd), owner, is_root).run()
+
+
+class _Server:
+    """Forks and reaps children.
+
+    Args:
+        end: Socket to the owner.
+        owner: Process id of the owner.
+        is_root: As of :func:`serve`.
+    """
+
+    def __init__(self, end: socket.socket, owner: int, is_root: bool) -> None:
+        self._owner, self._is_root = owner, is_root
+        self._exits, exits = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # readable once a child has exited
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(exits, warn_on_full_buffer=False)
+        self._pipe, self._watch = MessagePipe(end), ProcessWatch(owner)
+        self._events = self._pipe.fileno(), self._watch.fileno(), self._exits
+        self._own_fds = *self._events, exits
+        self._forked: set[int] = set()
+
+    def run(self) -> None:
+        """Forks on request until the owner closes its socket or exits, and then kills all children."""
+        if self._watch.ended():  # during the imports
+            return
+        poll = select.poll()
+        for fd in self._events:
+            poll.register(fd, select.POLLIN)
+        if self._is_root:
+            _tell(self._pipe, os.getpid())
+        while not self._watch.ended():
+            is_idle = self._is_root and not self._forked
+            ready = {fd for fd, _ in poll.poll(1000 * _IDLE_S if is_idle else None)}
+            if not ready:
+                break
+            if self._exits in ready:
+                self._reap()
+            if self._pipe.fileno() in ready and not self._take_request():
+                break
+        while _kill_children():
+            _reap(self._forked, wait=True)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._exits, 1 << 12)
+        _reap(self._forked)
+        if self._is_root:
+            _kill_children(self._forked)  # inherited from a branch that was killed
+
+    def _take_request(self) -> bool:
+        """Forks what the owner requests. Returns whether the owner's socket is still open."""
         try:
-            main, fds = pipe.receive()
+            main, fds = self._pipe.receive()
         except EOFError:
-            break
+            return False
         except OSError as error:  # too many open files
-            _tell(pipe, -error.errno)  # type: ignore[operator]
-            continue
+            _tell(self._pipe, -error.errno)  # type: ignore[operator]
+            return True
+        pid = self._fork(main, fds)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._forked.add(pid)
+        _tell(self._pipe, pid)
+        return True
+
+    def _fork(self, main: bytes, fds: Sequence[int]) -> int:
+        """Forks a worker or a branch. Returns its process id, or the negative number of an error."""
         server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            pid = -error.errno  # type: ignore[operator]
+            return -error.errno  # type: ignore[operator]
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for each in (pipe.fileno(), watch.fileno(), died, dies):
-                os.close(each)
-            _run(server, partial(serve, fds[0], owner) if is_root else partial(_work, main, fds))
-        for each in fds:
-            os.close(each)
-        if pid > 0:
-            forked.add(pid)
-        _tell(pipe, pid)
-    while _kill_children():
-        _reap(forked, wait=True)
+            for fd in self._own_fds:
+                os.close(fd)
+            target = partial(serve, fds[0], self._owner) if self._is_root else partial(_work, main, fds)
+            _run(server, target)
+        return pid
 
 
 def _tell(pipe: MessagePipe, pid: int) -> None:
