@@ -55,33 +55,10 @@ def own_networks(
     is_masked = config.action_masks and has_mask(observation_space, action_space)
     space = without_mask(observation_space) if is_masked else observation_space
     module = build_network(resolve("network", config.network), space, action_space, config)
-    actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
-    if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
-        raise ConfigError(
-            "SAC trains an actor and critics.",
-            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
-            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
-            remedy="Assign both in the module that network returns.",
-        )
+    actor, critics = _actor_and_critics(module)
     read = Reader(observation_space, is_masked)
     obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
-    is_discrete = isinstance(distribution, Categorical)
-    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
-    inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
-    for net in (actor, *critics):
-        check_module(net.eval())
-    counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
-    if (num_shared := sum(count > 1 for count in counts.values())) > 0:
-        raise ConfigError(
-            "The actor and each critic of SAC are trained apart.",
-            expected="parameters that belong to one of them",
-            got=f"{num_shared} parameters that several of them have",
-            remedy="Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2)).",
-        )
-    check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
-    for critic in critics:
-        name = "one value for each action" if is_discrete else "one value"
-        check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
+    _check_outputs(actor, critics, distribution, obs)
     shape = tuple(obs.shape[1:])
     layouts = _ModuleLayout(critics, shape), _ModuleLayout([actor], shape)
     of_critics = itertools.chain(*(critic.parameters() for critic in critics))
@@ -94,6 +71,44 @@ def own_networks(
         (math.prod(shape) + distribution.num_params,) if is_masked else shape,
         is_masked,
     )
+
+
+def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Returns the parts of a module, in evaluation mode.
+
+    Raises:
+        ConfigError: It lacks them, they can't be trained, or they share parameters.
+    """
+    actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
+    if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
+        raise ConfigError(
+            "SAC trains an actor and critics.",
+            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
+            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
+            remedy="Assign both in the module that network returns.",
+        )
+    for net in (actor, *critics):
+        check_module(net.eval())
+    counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
+    if (num_shared := sum(count > 1 for count in counts.values())) > 0:
+        raise ConfigError(
+            "The actor and each critic of SAC are trained apart.",
+            expected="parameters that belong to one of them",
+            got=f"{num_shared} parameters that several of them have",
+            remedy="Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2)).",
+        )
+    return actor, critics
+
+
+def _check_outputs(actor: nn.Module, critics: Sequence[nn.Module], distribution: Distribution, obs: Tensor) -> None:
+    """Raises a ConfigError where an output for some observations has another shape than it must have."""
+    is_discrete = isinstance(distribution, Categorical)
+    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
+    check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
+    for critic in critics:
+        name = "one value for each action" if is_discrete else "one value"
+        check_output(name, outputs_of(critic, *inputs), num_actions if is_discrete else None)
 
 
 class Reader:
