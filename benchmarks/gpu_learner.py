@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from rayvec.bench.harness.learners import LearnerTask
 from rayvec.policies import networks
 from rayvec.policies.precision import autocast
-from rayvec.training.runs import LEARNERS
 
 D, A = 17, 6
 CHOICES = 2
@@ -53,9 +51,7 @@ def ours(task: LearnerTask, precision: str, kind: str) -> Updates:
     """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
     without = without_capture if kind == "compiled" else contextlib.nullcontext
     with without():
-        config = replace(task.config(), precision=precision, compile=kind != "eager", total_steps=10**9)
-        env = task.env()
-        learner = LEARNERS[type(config)](env.observation_space, env.action_space, config)
+        learner = task.learner(precision=precision, compile=kind != "eager", total_steps=10**9)()
         batch = task.batch(learner)
 
     def update() -> Any:

@@ -9,7 +9,7 @@ the machine change less than the clock's:
 - rayvec: ``PPOLearner.update`` and ``IMPALALearner.update``, with everything they do, over the number of minibatches;
 - arithmetic alone: matrix products and tanh of one minibatch, forward and backward, into memory that exists already;
 - CleanRL-style: modules, autograd, torch's Adam for each tensor, advantages normalised in each minibatch;
-- LeanRL-style: the same with loss and gradient compiled, and torch's fused Adam;
+- LeanRL-style: the same compiled, with torch's fused Adam;
 - PureJaxRL-style: one jitted scan over the minibatches of an epoch, Adam included.
 
 JAX lives in a virtual environment of its own: ``benchmarks/make_peer_venvs.sh VENVS jax``.
@@ -34,23 +34,21 @@ Update = Callable[[], int]
 """Updates, and returns over how many minibatches, or for IMPALA 1."""
 
 
-def rayvec(algorithm: str, rows: int, *, compile: bool) -> Update:
-    """Our learner, as ``train`` calls it."""
-    from dataclasses import replace
-
+def learner_task(algorithm: str, rows: int, *, compile: bool) -> Any:
+    """Returns what is updated: IMPALA's batch has one size, PPO's grows with its minibatches."""
     from rayvec.bench.harness.learners import LearnerTask
-    from rayvec.training.runs import LEARNERS
 
     sizes: Any = {"num_envs": 16, "num_steps": rows * MINIBATCHES // 16, "minibatch_size": rows}
     if algorithm == "impala":
         sizes = {"num_envs": ENVS, "num_steps": STEPS, "minibatch_size": ENVS * STEPS // 4}
-    task = LearnerTask(
-        algorithm, hidden_sizes=(WIDTH, WIDTH), obs_size=D, act_size=A, compile=compile, **sizes
-    )  # fmt: skip
-    config: Any = replace(task.config(), preset="none")
-    if algorithm == "ppo":
-        config = replace(config, num_epochs=EPOCHS)
-    learner = LEARNERS[type(config)](task.env().observation_space, task.env().action_space, config)
+    return LearnerTask(algorithm, hidden_sizes=(WIDTH, WIDTH), obs_size=D, act_size=A, compile=compile, **sizes)
+
+
+def rayvec(algorithm: str, rows: int, *, compile: bool) -> Update:
+    """Our learner, as ``train`` calls it."""
+    task = learner_task(algorithm, rows, compile=compile)
+    own: dict[str, Any] = {"num_epochs": EPOCHS} if algorithm == "ppo" else {}
+    learner = task.learner(preset="none", **own)()
     batch = task.batch(learner)
 
     def update() -> int:
@@ -85,49 +83,16 @@ def arithmetic(rows: int) -> Update:
     return update
 
 
-def torch_style(rows: int, *, compile: bool) -> Update:
-    """A minibatch in the way of CleanRL, or of LeanRL: an agent of two networks, and one tensor for each column."""
-    import torch
-    from cleanrl_style import ppo_loss
-    from torch import nn
+def script(rows: int, *, lean: bool) -> Update:
+    """A minibatch in the way of CleanRL, or of LeanRL, as in ``gpu_learner.py``."""
+    from gpu_learner import plain
 
-    def net(outs: int) -> nn.Sequential:
-        hidden = nn.Linear(D, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
-        return nn.Sequential(*hidden, nn.Linear(WIDTH, outs))
-
-    actor, critic, log_std = net(A), net(1), nn.Parameter(torch.zeros(1, A))
-    parameters = [*actor.parameters(), *critic.parameters(), log_std]
-    optimizer = torch.optim.Adam(parameters, lr=LR, eps=EPS, **({"fused": True} if compile else {}))
-    total = rows * MINIBATCHES
-    data = {name: torch.randn(total) for name in ("logp", "value", "advantage", "target")}
-    data |= {"obs": torch.randn(total, D), "act": torch.randn(total, A)}
-
-    def loss(obs: Any, act: Any, logp: Any, value: Any, advantage: Any, target: Any) -> Any:
-        mean = actor(obs)
-        std = log_std.expand_as(mean).exp()
-        deviation = (act - mean) / std
-        new_logp = (-0.5 * deviation**2 - std.log() - 0.919).sum(1)
-        entropy = (1.419 + std.log()).sum(1)
-        log_ratio = new_logp - logp
-        ratio = log_ratio.exp()
-        with torch.no_grad():
-            kl, clipped = ((ratio - 1) - log_ratio).mean(), ((ratio - 1).abs() > CLIP).float().mean()
-        return ppo_loss(ratio, advantage, critic(obs).view(-1), value, target, entropy), kl, clipped
-
-    compute = torch.compile(loss) if compile else loss
+    task = learner_task("ppo", rows, compile=False)
+    learn = plain(task, "float32", lean=lean)
 
     def update() -> int:
-        for _ in range(EPOCHS):
-            for index in np.split(np.random.permutation(total), MINIBATCHES):
-                names = ("obs", "act", "logp", "value", "advantage", "target")
-                whole, _, clipped = compute(*(data[name][index] for name in names))
-                if not compile:
-                    clipped.item()  # CleanRL appends it to a list of floats
-                optimizer.zero_grad()
-                whole.backward()
-                nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-                optimizer.step()
-        return EPOCHS * MINIBATCHES
+        learn()
+        return int(task.samples // rows)
 
     return update
 
@@ -203,8 +168,8 @@ PEERS: dict[str, Callable[[int], Update]] = {
     "rayvec compiled": lambda rows: rayvec("ppo", rows, compile=True),
     "rayvec": lambda rows: rayvec("ppo", rows, compile=False),
     "arithmetic alone": arithmetic,
-    "CleanRL-style": lambda rows: torch_style(rows, compile=False),
-    "LeanRL-style": lambda rows: torch_style(rows, compile=True),
+    "CleanRL-style": lambda rows: script(rows, lean=False),
+    "LeanRL-style": lambda rows: script(rows, lean=True),
     "PureJaxRL-style": jax,
     "rayvec IMPALA compiled": lambda rows: rayvec("impala", rows, compile=True),
     "rayvec IMPALA": lambda rows: rayvec("impala", rows, compile=False),

@@ -35,17 +35,13 @@ def transitions() -> dict[str, Any]:
 
 def rayvec(width: int, *, compile: bool) -> Updates:
     """Our learner, as ``train`` calls it with its default settings: 16 updates after each 16 steps."""
-    from dataclasses import replace
-
     from rayvec.bench.harness.learners import LearnerTask
-    from rayvec.learners.sac import SACLearner
 
     task = LearnerTask(
         "sac", num_envs=1, num_steps=16, minibatch_size=B, hidden_sizes=(width, width), obs_size=D, act_size=A,
         compile=compile,
     )  # fmt: skip
-    config = replace(task.config(), learning_starts=STORED, policy_lr=POLICY_LR, q_lr=Q_LR)
-    learner = SACLearner(task.env().observation_space, task.env().action_space, config)
+    learner = task.learner(learning_starts=STORED, policy_lr=POLICY_LR, q_lr=Q_LR)()
     batch = task.batch(learner)
     for _ in range(STORED // 16):
         learner.update(batch)

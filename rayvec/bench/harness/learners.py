@@ -133,9 +133,9 @@ class LearnerTask:
         """Makes an environment with the observations and actions of the batch."""
         return _Noise(self)
 
-    def learner(self) -> Callable[[], Any]:
-        """Returns a function that makes the learner."""
-        config, env = self.config(), self.env()
+    def learner(self, **changes: Any) -> Callable[[], Any]:
+        """Returns a function that makes the learner, some of whose settings may be changed."""
+        config, env = replace(self.config(), **changes), self.env()
         return functools.partial(LEARNERS[type(config)], env.observation_space, env.action_space, config)
 
     def batch(self, learner: Any) -> Batch:
@@ -208,17 +208,16 @@ class OneShare(Threads):
 class SharedMemory:
     """rayvec's learner on ranks that are processes of this machine, without Ray.
 
-    Attributes:
-        sums: Of gradients: ``"shared-memory"``, ``"gloo"``, or ``"ddp"``, which makes torch's default group.
+    Args:
+        task: What to update.
+        sums: Of gradients: ``"shared-memory"``, ``"gloo"``, or ``"ddp"``, which is torch's own module.
     """
 
-    sums = "shared-memory"
-
-    def __init__(self, task: LearnerTask) -> None:
+    def __init__(self, task: LearnerTask, sums: str = "shared-memory") -> None:
         with tempfile.TemporaryDirectory(prefix="rayvec-ranks-") as directory:  # all have met when they are made
             path = os.path.join(directory, "store")
             ranks = range(task.num_learners)
-            self._ranks = Processes(_make_rank, [(task, self.sums, rank, path) for rank in ranks])
+            self._ranks = Processes(_make_rank, [(task, sums, rank, path) for rank in ranks])
         self._samples = task.samples
 
     def advance(self) -> int:
@@ -231,16 +230,8 @@ class SharedMemory:
         self._ranks.close()
 
 
-class Gloo(SharedMemory):
-    """The same, with sums by gloo."""
-
-    sums = "gloo"
-
-
-class DDP(SharedMemory):
-    """Processes with ``DistributedDataParallel``."""
-
-    sums = "ddp"
+Gloo = functools.partial(SharedMemory, sums="gloo")
+DDP = functools.partial(SharedMemory, sums="ddp")
 
 
 def _make_rank(task: LearnerTask, sums: str, rank: int, path: str) -> Callable[[Any], Any]:
