@@ -27,7 +27,7 @@ def test_tianshou_s_environments_are_stepped(peers: Any, tmp_path: Path) -> None
     try:
         adapter.set_step(0.001, 1, None)
         assert adapter.advance() == 2 and adapter.advance() == 2
-        (clock,) = read_clocks(str(tmp_path)).values()
+        (clock,) = read_clocks(str(tmp_path), within_steps=True).values()
         assert clock.shape == (4, 2) and (clock[:, 1] - clock[:, 0] >= 0.001).all()
     finally:
         adapter.close()

@@ -12,8 +12,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rayvec.bench.harness.recording import Recorder
-
 __all__ = ["EmulatedEnv"]
 
 
@@ -25,24 +23,15 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
         busy: Whether a step uses that much CPU time; else it sleeps, like a core of its own that works.
         sigma: Standard deviation of the logarithm of a step's duration; 0 for steps of equal length.
         obs_size: Numbers in an observation, float32.
-        clock_dir: Where steps are recorded; None if they aren't.
     """
 
-    def __init__(
-        self,
-        step_s: float = 0.0,
-        busy: bool = False,
-        sigma: float = 0.0,
-        obs_size: int = 4,
-        clock_dir: str | None = None,
-    ) -> None:
+    def __init__(self, step_s: float = 0.0, busy: bool = False, sigma: float = 0.0, obs_size: int = 4) -> None:
         if multiprocessing.parent_process() is not None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles Ctrl-C
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_size,), np.float32)
         self.action_space = spaces.Discrete(2)
         self.step_s = step_s
         self._busy, self._sigma = busy, sigma
-        self._recorder = None if clock_dir is None else Recorder(clock_dir)
         self._obs = np.zeros(obs_size, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -52,7 +41,6 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Takes its time."""
-        begin = time.monotonic()
         duration_s = self.step_s
         if self._sigma:  # lognormal with mean step_s
             duration_s *= math.exp(self._sigma * self.np_random.standard_normal() - 0.5 * self._sigma**2)
@@ -62,6 +50,4 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
                 pass
         elif duration_s:
             time.sleep(duration_s)
-        if self._recorder is not None:
-            self._recorder.write(begin)
         return self._obs, 1.0, False, False, {}

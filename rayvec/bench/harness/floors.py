@@ -31,7 +31,7 @@ def stepping(task: Task) -> Callable[[tuple[float, float | None]], Counted]:
         seconds, step_s = request
         if step_s is not None:
             for env in envs:
-                env.step_s = step_s
+                env.unwrapped.step_s = step_s
         begin, count, inside_s = time.monotonic(), 0, 0.0
         while time.monotonic() - begin < seconds:
             for env in envs:

@@ -55,12 +55,10 @@ class Task:
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Makes one environment."""
-        if self.env_id is None:
-            return EmulatedEnv(**(self.emulated or {}), clock_dir=self.clock_dir)
-        module, _, name = self.env_id.rpartition(":")
+        module, _, name = (self.env_id or "").rpartition(":")
         if module:  # some versions of Gymnasium fail when they import it a second time
             __import__(module)
-        env = gymnasium.make(name)
+        env = gymnasium.make(name) if name else EmulatedEnv(**(self.emulated or {}))
         return env if self.clock_dir is None else Clocked(env, self.clock_dir)
 
     def actions(self) -> list[NDArray[Any]]:
