@@ -202,10 +202,8 @@ def lines(options: argparse.Namespace) -> Iterator[list[str]]:
         scripts = [name for name in ("cleanrl", "leanrl") if name in options.kinds and task.algorithm == "ppo"]
         ways: dict[str, Updates] = {}
         for precision in options.precisions:
-            for name in here:
-                ways[f"{name} {precision}"] = ours(task, precision, name)
-            for name in scripts:
-                ways[f"{name} {precision}"] = plain(task, precision, lean=name == "leanrl")
+            ways |= {f"{name} {precision}": ours(task, precision, name) for name in here}
+            ways |= {f"{name} {precision}": plain(task, precision, lean=name == "leanrl") for name in scripts}
         found = measure(ways, task.samples, options.repeats)
         if options.device == "cuda" and "pageable" in options.kinds:
             pageable = {f"pageable {each}": ours(task, each, here[-1]) for each in options.precisions}

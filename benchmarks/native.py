@@ -20,9 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from itertools import pairwise
-from json import dumps
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -60,7 +57,7 @@ class Network:
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         rng = np.random.default_rng(0)
         sizes = [min(num_inputs, 16), 64, 64, num_actions]
-        self._layers = [rng.normal(size=pair).astype(np.float32) / 8 for pair in pairwise(sizes)]
+        self._layers = [rng.normal(size=pair).astype(np.float32) / 8 for pair in itertools.pairwise(sizes)]
 
     def __call__(self, obs: NDArray[Any]) -> NDArray[np.int64]:
         """Returns the best action of each row."""
@@ -213,7 +210,6 @@ def main(
     envs: tuple[Literal["cartpole", "envpool-cartpole", "envpool-breakout"], ...] = tuple(ENVS),  # type: ignore[assignment]
     repeats: int = 7,
     window: float = 1.0,
-    json: Path | None = None,
 ) -> None:
     """Measures and prints a table.
 
@@ -221,16 +217,14 @@ def main(
         envs: Which environments.
         repeats: How often each side is measured.
         window: Seconds of each measurement.
-        json: File for all measurements.
     """
     if any(name.startswith("envpool") for name in envs) and importlib.util.find_spec("envpool") is None:
         sys.exit("envpool is not installed: pip install 'rayvec[envpool]', or pass --envs cartpole")
-    kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name in envs:
         with sides(name) as measures:
             ways = {side: partial(rates, pids, partial(measure, window)) for side, (pids, measure) in measures.items()}
             interleaved(ways, 1)  # warms up
-            kept[name] = found = interleaved(ways, repeats)
+            found = interleaved(ways, repeats)
         rows = []
         for side, values in found.items():
             by_clock, by_cpu = zip(*values, strict=True)
@@ -240,8 +234,6 @@ def main(
         title = f"{name}, 2 x {ENVS[name][1]} environments; load average {os.getloadavg()[0]:.1f}"
         header = ["", "steps/s", "of the upper bound", "steps per CPU-second, of the upper bound's"]
         show_table(title, header, rows)
-    if json is not None:
-        json.write_text(dumps(kept))
 
 
 if __name__ == "__main__":

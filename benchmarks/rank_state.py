@@ -13,9 +13,8 @@ from functools import partial
 import tyro
 from measure import heading
 
-from rayvec import Collector, LearnerGroup, PPOConfig, RayVecEnv
+from rayvec import Collector, LearnerGroup, Policy, PPOConfig, RayVecEnv
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies.policy import Policy
 
 CONFIG = PPOConfig(
     num_envs=8,

@@ -163,7 +163,7 @@ def learn(seed: int, sync_fraction: float) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as directory:
         config = rayvec.PPOConfig(
             env_id="CartPole-v1",
-            wrappers=("stragglers:jitter",),
+            wrappers=("stragglers:Jitter",),
             total_steps=20_000,
             num_envs=16,
             num_nodes=0,
@@ -186,7 +186,7 @@ def learn(seed: int, sync_fraction: float) -> tuple[float, float]:
     return in_training, result.eval_return_mean
 
 
-class _Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):
+class Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Now and then, a step sleeps."""
 
     def step(self, action: Any) -> Any:
@@ -194,11 +194,6 @@ class _Jitter(gymnasium.Wrapper[Any, Any, Any, Any]):
         if np.random.random() < 0.02:
             time.sleep(0.01 * float(np.exp(_SIGMA * np.random.standard_normal())))
         return super().step(action)
-
-
-def jitter(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """Returns an environment that sleeps now and then."""
-    return _Jitter(env)
 
 
 def main(

@@ -62,11 +62,10 @@ class Side:
 
     def __post_init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._time("collecting", self.collector, "collect")
-        self._time("collecting", self.collector, "reset")
         self._time("updating", self.algorithm, "update")
-        self._time("testing", self.test_collector, "collect")
-        self._time("testing", self.test_collector, "reset")
+        for name in ("collect", "reset"):
+            self._time("collecting", self.collector, name)
+            self._time("testing", self.test_collector, name)
         self.collector.reset()
 
     def _time(self, phase: str, holder: Any, name: str) -> None:
