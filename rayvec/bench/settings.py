@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,7 +83,7 @@ class Scaling:
         """Returns the settings that apply, with the limits of --quick."""
         if not self.quick:
             return self
-        return dataclasses.replace(
+        return replace(
             self,
             nodes=tuple(n for n in self.nodes if n <= 2) or (min(self.nodes),),
             step_duration=tuple(d for d in self.step_duration if d <= 0.1) or (min(self.step_duration),),

@@ -16,6 +16,7 @@ import platform
 import re
 import resource
 import shutil
+import statistics
 import struct
 import time
 from pathlib import Path
@@ -153,7 +154,7 @@ def ping(connection: Any) -> tuple[float, float]:
         return time.perf_counter() - began
 
     small, large = (struct.pack("<Q", size) + bytes(size - 8) for size in (_SMALL, _LARGE))
-    round_trip = sorted(exchange(small) for _ in range(_ROUNDS))[_ROUNDS // 2]
+    round_trip = statistics.median(exchange(small) for _ in range(_ROUNDS))
     took, sent = 0.0, 0
     while took < _TRANSFER_S:
         took += exchange(large) - round_trip
@@ -211,11 +212,9 @@ class NodeProbe:
             env.close()
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        logs = [math.log(each) for each in durations]
-        mean = sum(logs) / len(logs)
         return {
-            "step_s": sum(durations) / len(durations),
-            "sigma": math.sqrt(sum((each - mean) ** 2 for each in logs) / len(logs)),
+            "step_s": statistics.fmean(durations),
+            "sigma": statistics.pstdev(map(math.log, durations)),
             "make_s": make_s,
             "obs_bytes": int(getattr(observation, "nbytes", 0)),
         }

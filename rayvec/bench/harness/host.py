@@ -57,10 +57,9 @@ class Host:
         names = ("transport", "num_envs", "spans_nodes", "address")
         return {name: getattr(adapter, name, None) for name in names} | {"start_s": start_s}
 
-    def add(self, cores: int) -> dict[str, Any]:
+    def add(self, cores: int) -> None:
         """Adds a simulated node."""
         self._adapter.add(cores)
-        return {}
 
     def update(self, seconds: float) -> dict[str, Any]:
         """Updates once to warm up, then for so many seconds, at least twice.
@@ -77,14 +76,13 @@ class Host:
             times.append(time.perf_counter() - begin)
         return {"samples": samples, "times_s": times, "cpu_s": time.process_time() - used_s}
 
-    def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> dict[str, Any]:
+    def set_step(self, step_s: float, chunk_steps: int, inference: str | None = None) -> None:
         """Sets how long emulated environments take and where actions are chosen, and warms up."""
         self._adapter.set_step(step_s, chunk_steps, inference)
         if isinstance(self._adapter, Adapter):
             for _ in range(_WARM_CALLS if step_s * chunk_steps < 0.5 else 1):
                 self._adapter.advance()
             self._adapter.settle()  # a pending chunk would run beside the next measurement
-        return {}
 
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
@@ -131,11 +129,10 @@ class Host:
         started_s = started_cpu_s(self._pids)
         return {"cpu_s": started_s, "driver_cpu_s": time.process_time(), "machine_cpu_s": machine_cpu_s()}
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> None:
         """Ends the adapter."""
         if self._adapter is not None:
             self._adapter.close()
-        return {}
 
 
 def _divide(
@@ -169,7 +166,7 @@ def main() -> None:
         request = json.loads(line)
         name = request.pop("do")
         try:
-            answer = getattr(host, name)(**request)
+            answer = getattr(host, name)(**request) or {}
         except Exception as error:
             traceback.print_exc()
             # LookupError: the library is installed, but lacks the environment

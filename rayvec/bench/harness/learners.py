@@ -18,15 +18,11 @@ from gymnasium import spaces
 import rayvec
 from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.processes import Processes
-from rayvec.collect.collector import Collector
 from rayvec.config import CONFIGS
-from rayvec.data import Batch
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
-from rayvec.policies.policy import Policy
 from rayvec.training.runs import LEARNERS
-from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
 
@@ -138,16 +134,16 @@ class LearnerTask:
         config, env = replace(self.config(), **changes), self.env()
         return functools.partial(LEARNERS[type(config)], env.observation_space, env.action_space, config)
 
-    def batch(self, learner: Any) -> Batch:
+    def batch(self, learner: Any) -> rayvec.Batch:
         """Returns a batch of random observations and rewards, with the learner's own actions."""
-        with RayVecEnv([self.env] * self.columns, num_nodes=0, workers_per_node=0) as env:
-            return Collector(env, Policy(learner.module)).collect(n_step=self.rows)
+        with rayvec.RayVecEnv([self.env] * self.columns, num_nodes=0, workers_per_node=0) as env:
+            return rayvec.Collector(env, rayvec.Policy(learner.module)).collect(n_step=self.rows)
 
-    def share(self, learner: Any, rank: int) -> Batch:
+    def share(self, learner: Any, rank: int) -> rayvec.Batch:
         """Returns the columns of the batch that belong to a rank."""
         batch = self.batch(learner)
         first, last = even_bounds(self.columns, self.num_learners)[rank : rank + 2]
-        return Batch((batch.chunks[0].columns(first, last),), batch.stats)
+        return rayvec.Batch((batch.chunks[0].columns(first, last),), batch.stats)
 
 
 class _Noise(gymnasium.Env[Any, Any]):

@@ -42,7 +42,6 @@ def split(
     {'environment': 0.55, 'transport': 0.2, 'waiting': 0.05, 'driver': 0.2}
     """
     total = dict.fromkeys(STATES, 0.0)
-    period_s = 0.0
     firsts = [times[:, 0] for times in clocks]
     for number in range(len(calls) - 1):
         asked, answered = calls[number]
@@ -51,7 +50,6 @@ def split(
         ends = [times[span][-1, 1] for times, span in zip(clocks, spans, strict=True) if span.start < span.stop]
         last = min(max(ends, default=answered), answered)
         for worker, (times, span) in enumerate(zip(clocks, spans, strict=True)):
-            period_s += period
             if span.start == span.stop:
                 total["unattributed"] += period
                 continue
@@ -74,8 +72,7 @@ def split(
             for state, seconds in states.items():
                 total[state] += seconds
             total["unattributed"] += abs(period - sum(states.values()))
-    whole = sum(total.values()) or 1.0
-    return {state: seconds / whole for state, seconds in total.items()} if period_s else {**total, "unattributed": 1.0}
+    return _shares(total)
 
 
 def split_ahead(
@@ -100,7 +97,7 @@ def split_ahead(
     total = dict.fromkeys(STATES, 0.0)
     count = min(len(inference_s), *(len(times) // m - 1 for times, m in zip(clocks, chunk_steps, strict=True)))
     if count < 1:
-        return {**total, "unattributed": 1.0}
+        return _shares(total)
     chunks = [times[-m * (count + 1) :].reshape(-1, m, 2) for times, m in zip(clocks, chunk_steps, strict=True)]
     slowest = np.max([chunk[:-1, -1, 1] for chunk in chunks], axis=0)
     for worker, chunk in enumerate(chunks):
@@ -120,5 +117,10 @@ def split_ahead(
             "waiting": waiting,
         }.items():
             total[state] += float(seconds.sum())
-    whole = sum(total.values())
-    return {state: seconds / whole for state, seconds in total.items()}
+    return _shares(total)
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Returns the share of each state; of no time at all, everything is unattributed."""
+    whole = sum(seconds.values())
+    return {state: each / whole for state, each in seconds.items()} if whole else {**seconds, "unattributed": 1.0}
