@@ -98,12 +98,12 @@ class WithProcess(Failing):
         return self._process.pid
 
 
-def stepped_on(env: RayVecEnv, cause: Callable[[], object]) -> float:
-    """Causes a fault; returns seconds from then until a step reports restarted environments."""
+def stepped_on(env: RayVecEnv, cause: Callable[[], object] = lambda: None, actions: Any = 0) -> float:
+    """Causes a fault; returns seconds from then until a step with these actions reports restarted environments."""
     begin, info = time.perf_counter(), {}
     cause()
     while "env_restarted" not in info:
-        *_, info = env.step(np.zeros(env.num_envs, np.int64))
+        *_, info = env.step(np.full(env.num_envs, actions))
     return time.perf_counter() - begin
 
 
@@ -145,18 +145,16 @@ def raises() -> float:
 def raises_and_restarts() -> float:
     """An environment raises, `on_env_error="restart"`: the step returns."""
     with stepping(on_env_error="restart") as env:
-        begin = time.perf_counter()
-        *_, info = env.step(acts(RAISE))
-        assert info["env_restarted"][0]
-        return time.perf_counter() - begin
+        return stepped_on(env, actions=acts(RAISE))
 
 
 def killed(make: Callable[[], Any], action: int, delay_s: float) -> float:
     """Returns seconds from the end of a worker in a step until the error."""
     env = stepping(make)
+    worker = pids(env, 0)[1]
     env.step_async(acts(action))
     time.sleep(delay_s)
-    os.kill(pids(env, 0)[1], signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     return until(WorkerLostError, env.step_wait)
 
 
@@ -251,17 +249,13 @@ def worker_killed(cluster: Any) -> float:
 def environment_hangs(cluster: Any) -> float:
     """An environment hangs: its worker is replaced, measured from the end of `step_timeout_s`."""
     with stepping(Failing, 2, on_env_error="restart", step_timeout_s=STEP_TIMEOUT_S) as env:
-        begin = time.perf_counter()
-        *_, info = env.step(np.eye(8, dtype=np.int64)[5])
-        assert info["env_restarted"][5]
-        return time.perf_counter() - begin - STEP_TIMEOUT_S
+        return stepped_on(env, actions=acts(HANG)[::-1]) - STEP_TIMEOUT_S
 
 
 def actor_killed(cluster: Any) -> float:
     """The actor on a node is killed: its environments resume on another node."""
     cluster.add_node(num_cpus=2)
-    with RayVecEnv([timed(1e-3)] * 8, num_nodes=2, workers_per_node=2) as env:
-        env.reset(seed=0)
+    with stepping(timed(1e-3), 2) as env:
         return stepped_on(env, lambda: os.kill(pids(env, 1)[0], signal.SIGKILL))
 
 
