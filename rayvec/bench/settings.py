@@ -18,7 +18,24 @@ PRICES = Path(__file__).with_name("prices_2023.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class _Emulated:
+    """What commands that emulate cores have in common."""
+
+    step_duration: tuple[Positive, ...] = (1.0, 0.1, 0.01, 0.001)
+    """Seconds that an environment takes for a step."""
+
+    jitter: str | None = None
+    """How durations vary around their mean, such as lognormal:0.5; unset: not at all."""
+
+    obs_size: Count = 4
+    """Numbers in an observation, float32."""
+
+    address: str | None = None
+    """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(_Emulated):
     """Measure steps/s over nodes and step durations, beside peers and independent processes.
 
     Without --address the nodes are simulated on this machine: environments that sleep emulate cores. With --hosts,
@@ -30,9 +47,6 @@ class Scaling:
 
     cores_per_node: Count = 8
     """Environments on each node, one for each core."""
-
-    step_duration: tuple[Positive, ...] = (1.0, 0.1, 0.01, 0.001)
-    """Seconds that an environment takes for a step."""
 
     inference: tuple[Literal["driver", "worker"], ...] = ("driver", "worker")
     """Where rayvec's policy acts: in the driver at every step, or in the workers for whole chunks."""
@@ -48,12 +62,6 @@ class Scaling:
     work: Literal["sleep", "busy"] = "sleep"
     """Whether a step sleeps, like a core of its own, or uses that much CPU time."""
 
-    jitter: str | None = None
-    """How durations vary around their mean, such as lognormal:0.5; unset: not at all."""
-
-    obs_size: Count = 4
-    """Numbers in an observation, float32."""
-
     chunk_steps: Count | None = None
     """Steps of a chunk; unset: about two seconds' worth, at most 128."""
 
@@ -68,9 +76,6 @@ class Scaling:
 
     resume: Path | None = None
     """Continue this result file with its own settings."""
-
-    address: str | None = None
-    """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
 
     hosts: bool = False
     """Also measure on hosts, beside simulated nodes: network namespaces of this machine, each with an address of its
@@ -190,7 +195,7 @@ class LearnerBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(_Emulated):
     """Predict steps/s on a larger cluster from measurements on one and two nodes.
 
     Recommends inference, chunk length, groups, workers and environments per worker.
@@ -201,15 +206,6 @@ class Model:
 
     cores_per_node: Count = 48
     """Cores of each."""
-
-    step_duration: tuple[Positive, ...] = (1.0, 0.1, 0.01, 0.001)
-    """Seconds that an environment takes for a step."""
-
-    jitter: str | None = None
-    """How durations vary around their mean, such as lognormal:0.5; unset: not at all."""
-
-    obs_size: Count = 4
-    """Numbers in an observation, float32."""
 
     hidden_size: Annotated[int, Bounds(0)] = 64
     """Units of the two hidden layers of the policy that settings are recommended for; 0: no policy."""
@@ -237,9 +233,6 @@ class Model:
     check: bool = False
     """Compare predictions with four and eight nodes, and the recommendation with a search; checks that the file in
     --fit already has are not measured again."""
-
-    address: str | None = None
-    """Measure on the Ray cluster at this address; unset: simulate nodes on this machine."""
 
     hosts: bool = False
     """Measure on hosts in place of simulated nodes: network namespaces of this machine, each with an address of its
