@@ -110,11 +110,10 @@ class Host:
         network_bytes = adapter.network_bytes() / (steps / len(calls))
         adapter.settle()  # a pending chunk ends after the window and is not counted
         adapter.rest()
-        found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), "split": None}
-        found |= used | {"node_cpu_s": node_s, "worker_cpu_s": worker_s, "network_bytes_per_step": network_bytes}
-        if with_split and (clocks := self._clocks(calls[0][0])):
-            found |= _divide(adapter, clocks, calls, inference, used["driver_cpu_s"] / len(calls))
-        return found
+        clocks = self._clocks(calls[0][0]) if with_split else []
+        divided = _divide(adapter, clocks, calls, inference, used["driver_cpu_s"] / len(calls)) if clocks else None
+        found = {"steps": steps, "elapsed_s": now - begin, "steps_per_s": steps / (now - begin), "split": divided}
+        return found | used | {"node_cpu_s": node_s, "worker_cpu_s": worker_s, "network_bytes_per_step": network_bytes}
 
     def _clocks(self, begin: float) -> list[NDArray[np.float64]]:
         """Returns when the steps of each worker began and ended; nothing where environments record no times."""
@@ -141,20 +140,16 @@ def _divide(
     calls: list[tuple[float, float]],
     inference: list[NDArray[np.float64]],
     driver_s: float,
-) -> dict[str, Any]:
-    """Returns the share of each state, and the spread of step durations."""
+) -> dict[str, float]:
+    """Returns the share of each state."""
     packing_s, ahead = adapter.packing_s(), adapter.steps_ahead()
-    recent = [clock[clock[:, 0] >= calls[0][0]] for clock in clocks]
-    durations = np.concatenate([times[:, 1] - times[:, 0] for times in recent])
-    low, high = np.percentile(durations, (16, 84)) if len(durations) else (0.0, 0.0)
-    spread = {"step_spread_s": float(high - low) / 2}  # a standard deviation that ignores outliers
     if ahead is not None:
-        return spread | {"split": split_ahead(clocks, ahead, np.array(inference), packing_s)}
+        return split_ahead(clocks, ahead, np.array(inference), packing_s)
     since = max(clock[0, 0] for clock in clocks)  # older steps are not remembered
     first = next((i for i, (asked, _) in enumerate(calls) if asked >= since or i == len(calls) - 2), 0)
     times = np.array([*calls[first:], (calls[-1][1], calls[-1][1])])
     within = np.array(inference[first:]) if inference else None
-    return spread | {"split": split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))}
+    return split(times, clocks, within, packing_s, max(0.0, driver_s - 0.5 * packing_s))
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bench.harness.task import Adapter, Task
+from rayvec.bench.harness.vectors import VectorAdapter
 from rayvec.cluster.frames import FrameFormat
 from rayvec.collect.collector import Collector
 from rayvec.data import StepBatch
@@ -52,7 +53,7 @@ class TimedPolicy:
         return actions, {"inference_s": np.full(count, (time.monotonic() - begin) / count)}
 
 
-class Ours(Adapter):
+class Ours(VectorAdapter):
     """A :class:`rayvec.RayVecEnv`, stepped by ``step``, by ``rollout`` or by a ``Collector``, which can prefetch."""
 
     spans_nodes = True
@@ -95,8 +96,7 @@ class Ours(Adapter):
         elif self._task.groups == 2 or self._task.hidden_sizes:
             self._chunk = self.env.rollout(self.policy, self._steps, inference="driver")
         else:
-            self.env.step(self.next_actions())
-            return self.num_envs
+            return super().advance()
         return self.num_envs * self._steps
 
     def settle(self) -> None:
@@ -164,10 +164,6 @@ class Ours(Adapter):
         answer = StepBatch(ids, obs_layout.empty((len(ids),)), np.zeros(len(ids)), flags, flags)
         request = frames.pack_step(ids, self.actions[0][: len(ids)], Autoreset.NEXT_STEP, False)[0]
         return frames, request, frames.pack_answer(answer)[0]
-
-    def close(self) -> None:
-        """Ends it."""
-        self.env.close()
 
 
 class BarePool(Adapter):
