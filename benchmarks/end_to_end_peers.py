@@ -14,17 +14,13 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from judge import TASKS, Judge
 from numpy.typing import NDArray
-
-
-def rayvec_with_ray(task: str, seed: int, judge: Judge) -> None:
-    """The same on a private Ray."""
-    rayvec(task, seed, judge, num_nodes=1)
 
 
 def rayvec_native(task: str, seed: int, judge: Judge) -> None:
@@ -252,7 +248,7 @@ def rllib_sac() -> Any:
 LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
     "rayvec": rayvec,
     "rayvec, native": rayvec_native,
-    "rayvec, with Ray": rayvec_with_ray,
+    "rayvec, with Ray": partial(rayvec, num_nodes=1),
     "CleanRL-style": cleanrl_style,
     "Stable-Baselines3": stable_baselines3,
     "Tianshou": tianshou,

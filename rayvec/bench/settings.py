@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from rayvec.config.base import Count, NonNegative, Positive
 from rayvec.config.schema import Bounds
 from rayvec.errors import ConfigError
 
 __all__ = ["PRICES", "Compare", "Cost", "LearnerBench", "Model", "Scaling", "check_any", "jitter_sigma"]
 
-Count = Annotated[int, Bounds(1)]
-Positive = Annotated[float, Bounds(0, above=True)]
-NotNegative = Annotated[float, Bounds(0)]
 PRICES = Path(__file__).with_name("prices_2023.yaml")
 
 
@@ -216,7 +214,7 @@ class Model(_Emulated):
     parameters: Count = 1_700_000
     """Of the net whose gradients decentralized ranks sum, float32; those of a Nature-CNN by default."""
 
-    network_latency_us: NotNegative | None = None
+    network_latency_us: NonNegative | None = None
     """Microseconds one way between nodes, in addition to what was measured; unset: 100 where nodes were simulated, 0
     where a cluster was measured."""
 
@@ -270,7 +268,7 @@ class Cost:
     gpu_samples_per_s: Positive | None = None
     """Samples per second that a GPU learns from (rayvec bench learner --device cuda)."""
 
-    network_latency_us: NotNegative | None = None
+    network_latency_us: NonNegative | None = None
     """As in rayvec bench model: one way between machines, in addition to what was measured."""
 
     network_gbit: Positive | None = None

@@ -12,8 +12,7 @@ import numpy as np
 import yaml
 
 from rayvec.bench.cost_model.measuring import Measured
-from rayvec.bench.cost_model.model import Cluster, Fit, Setting
-from rayvec.bench.cost_model.model import steps_per_s as predicted_steps_per_s
+from rayvec.bench.cost_model.model import Cluster, Fit, Setting, steps_per_s
 from rayvec.bench.cost_model.plan import cluster_of
 from rayvec.bench.results import Results
 from rayvec.bench.settings import PRICES, Cost
@@ -170,24 +169,24 @@ def _need(settings: Cost) -> tuple[Callable[[Mix], bool], str]:
             got=f"--fit {settings.fit}, {rates} samples/s",
             remedy="Measure with rayvec bench model and rayvec bench learner, and pass what they print.",
         )
-    measured, steps_per_s = Measured.read(settings.fit), settings.steps_per_s
+    measured, wanted_per_s = Measured.read(settings.fit), settings.steps_per_s
     found, network = measured.fit(), cluster_of(measured, settings.network_latency_us, settings.network_gbit)
     learned = {"gpu": settings.gpu_samples_per_s or 0.0, "cpu": settings.cpu_samples_per_s or 0.0}
     return (
-        lambda mix: suffices(mix, steps_per_s, found, settings.step_duration, learned, network),
-        f"{steps_per_s:,.0f} steps/s, sampled and learned from",
+        lambda mix: suffices(mix, wanted_per_s, found, settings.step_duration, learned, network),
+        f"{wanted_per_s:,.0f} steps/s, sampled and learned from",
     )
 
 
 def suffices(
-    mix: Mix, steps_per_s: float, found: Fit, step_s: float, samples_per_s: Mapping[str, float], network: Cluster
+    mix: Mix, wanted_per_s: float, found: Fit, step_s: float, samples_per_s: Mapping[str, float], network: Cluster
 ) -> bool:
     """Says whether machines sample and learn from so many steps per second.
 
     GPUs learn first; cores learn what GPUs don't, and then sample nothing. A GPU takes a core that feeds it.
     """
     gpus = mix.gpus if samples_per_s["gpu"] else 0
-    left = max(0.0, steps_per_s - gpus * samples_per_s["gpu"])
+    left = max(0.0, wanted_per_s - gpus * samples_per_s["gpu"])
     if left and not samples_per_s["cpu"]:
         return False
     learning = gpus + (math.ceil(left / samples_per_s["cpu"]) if left else 0)
@@ -197,5 +196,5 @@ def suffices(
     nodes = sum(mix.counts.values())
     workers = max(1, math.ceil(sampling / nodes))
     setting = Setting(nodes, workers, inference="worker", chunk_steps=128, step_s=step_s)
-    each = predicted_steps_per_s(found, setting, network) / setting.num_envs
-    return sampling * each >= steps_per_s
+    each = steps_per_s(found, setting, network) / setting.num_envs
+    return sampling * each >= wanted_per_s
