@@ -239,7 +239,7 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
     assert_refused(["bench", *arguments.split()], *words)
 
 
-def test_an_address_where_nobody_ever_answers(assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_never_answers(assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "_PROBE_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -49,7 +49,7 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: py
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_somebody_else_ended_is_not_finished(
+def test_a_run_that_was_interrupted_is_not_finished(
     learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "RAYVEC", [sys.executable, "-c", f"raise SystemExit({learning.INTERRUPTED})"])

@@ -171,7 +171,7 @@ def test_a_peer_without_a_thread_is_refused_and_the_next_is_served(
 
 
 @pytest.mark.usefixtures("short_handshake")
-def test_the_silent_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
+def test_silent_connections_block_nothing_and_are_dropped(listener: Listener) -> None:
     silent = [stranger(listener) for _ in range(5)]
     assert_served(listener)
     for sock in silent:
@@ -318,7 +318,7 @@ def test_an_impostor_does_not_get_the_clients_frames() -> None:
         assert len(heard[0]) == 32
 
 
-def test_after_close_nobody_is_accepted_and_no_thread_waits() -> None:
+def test_after_close_no_connection_is_accepted_and_no_thread_waits() -> None:
     before = threading.active_count()
     listener = Listener("127.0.0.1", KEY, echo)
     assert_served(listener)

@@ -140,7 +140,7 @@ class TestEpisodes:
             assert batch.stats.n_collected_steps == batch.stats.lens.sum()
             assert_identical(*episodes_of(batch))
 
-    def test_steps_go_on_after_episodes_without_what_was_dropped(self, counting: RayVecEnv) -> None:
+    def test_steps_continue_after_episodes_without_what_was_dropped(self, counting: RayVecEnv) -> None:
         """What lies in no batch is in no statistics: an episode is known by its steps in valid places."""
         collector = Collector(counting, TablePolicy(), seed=2)
         collector.collect(n_episode=3)
@@ -250,7 +250,7 @@ class TestTimes:
 
 
 class TestState:
-    def test_noise_and_counters_go_on_with_fresh_episodes(self, counting: RayVecEnv) -> None:
+    def test_noise_and_counters_continue_with_new_episodes(self, counting: RayVecEnv) -> None:
         first = Collector(counting, TablePolicy(), seed=5)
         first.collect(n_step=50)
         first.set_weights(TablePolicy(seed=1).weights())

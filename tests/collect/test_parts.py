@@ -95,7 +95,7 @@ def test_one_version_old_is_lockstep(workers: int) -> None:
     assert [batch.stats.staleness_counts for batch in found[1]] == [(5,), *[(0, 5)] * 4]
 
 
-def test_updates_go_on_without_a_slow_worker(tmp_path: Path) -> None:
+def test_updates_do_not_wait_for_a_slow_worker(tmp_path: Path) -> None:
     """The gate opens after eight batches: a collector that waited for the slow worker would wait for ever."""
     with gated(tmp_path / "gate") as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=20)
@@ -216,7 +216,9 @@ def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced_while_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_hangs_is_replaced_while_others_continue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with gated(tmp_path / "gate", on_env_error="restart", step_timeout_s=2.0) as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=10**9)
         wait_until(lambda: bool(collect(collector, 1)) and "restarted worker 0" in caplog.text, "a restart")

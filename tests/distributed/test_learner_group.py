@@ -159,7 +159,7 @@ def test_state_goes_from_a_learner_to_a_group_and_back(ppo_group: rayvec.Learner
 
 
 @pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), pytest.param(1, "SIGSTOP", marks=pytest.mark.slow)])
-def test_a_rank_that_falls_in_an_update_changes_no_number(
+def test_a_rank_that_dies_in_an_update_changes_no_number(
     make_group: MakeGroup, ppo_group: rayvec.LearnerGroup, tmp_path: Path, who: int, how: str
 ) -> None:
     batches = make_batches(DISCRETE, 3)

@@ -134,7 +134,7 @@ def check_fall(group: RankGroup, mark: Path, who: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), pytest.param(2, "SIGSTOP", marks=pytest.mark.slow)])
-def test_a_rank_that_falls_changes_nothing(group: RankGroup, tmp_path: Path, who: int, how: str) -> None:
+def test_a_rank_that_dies_changes_nothing(group: RankGroup, tmp_path: Path, who: int, how: str) -> None:
     check_fall(group, tmp_path / "fallen", who, how)
 
 
@@ -145,7 +145,7 @@ def test_a_rank_that_stops_on_one_of_two_nodes_changes_nothing(make_group: MakeG
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
-def test_a_single_rank_that_falls_changes_nothing(make_group: MakeGroup, tmp_path: Path, how: str) -> None:
+def test_a_single_rank_that_dies_changes_nothing(make_group: MakeGroup, tmp_path: Path, how: str) -> None:
     check_fall(make_group(1, timeout_s=TIMEOUT_S), tmp_path / "fallen", 0, how)
 
 

@@ -56,7 +56,7 @@ IN_ONE_STEP = pytest.mark.parametrize(
 @LEARNERS
 @SPACES
 @pytest.mark.parametrize("normalize_reward", [False, True], ids=["raw", "scaled"])
-def test_a_loaded_learner_goes_on_bit_for_bit(
+def test_a_loaded_learner_continues_bit_for_bit(
     make: MakeLearner, action_space: spaces.Space[Any], normalize_reward: bool
 ) -> None:
     learner: Learner = make(action_space, seed=3, normalize_reward=normalize_reward)
@@ -154,7 +154,7 @@ def test_the_learning_rate_falls_to_0_with_the_steps_seen(make: MakeLearner) -> 
 
 
 @LEARNERS
-def test_a_return_does_not_run_on_into_the_episode_of_an_environment_made_anew(make: MakeLearner) -> None:
+def test_a_return_ends_where_an_environment_restarts(make: MakeLearner) -> None:
     """It is lost with its environment between two batches, or within one."""
     learner = make(normalize_reward=True, gamma=0.9)
     policy, running = Policy(learner.module), np.zeros(N)

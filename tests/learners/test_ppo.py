@@ -228,7 +228,7 @@ def test_values_of_many_images_are_computed_in_parts(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_no_trace_goes_into_the_episode_of_an_environment_made_anew() -> None:
+def test_advantages_end_where_an_environment_restarts() -> None:
     """Between two chunks, where no step says that the episode ended; the value there is bootstrapped all the same."""
     learner = PPOLearner(OBS, DISCRETE, ppo_config(gamma=0.9, gae_lambda=0.8))
     policy = Policy(learner.module)

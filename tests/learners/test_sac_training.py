@@ -35,7 +35,7 @@ def test_a_run_of_either_kind_begins_at_random_and_then_updates_at_its_ratio(tmp
     assert np.isfinite(result.eval_return_mean)
 
 
-def test_resuming_goes_on_with_the_same_replay(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_replay(tmp_path: Path) -> None:
     run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=128, eval_episodes=0)).run_dir
     before = load_run(run_dir)[1]["learner"]
     text = (run_dir / "config.yaml").read_text()

@@ -70,7 +70,7 @@ def test_what_is_allocated_there_is_not_copied(ends: tuple[ChunkMemory, ChunkMem
     assert theirs.shape == (25, 2_000) and (theirs == 2).all() and (copied == other).all()
 
 
-def test_another_writer_goes_on_with_the_same_memory(ends: tuple[ChunkMemory, ChunkMemory]) -> None:
+def test_another_writer_continues_in_the_same_memory(ends: tuple[ChunkMemory, ChunkMemory]) -> None:
     writer, reader = ends
     writer.begin(0)
     first = writer.pack(np.full(20_000, 1.0))

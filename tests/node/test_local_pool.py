@@ -113,7 +113,7 @@ def test_what_an_environment_raises_closes_all() -> None:
     assert env.closed
 
 
-def test_an_environment_is_made_anew_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_is_restarted_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with make([ObedientEnv] * 2, on_env_error="restart") as env:
         env.reset(seed=10)
         with caplog.at_level(logging.WARNING, "rayvec"):
@@ -247,7 +247,7 @@ def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path, config_class: A
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_may_go_on_without_workers(tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_without_workers(tmp_path: Path) -> None:
     settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "eval_episodes": 4}
     config = rayvec.PPOConfig(run_dir=tmp_path / "a", total_steps=64, workers_per_node=1, num_nodes=1, **settings)
     result = rayvec.train(config)
@@ -314,7 +314,7 @@ def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [0, 1])
-def test_objects_are_nobody_elses(make_vec: MakeVec, nodes: int) -> None:
+def test_objects_are_copies(make_vec: MakeVec, nodes: int) -> None:
     """Who changes what was returned changes neither what is returned later nor the next chunk."""
     make_env = partial(SpaceEnv, gymnasium.spaces.Graph(gymnasium.spaces.Box(0, 1, (2,)), None))
     env = make_vec([make_env] * 2, nodes, nodes)

@@ -195,7 +195,7 @@ class TestEquivalence:
 
 
 class TestWaiting:
-    def test_everything_under_way_in_ascending_order(self) -> None:
+    def test_all_pending_results_in_ascending_order(self) -> None:
         for pool in (SerialPool(factory([CountingEnv] * 4)), process_pool([CountingEnv] * 4, 2)):
             with closing(pool):
                 pool.reset(np.array([3, 0]), [3, 0])
@@ -204,7 +204,7 @@ class TestWaiting:
                 assert batch.env_ids.tolist() == [0, 2, 3]
                 assert batch.obs[:, 0].tolist() == [0, 2, 3]
 
-    def test_whoever_is_ready_first_is_not_held_up(self) -> None:
+    def test_the_first_to_complete_waits_for_no_other(self) -> None:
         fast, slow = partial(TimedEnv, 0.0), partial(FaultyEnv, "hang")
         pool = process_pool([slow, fast, fast], 3)
         with closing(pool):
@@ -385,7 +385,7 @@ class TestFailures:
         pool.close()
         wait_until(lambda: not alive(child), "the child has ended")
 
-    def test_what_an_environment_has_started_ends_with_a_worker_that_is_made_anew(self, tmp_path: Path) -> None:
+    def test_processes_of_an_environment_end_when_its_worker_is_replaced(self, tmp_path: Path) -> None:
         fns = [partial(HasChild, str(tmp_path / "pid"))]
         pool = ProcessPool.start(factory(fns), 1, restart_policy=RestartPolicy(True, None))
         first = int((tmp_path / "pid").read_text())
@@ -606,7 +606,7 @@ def wait_for_successor(pool: ProcessPool) -> None:
     wait_until(is_starting, "the first worker has a successor")
 
 
-def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
+def test_others_step_while_an_environment_restarts_for_longer_than_step_timeout_s(tmp_path: Path) -> None:
     with closing(heirs(str(tmp_path))) as pool:
         other = np.array([1])
         until = time.monotonic() + 2.5
@@ -619,7 +619,7 @@ def test_the_others_go_on_while_an_environment_is_made_anew_for_longer_than_a_st
         assert batch.truncated.all() and pool._block.arrays["restarts"].tolist() == [1, 0]
 
 
-def test_a_successor_that_nobody_looks_at_while_it_starts_is_not_taken_to_hang(tmp_path: Path) -> None:
+def test_a_replacement_worker_that_starts_between_two_calls_has_not_timed_out(tmp_path: Path) -> None:
     with closing(heirs(str(tmp_path), "", 0.5)) as pool:
         wait_for_successor(pool)
         time.sleep(2.5)
@@ -638,7 +638,7 @@ def test_a_step_that_was_done_long_ago_was_in_time() -> None:
         assert not pool._block.arrays["restarts"].any()
 
 
-def test_successors_that_end_while_they_start_are_a_crash_loop_however_long_that_takes(
+def test_replacement_workers_that_exit_while_they_start_are_a_crash_loop_however_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayvec.pools.restarts._WINDOW_S", 1.0)
@@ -652,7 +652,7 @@ def test_successors_that_end_while_they_start_are_a_crash_loop_however_long_that
             within(DEADLINE_S, pool.recv)
 
 
-def test_closing_waits_for_no_successor(tmp_path: Path) -> None:
+def test_closing_waits_for_no_replacement_worker(tmp_path: Path) -> None:
     pool = heirs(str(tmp_path))
     wait_for_successor(pool)
     pids = pids_of(pool)
@@ -660,7 +660,7 @@ def test_closing_waits_for_no_successor(tmp_path: Path) -> None:
     assert not any(map(alive, pids))
 
 
-def test_an_environment_that_can_not_be_made_anew_says_why(tmp_path: Path) -> None:
+def test_an_environment_that_can_not_be_restarted_says_why(tmp_path: Path) -> None:
     with (
         closing(heirs(str(tmp_path), "no second one")) as pool,
         pytest.raises(KeyError, match="no second one") as caught,

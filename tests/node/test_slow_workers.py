@@ -43,7 +43,7 @@ def test_no_worker_begins_a_step_that_others_would_wait_for() -> None:
 
 @examples(100)
 @given(st.lists(st.floats(0.004, 0.3), min_size=2, max_size=12), st.integers(1, 60))
-def test_the_steps_are_taken_and_fast_workers_go_on(step_s: list[float], num_steps: int) -> None:
+def test_the_steps_are_taken_and_fast_workers_continue(step_s: list[float], num_steps: int) -> None:
     times, slowness = StepTimes(np.ones(len(step_s), np.int64)), np.array(step_s)
     for _ in range(3):
         take_chunk(times, slowness, num_steps * len(step_s))
@@ -52,7 +52,7 @@ def test_the_steps_are_taken_and_fast_workers_go_on(step_s: list[float], num_ste
     assert not times.too_slow(none, 10**9, 1 << 30, 0.001).any(), "there is time enough"
 
 
-def test_slow_workers_go_on_where_the_fast_one_can_not_take_all_steps() -> None:
+def test_slow_workers_continue_where_the_fast_one_can_not_take_all_steps() -> None:
     """One fast worker may take 64 of 128 steps, so three slow ones take the others."""
     times, step_s = StepTimes(np.ones(4, np.int64)), np.array([0.002, 0.2, 0.2, 0.2])
     for _ in range(3):

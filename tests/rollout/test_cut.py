@@ -75,7 +75,7 @@ def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
         for engine in ENGINES
     ],
 )
-def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
+def test_each_environment_continues_where_its_chunk_was_cut(engine: str, inference: Any) -> None:
     limits = [3, 17, 1, 29, 1000, 12]
     with RayVecEnv(makers(), num_nodes=0, **ENGINES[engine]) as env:
         collector = Collector(env, lean, inference, seed=SEED)
@@ -99,7 +99,7 @@ def test_each_environment_goes_on_where_its_chunk_was_cut(engine: str, inference
 
 
 @pytest.mark.slow
-def test_slow_environments_go_on_where_they_ended_a_chunk_early() -> None:
+def test_slow_environments_continue_where_they_ended_a_chunk_early() -> None:
     """Three chunks of 27 steps each of three environments, which take less time than one step of a slow one."""
     sleeps_s = [0.0] * 3 + [4.0]
     fns = [lambda s=s: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), s) for s in sleeps_s]

@@ -170,7 +170,7 @@ def test_a_policy_remembers_nothing_of_steps_that_the_caller_took(
     assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
 
 
-def test_chunks_that_are_collected_ahead_go_on_from_the_state_before(make: Make) -> None:
+def test_chunks_that_are_collected_ahead_continue_from_the_state_before(make: Make) -> None:
     env = make([DriftEnv] * N, **WORKERS)
     collector = Collector(env, Policy(make_module()), prefetch=True, seed=3)
     chunks = [collector.collect(n_step=N * 9).chunks[0] for _ in range(4)]

@@ -145,7 +145,7 @@ class TestSteps:
         for n_step in (40, 300):
             collect_both(mine, other, n_step=n_step)
 
-    def test_hidden_state_begins_anew_with_every_episode(self, venvs: dict[str, RayVectorEnv]) -> None:
+    def test_hidden_state_is_reset_with_every_episode(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs, "drift", Remembers)
         for n_step in (15, 100):
             collect_both(mine, other, n_step=n_step)

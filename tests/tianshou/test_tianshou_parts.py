@@ -122,7 +122,7 @@ def test_where_no_worker_is_late_it_is_lockstep(gated: tuple[RayVectorEnv, Path]
         env.close()
 
 
-def test_updates_go_on_without_a_slow_worker(gated: tuple[RayVectorEnv, Path]) -> None:
+def test_updates_do_not_wait_for_a_slow_worker(gated: tuple[RayVectorEnv, Path]) -> None:
     """The gate opens after six calls: a collector that waited for the slow worker would wait for ever."""
     env, gate = gated
     collector = Collector(Exact(), env, VectorReplayBuffer(6 * 200, 6), max_staleness=8)

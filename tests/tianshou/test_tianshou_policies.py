@@ -124,7 +124,7 @@ def test_state_of_another_policy_is_refused() -> None:
         TianshouPolicy(make_policy("dqn")).load_weights(TianshouPolicy(make_policy("ddpg")).weights())
 
 
-def test_what_it_draws_is_a_matter_of_the_seed_where_it_acts_and_of_nobody_elses_in_the_driver() -> None:
+def test_what_it_draws_depends_on_the_seed_and_leaves_the_drivers_generators_alone() -> None:
     policy = make_policy("ddpg")
     obs, sent = np.zeros((4, 2), np.float32), pickle.dumps(TianshouPolicy(policy, exploration_noise=True))
     state = np.random.get_state()[1].tolist()

@@ -148,7 +148,7 @@ class TestStates:
             env.reset()
         assert env.closed
 
-    def test_what_nobody_holds_is_closed(self, ray_cluster: object) -> None:
+    def test_an_unreferenced_environment_is_closed(self, ray_cluster: object) -> None:
         env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
         pids = pids_of(env)[0]
         del env

@@ -151,7 +151,7 @@ class TestErrors:
         assert "environments 1 to 1" in str(caught.value)
 
     @pytest.mark.parametrize("nodes", [1, 2])
-    def test_a_worker_that_is_killed_takes_nobody_along(self, make_vec: MakeVec, nodes: int) -> None:
+    def test_a_worker_that_is_killed_ends_no_other(self, make_vec: MakeVec, nodes: int) -> None:
         env = make_vec([CountingEnv] * 4, nodes, 2)
         pids = pids_of(env)
         env.reset(seed=0)
@@ -191,7 +191,9 @@ class TestCtrlC:
 
     @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
     @pytest.mark.parametrize("how", ["step", "group", pytest.param("driver", marks=pytest.mark.slow)])
-    def test_whoever_waits_for_a_step_loses_the_environments(self, make_vec: MakeVec, nodes: int, how: str) -> None:
+    def test_a_thread_that_waits_for_a_step_loses_the_environments(
+        self, make_vec: MakeVec, nodes: int, how: str
+    ) -> None:
         env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
         pids = [pid for node in pids_of(env) for pid in node]
         env.reset(seed=0)
