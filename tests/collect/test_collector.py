@@ -332,6 +332,38 @@ class TestInput:
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             collector.collect(n_step=1)
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize(
+        ("wrap", "words"),
+        [
+            (lambda env: None, "NoneType"),
+            (lambda env: SyncVectorEnv([CountingEnv]), "SyncVectorEnv"),
+            (RecordEpisodeStatistics, r"RecordEpisodeStatistics around a rayvec.RayVecEnv.*wrappers=\[...\]"),
+        ],
+        ids=["none", "sync", "wrapper"],
+    )
+    def test_other_environments(self, wrap: Any, words: str, inference: Any) -> None:
+        with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
+            Collector(wrap(env), zeros, inference)
+
+    @pytest.mark.parametrize("seed", ["x", 1.5, -1, [1, 2]])
+    def test_seeds(self, seed: Any) -> None:
+        with local([CountingEnv]) as env, pytest.raises(ConfigError, match="Remedy"):
+            Collector(env, zeros, seed=seed)
+
+    def test_a_seed_of_numpy(self) -> None:
+        with local([CountingEnv]) as env:
+            chunk = Collector(env, zeros, seed=np.int64(7)).collect(n_step=1).chunks[0]  # type: ignore[arg-type]
+        assert chunk.obs[0, 0, 0] == 7
+
+    @pytest.mark.parametrize("state", [{}, None, {"noise_seed": 0, "first_step": "x", "version": 0}])
+    def test_states(self, state: Any) -> None:
+        with local([CountingEnv]) as env:
+            collector = Collector(env, zeros)
+            with pytest.raises(ConfigError, match="noise_seed, first_step, version"):
+                collector.load_state_dict(state)
+            assert collector.collect(n_step=2).stats.n_collected_steps == 2
+
 
 def raises_at_ten(obs: Any) -> Any:
     if (obs[:, 3] >= 10).any():
