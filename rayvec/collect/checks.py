@@ -9,7 +9,7 @@ from typing import Any
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["check_env", "check_seed", "check_settings", "check_state"]
+__all__ = ["check_env", "check_open", "check_seed", "check_settings", "check_state"]
 
 
 def check_env(env: Any) -> None:
@@ -26,6 +26,17 @@ def check_env(env: Any) -> None:
         if wraps
         else "Make the environments with rayvec.RayVecEnv, or use the collector of their own library.",
     )
+
+
+def check_open(closed: bool) -> None:
+    """Raises ``ConfigError`` if a collector is closed: its workers no longer have the policy and its weights."""
+    if closed:
+        raise ConfigError(
+            "A collector that is closed collects nothing: the workers have forgotten its policy.",
+            expected="a collector that is open",
+            got="one after close()",
+            remedy="Make another Collector of the same environments and policy.",
+        )
 
 
 def check_seed(seed: Any) -> int | None:

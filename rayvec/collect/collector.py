@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.collect.by_node import node_stats
-from rayvec.collect.checks import check_env, check_seed, check_settings, check_state
+from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
 from rayvec.collect.parts import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
@@ -24,7 +24,7 @@ from rayvec.data.finite import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
 from rayvec.pools.weight_store import WeightStore
-from rayvec.rollout.loop import as_policy
+from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
@@ -123,6 +123,7 @@ class Collector:
         self._kept: list[tuple[Rollout, EpisodeStats]] = []  # finished chunks for the next batch
         self._counts = _Counts()
         self._version = 0
+        self._closed = False
         self._tracker = EpisodeTracker(env.num_envs)
         self._started = False
 
@@ -135,6 +136,7 @@ class Collector:
             seed: Seed of the environments, base + index. With None, the first reset takes the seed of the collector;
                 later, each environment continues with its own generator.
         """
+        check_open(self._closed)
         self._drop_pending()
         self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
         self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
@@ -153,7 +155,8 @@ class Collector:
         Returns:
             The version of the weights, which every chunk records that was taken with them.
         """
-        if self._store is None:
+        check_open(self._closed)
+        if self._store is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
             self._policy.load_weights(weights)
             self._version += 1
         else:
@@ -186,7 +189,8 @@ class Collector:
                 ``num_nodes=0``.
 
         Raises:
-            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
+            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`; a
+                collector that is closed.
             EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
@@ -275,6 +279,7 @@ class Collector:
 
     def _begin(self) -> None:
         """Begins the first episodes, if none has begun."""
+        check_open(self._closed)
         if not self._started:
             self.reset()
 
@@ -398,7 +403,7 @@ class Collector:
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
 
     def close(self) -> None:
-        """Lets the workers forget the policy; the environments stay open. May be called again.
+        """Ends collecting and lets the workers forget the policy; the environments stay open. May be called again.
 
         It waits for pending chunks and drops them. An error in one of them is logged.
         """
@@ -410,6 +415,7 @@ class Collector:
             else:
                 self._store.drop()
         self._store = None
+        self._closed = True
         self._source.forget()
 
     def state_dict(self) -> dict[str, int]:

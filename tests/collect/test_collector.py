@@ -333,6 +333,30 @@ class TestInput:
             collector.collect(n_step=1)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_a_closed_collector(self, inference: Any) -> None:
+        """Before, the driver acted in place of the workers, with the weights of the beginning."""
+        with local([CountingEnv]) as env:
+            collector = Collector(env, TablePolicy(), inference)
+            collector.set_weights(collector._policy.weights())  # type: ignore[attr-defined]
+            collector.close()
+            for call in (
+                partial(collector.collect, n_step=1),
+                partial(collector.play, 1),
+                partial(collector.set_weights, np.ones(128, np.float32)),
+                collector.reset,
+            ):
+                with pytest.raises(ConfigError, match="one after close"):
+                    call()
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_a_callable_has_no_weights(self, inference: Any) -> None:
+        with local([CountingEnv]) as env:
+            collector = Collector(env, zeros, inference)
+            with pytest.raises(ConfigError, match="a policy that has weights"):
+                collector.set_weights(np.ones(3, np.float32))
+            assert collector.collect(n_step=2).stats.n_collected_steps == 2
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
     @pytest.mark.parametrize(
         ("wrap", "words"),
         [
