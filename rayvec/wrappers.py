@@ -270,6 +270,13 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
 
     def __init__(self, games: Any) -> None:
         self._games: Sequence[Any] = tuple(games) if isinstance(games, list | tuple) else (games,)
+        if not self._games:
+            raise ConfigError(
+                "ParallelAgents makes the agents of games the rows of a vector environment.",
+                expected="one game or more",
+                got=repr(games),
+                remedy="Pass make_game(), or [make_game() for _ in range(n)].",
+            )
         for game in self._games:
             _check_parallel(game)
         if len({id(game) for game in self._games}) < len(self._games):
@@ -279,10 +286,10 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
                 got=f"the same one several times, {len({id(game) for game in self._games})} in all",
                 remedy="Pass [make_game() for _ in range(n)] instead of [make_game()] * n.",
             )
-        if not self._games or len({len(game.possible_agents) for game in self._games}) > 1:
+        if len({len(game.possible_agents) for game in self._games}) > 1:
             raise ConfigError(
                 "The games of a vector environment have equally many agents.",
-                expected="one game or more, of the same agents",
+                expected="games with equally many agents",
                 got=[len(game.possible_agents) for game in self._games],
                 remedy="Make a sub-batch for each kind of game.",
             )
@@ -338,7 +345,8 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
                 "All agents of a game begin it together.",
                 expected="a reset_mask that is the same for all agents of a game",
                 got=f"{np.asarray(mask).tolist()} with {self._num_agents} agents in each game",
-                remedy="Leave the mask out: the step after a game's end begins the next one.",
+                remedy="Leave the mask out: the step after a game's end begins the next one. A rayvec.Collector takes "
+                "on_bad_obs='raise' or 'keep'.",
             )
         return chosen
 

@@ -113,6 +113,11 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="equally many agents"):
             ParallelAgents([Leavers((1, 2)), Leavers((1,))])
 
+    @pytest.mark.parametrize("nothing", [[], ()], ids=repr)
+    def test_no_games(self, nothing: Any) -> None:
+        with pytest.raises(ConfigError, match="one game or more"):
+            ParallelAgents(nothing)
+
     def test_the_same_game_several_times(self) -> None:
         with pytest.raises(ConfigError, match="an environment of its own"):
             ParallelAgents([Leavers((1, 2))] * 2)
@@ -120,7 +125,7 @@ class TestBadInput:
     def test_a_mask_of_some_agents_of_a_game(self) -> None:
         env = ParallelAgents(Leavers((1, 2)))
         env.reset()
-        with pytest.raises(ConfigError, match="begin it together"):
+        with pytest.raises(ConfigError, match=r"begin it together.*on_bad_obs='raise' or 'keep'"):
             env.reset(options={"reset_mask": np.array([True, False])})
 
     @pytest.mark.parametrize("what", ["late", "gone", "silent"])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.collect.by_node import node_stats
+from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
 from rayvec.collect.parts import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
@@ -20,10 +21,10 @@ from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
 from rayvec.data.chunk_ops import counted_ends, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite import bad_obs_error, drop_bad_episodes
-from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
 from rayvec.pools.weight_store import WeightStore
-from rayvec.rollout.loop import as_policy
+from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
@@ -80,7 +81,7 @@ class Collector:
             the episode is not counted, and the environment begins another. ``"keep"`` takes it as it is.
 
     Raises:
-        ConfigError: Settings that can't be combined.
+        ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
     """
 
     def __init__(
@@ -95,26 +96,15 @@ class Collector:
         max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
     ) -> None:
-        check_choice("inference", inference, ("worker", "driver", "node"))
-        if max_staleness is not None:
-            check_count("max_staleness", max_staleness)
-            _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
-        for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
-            if value and inference != "worker":
-                raise ConfigError(
-                    "`prefetch` and `by_reference` require `inference='worker'`.",
-                    expected="inference='worker'",
-                    got=f"{name}=True with inference={inference!r}",
-                    remedy=f"Let the policy act in the workers, or leave {name} out.",
-                )
-        check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
-        if by_reference and on_bad_obs == "drop":
-            raise ConfigError(
-                "on_bad_obs='drop' can't be combined with by_reference=True: the driver never sees those observations.",
-                expected="on_bad_obs='raise' or 'keep'",
-                got="on_bad_obs='drop' with by_reference=True",
-                remedy="Leave by_reference out.",
-            )
+        check_env(env)
+        seed = check_seed(seed)
+        check_settings(
+            inference=inference,
+            prefetch=prefetch,
+            by_reference=by_reference,
+            max_staleness=max_staleness,
+            on_bad_obs=on_bad_obs,
+        )
         self._env = env
         self._policy = as_policy(policy)
         self._store: WeightStore | None = None
@@ -133,6 +123,7 @@ class Collector:
         self._kept: list[tuple[Rollout, EpisodeStats]] = []  # finished chunks for the next batch
         self._counts = _Counts()
         self._version = 0
+        self._closed = False
         self._tracker = EpisodeTracker(env.num_envs)
         self._started = False
 
@@ -145,6 +136,7 @@ class Collector:
             seed: Seed of the environments, base + index. With None, the first reset takes the seed of the collector;
                 later, each environment continues with its own generator.
         """
+        check_open(self._closed)
         self._drop_pending()
         self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
         self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
@@ -163,7 +155,8 @@ class Collector:
         Returns:
             The version of the weights, which every chunk records that was taken with them.
         """
-        if self._store is None:
+        check_open(self._closed)
+        if self._store is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
             self._policy.load_weights(weights)
             self._version += 1
         else:
@@ -196,7 +189,8 @@ class Collector:
                 ``num_nodes=0``.
 
         Raises:
-            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`.
+            ConfigError: Not exactly one count, or one that is not positive; episodes with `prefetch`; a
+                collector that is closed.
             EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
@@ -285,6 +279,7 @@ class Collector:
 
     def _begin(self) -> None:
         """Begins the first episodes, if none has begun."""
+        check_open(self._closed)
         if not self._started:
             self.reset()
 
@@ -408,7 +403,7 @@ class Collector:
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
 
     def close(self) -> None:
-        """Lets the workers forget the policy; the environments stay open. May be called again.
+        """Ends collecting and lets the workers forget the policy; the environments stay open. May be called again.
 
         It waits for pending chunks and drops them. An error in one of them is logged.
         """
@@ -420,6 +415,7 @@ class Collector:
             else:
                 self._store.drop()
         self._store = None
+        self._closed = True
         self._source.forget()
 
     def state_dict(self) -> dict[str, int]:
@@ -435,27 +431,17 @@ class Collector:
 
         The policy is what it was when it was passed: it must have the weights of that time, or be given some.
         Pending chunks are waited for and dropped.
+
+        Raises:
+            ConfigError: It is not what :meth:`state_dict` returns.
         """
+        state = check_state(state)
         self._drop_pending()
-        self._source.noise_seed = int(state["noise_seed"])
-        self._source.first_step = int(state["first_step"])
-        self._version = int(state["version"])
+        self._source.noise_seed, self._source.first_step = state["noise_seed"], state["first_step"]
+        self._version = state["version"]
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
-
-
-def _check_asynchronous(**settings: Any) -> None:
-    """Checks the settings beside `max_staleness`."""
-    fitting = {"inference": ("worker",), "by_reference": (False,), "on_bad_obs": ("raise", "keep")}
-    for name, value in settings.items():
-        if value not in fitting[name]:
-            raise ConfigError(
-                "With `max_staleness` the parts of the environments take chunks independently of the driver.",
-                expected=f"{name}={' or '.join(map(repr, fitting[name]))}",
-                got=f"{name}={value!r}",
-                remedy=f"Leave {name} or max_staleness out.",
-            )
 
 
 def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]:

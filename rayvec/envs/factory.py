@@ -153,6 +153,13 @@ class EnvFactory:
                 got=repr(env),
                 remedy='Pass [make_vector_env] * 4, or use rayvec.make_vec(vectorization_mode="vector_entry_point").',
             )
+        if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
+            raise ConfigError(
+                "env_kwargs are the arguments with which each environment is made, by name.",
+                expected="a dict",
+                got=repr(env_kwargs),
+                remedy='Pass env_kwargs={"name": value}.',
+            )
         spec: EnvSpec | None
         if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
@@ -163,7 +170,7 @@ class EnvFactory:
         else:
             spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
         if wrappers:
-            env_fns = tuple(_Wrapped(env_fn, tuple(wrappers)) for env_fn in env_fns)
+            env_fns = tuple(_Wrapped(env_fn, _checked_wrappers(wrappers)) for env_fn in env_fns)
         return cls(env_fns, spec, registered_specs(), native)
 
     @property
@@ -243,6 +250,17 @@ def _checked_env_fns(
             remedy="Bind them in the callable: lambda: MyEnv(**kwargs).",
         )
     return env_fns
+
+
+def _checked_wrappers(wrappers: Any) -> tuple[Wrapper, ...]:
+    if isinstance(wrappers, Sequence) and all(map(callable, wrappers)):
+        return tuple(wrappers)
+    raise ConfigError(
+        "wrappers are applied to each environment, in order.",
+        expected="a list of classes or functions",
+        got=repr(wrappers)[:200],
+        remedy="Pass wrappers=[MyWrapper], or functools.partial(MyWrapper, x=1) for one with arguments.",
+    )
 
 
 def _named(name: str) -> EnvSpec | EnvFn:

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import DTypeLike, NDArray
 
+from rayvec.data.columns import is_mask
 from rayvec.errors import ConfigError, EnvError
 
 __all__ = ["SubBatch"]
@@ -69,6 +70,7 @@ class SubBatch:
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
             raise _wrong("five values, the last a dict", _types(result))
         obs, rew, terminated, truncated, info = result
+        self._check_masks(info)
         rew = self._vector("rewards", rew, "biuf")
         return obs, rew, self._vector("terminated", terminated, "b"), self._vector("truncated", truncated, "b"), info
 
@@ -112,7 +114,16 @@ class SubBatch:
         result = self.env.reset(**kwargs)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise _wrong("observations and an info dict from a reset", _types(result))
+        self._check_masks(result[1])
         return result
+
+    def _check_masks(self, info: dict[str, Any]) -> None:
+        """Raises ``EnvError`` if a mask of infos has another number of rows."""
+        for key, value in info.items():
+            if type(value) is dict:
+                self._check_masks(value)
+            elif is_mask(key, info) and np.shape(value) not in ((), (self.num_envs,)):
+                raise _wrong(f"a mask infos[{key!r}] of shape ({self.num_envs},)", f"shape {np.shape(value)}")
 
     def _seed(self, seeds: Sequence[int | None]) -> Any:
         bases = {seed - row for row, seed in enumerate(seeds) if seed is not None}
@@ -165,9 +176,16 @@ class SubBatch:
         """Checks that a step which reset environments says what they showed last.
 
         Raises:
-            EnvError: It does not, or the observations are views of those that the reset wrote.
+            EnvError: It does not, or the observations are views of those that the reset wrote, or the last infos are no
+                infos.
         """
-        final, mask = info.get("final_obs"), np.asarray(info.get("_final_obs", True))
+        last: Any = info.get("final_info")
+        has_rows = np.shape(last)[:1] == (self.num_envs,) and all(
+            isinstance(last[row], Mapping | None) for row in np.flatnonzero(done)
+        )
+        if not (last is None or isinstance(last, Mapping) or has_rows):
+            raise _wrong("a dict, or a dict for each environment, in info['final_info']", f"{last!r:.80}")
+        final, mask = info.get("final_obs"), np.asarray(info.get("_final_obs", True), bool)
         if final is None or (isinstance(final, np.ndarray) and any(item is None for item in _of(final, done))):
             raise _wrong("the last observations of episodes that ended in info['final_obs']", "none")
         if (done & ~mask).any():

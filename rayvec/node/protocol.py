@@ -27,7 +27,8 @@ from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBloc
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "WeightsRef", "action_leaves"]
 
 _ITEM_BYTES = 8
-OP, AUTORESET, COUNT, DTYPES = 0, 1, 2, 3
+OP, AUTORESET, COUNT, ROWS_AT, DTYPES = 0, 1, 2, 3, 4
+"""Places in a command; the rows that it names are in an array of their own, from the place `ROWS_AT` says."""
 
 
 class Op(IntEnum):
@@ -194,12 +195,12 @@ class NodeBlock:
         largest = shape.most_units
         num_leaves = len(self.action_layout.leaves) if self.action_layout else 0
         self.depth = largest + 2
-        self.first_id_at = DTYPES + num_leaves
         fields: dict[str, Field] = {
             "go": (np.uint8, (workers, Semaphore.SIZE)),
             "done": (np.uint8, (workers, Semaphore.SIZE)),
             "wants_event": (np.bool_, (1,)),
-            "ring": (np.int64, (workers, self.depth, self.first_id_at + largest)),
+            "ring": (np.int64, (workers, self.depth, DTYPES + num_leaves)),
+            "rows": (np.int64, (workers, 4 * largest)),  # pending commands name each row once, and wrap around once
             "has_reply": (np.bool_, (workers, self.depth)),
             **{name: (dtype, (n,)) for name, dtype in ENV_ARRAYS.items()},
             "pid": (np.int64, (workers,)),

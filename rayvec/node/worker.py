@@ -24,7 +24,19 @@ from rayvec.data import ChunkRequest, RawInfo, SubBatchInfo
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
-from rayvec.node.protocol import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, OP, NodeBlock, Op, Reply, Setup, WeightsRef
+from rayvec.node.protocol import (
+    AUTORESET,
+    CHUNK_STEP_BITS,
+    COUNT,
+    DTYPES,
+    OP,
+    ROWS_AT,
+    NodeBlock,
+    Op,
+    Reply,
+    Setup,
+    WeightsRef,
+)
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process import FAILURES, EnvsFailed, captured, failures_ignored
@@ -152,7 +164,7 @@ class Worker:
         self.pool.attach(block.layout, block.results(rows))
         self._action_layout = block.action_layout
         self._actions = block.actions(rows)
-        self._first_id_at = block.first_id_at
+        self._rows_of_commands = block.arrays["rows"][index]
         self._all_rows = list(range(self.pool.num_envs))
         self._inference = Inference(self.pool.num_envs)
         ring, has_reply = block.arrays["ring"][index], block.arrays["has_reply"][index]
@@ -183,7 +195,7 @@ class Worker:
         if command[OP] == Op.CALL:
             name, args = self._hear()
             return self._call(name, args)
-        rows = command[self._first_id_at : self._first_id_at + command[COUNT]]
+        rows = self._rows_of_commands[command[ROWS_AT] : command[ROWS_AT] + command[COUNT]].tolist()
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
         infos: Sequence[RawInfo | SubBatchInfo] = ()
         try:
@@ -202,7 +214,7 @@ class Worker:
         if op in (Op.STEP, Op.STEP_OBJECTS):
             self._inference.note_absence()  # the policy that acts here next has not seen this step
         if op == Op.STEP:
-            actions = self._read_actions(rows, command[DTYPES : self._first_id_at])
+            actions = self._read_actions(rows, command[DTYPES:])
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
         if op == Op.OBSERVE:
             return []

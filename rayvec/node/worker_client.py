@@ -17,7 +17,7 @@ from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
-from rayvec.node.protocol import AUTORESET, COUNT, OP, NodeBlock, Op, Reply
+from rayvec.node.protocol import AUTORESET, COUNT, OP, ROWS_AT, NodeBlock, Op, Reply
 from rayvec.node.worker_set import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.plan import Part
@@ -108,7 +108,8 @@ class WorkerClient:
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
         self._pid = block.arrays["pid"][index : index + 1]
-        self._depth, self._first_id_at = block.depth, block.first_id_at
+        self._rows, self._next_row = block.arrays["rows"][index], 0
+        self._depth = block.depth
         self._take(process)
 
     def _take(self, process: WorkerProcess) -> None:
@@ -129,11 +130,10 @@ class WorkerClient:
     def post(self, op: Op, rows: NDArray[np.int64], *, autoreset: int = 0, payload: Any = None) -> int:
         """Posts any command except a plain step or a call, for rows within the worker. Returns its number."""
         command = self._ring[self.num_posted % self._depth]
-        count, at = len(rows), self._first_id_at
         command[OP] = op
         command[AUTORESET] = autoreset
-        command[COUNT] = count
-        command[at : at + count] = rows
+        command[COUNT] = len(rows)
+        command[ROWS_AT] = self._write_rows(rows)
         return self._post(_STEP if payload is None else _Posted(payload=dumps(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
@@ -141,10 +141,19 @@ class WorkerClient:
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:
-            head = [Op.STEP, autoreset, len(part.units), *dtypes]
-            command = part.commands[key] = np.array([*head, *part.units.tolist()], np.int64)
-        self._ring[self.num_posted % self._depth][: len(command)] = command
+            command = part.commands[key] = np.array([Op.STEP, autoreset, len(part.units), 0, *dtypes], np.int64)
+        command[ROWS_AT] = self._write_rows(part.units)
+        self._ring[self.num_posted % self._depth] = command
         return self._post(_STEP)
+
+    def _write_rows(self, rows: NDArray[np.int64]) -> int:
+        """Writes the rows that a command names where no pending command has its own. Returns the place."""
+        start, stop = self._next_row, self._next_row + len(rows)
+        if stop > len(self._rows):
+            start, stop = 0, len(rows)
+        self._rows[start:stop] = rows
+        self._next_row = stop
+        return start
 
     def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
         """Posts a call of one of the worker's methods. Returns the command's number.
@@ -306,7 +315,7 @@ class WorkerClient:
             self._replies[number] = reply
             return
         self.failures += reply.failures
-        rows = command[self._first_id_at : self._first_id_at + command[COUNT]]
+        rows = self._rows[command[ROWS_AT] : command[ROWS_AT] + command[COUNT]]
         self._reports.add(reply.infos, (self.start + rows).tolist(), reply.objects)
 
     def ended(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -84,14 +85,14 @@ class RestartPolicy:
             ConfigError: `on_env_error` is unknown, or a timeout is not positive.
         """
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
-        if step_timeout_s is not None and not step_timeout_s > 0:
+        if step_timeout_s is not None and not _is_time(step_timeout_s):
             raise ConfigError(
                 "step_timeout_s is how long a worker may take for a step of its environments.",
                 expected="seconds, more than 0, or None for no limit",
                 got=repr(step_timeout_s),
                 remedy="Leave it out, or pass several times what the slowest step takes.",
             )
-        if not start_timeout_s > 0:
+        if not _is_time(start_timeout_s):
             raise ConfigError(
                 "start_timeout_s is how long a worker may take to make its environments, or to load a policy.",
                 expected="seconds, more than 0",
@@ -99,6 +100,10 @@ class RestartPolicy:
                 remedy="Leave it out for 300 s, or pass several times what the slowest constructor or import takes.",
             )
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) > 0
 
 
 NO_RESTARTS = RestartPolicy()

@@ -107,7 +107,7 @@ class SerialPool(InProcessPool):
                 elif state != RUNNING:
                     episode[row] = RUNNING
                 write_obs(row, obs)
-                if info or info is None:  # None is an error, as in Gymnasium
+                if info or not hasattr(info, "items"):  # None and [] are errors, as in Gymnasium
                     infos.append(RawInfo(self.first_id + row, self._copied(info)))
             except FAILURES as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
@@ -162,7 +162,7 @@ class SerialPool(InProcessPool):
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
         self._episode[row] = RUNNING
-        if info or info is None:
+        if info or not hasattr(info, "items"):
             infos.append(RawInfo(self.first_id + row, self._copied(info)))
 
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -19,6 +20,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, Cut, EnvPool
 from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.rollout.native import NativeRecorder
 from rayvec.rollout.recorder import Empty, Recorder
 
@@ -40,7 +42,8 @@ class ActingPolicy(Protocol):
             noise: ``float64 [k, lanes]``.
 
         Returns:
-            Actions, tree of ``[k, *act_shape]``, and what to record beside them, ``[k, ...]`` by name.
+            Actions, tree of ``[k, *act_shape]``, and what to record beside them, ``[k, ...]`` by name. Names
+            and shapes are the same at every step.
         """
         ...
 
@@ -193,10 +196,10 @@ def rollout(
                 if state_to_record is not None and (state := state_to_record(t, pool.num_envs)) is not None:
                     recorder.add_state(state)
                 given = recorder.to_act_on(t, group, obs)
-                actions, extras = policy.act(given, noise[t, recorder.columns[group]])
+                actions, extras = _two_results(policy.act(given, noise[t, recorder.columns[group]]))
                 stopwatch.inference_s += now() - began_s
                 if type(actions) is not np.ndarray:
-                    actions = _stacked(actions, objects=pool.action_layout is None and pool.native_mode is None)
+                    actions = _stacked(actions, pool.action_layout)
                 recorder.add_actions(t, group, actions, extras)
                 pool.send(ids, actions, autoreset)
         if t == recorder.num_steps:
@@ -204,11 +207,25 @@ def rollout(
     return recorder.chunk(first_step, weights_version)
 
 
-def _stacked(actions: Any, *, objects: bool) -> Tree:
+def _two_results(results: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
+    if type(results) is tuple and len(results) == 2 and isinstance(results[1], dict):
+        return results
+    kinds = [type(each).__name__ for each in results] if type(results) is tuple else type(results).__name__
+    raise ConfigError(
+        "`act` of a policy returns actions, and a dict of what is recorded beside them.",
+        expected="a tuple (actions, extras)",
+        got=kinds,
+        remedy="Return actions, {} if there is nothing to record.",
+    )
+
+
+def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:
     """Returns a policy's actions as arrays. If they are objects, it returns an array of them, ``object [k]``."""
-    if objects and isinstance(actions, (list, tuple)):
-        return np.fromiter(actions, object, len(actions))
-    return np.asarray(actions) if isinstance(actions, list) else actions
+    if layout is None:
+        return np.fromiter(actions, object, len(actions)) if isinstance(actions, (list, tuple)) else actions
+    with suppress(ValueError):  # of another structure, which the recorder says
+        return layout.tree([np.asarray(leaf) for leaf in layout.flatten(actions)])
+    return actions
 
 
 def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -95,7 +95,7 @@ class Recorder:
         self._reset_infos = InfoList()
         self._restarts: list[tuple[int, int]] = []
         self._cuts: list[tuple[int, int]] = []
-        self._checked: dict[int, list[tuple[int, ...]] | None] = {}
+        self._forms: dict[int, list[Any] | None] = {}
         for batch in batches:
             self._add_infos(-1, batch)
 
@@ -118,18 +118,46 @@ class Recorder:
         """Records what the policy returned at step t.
 
         Raises:
-            ConfigError: It has not one action of the right shape, and one row of each extra, for each environment.
+            ConfigError: It has not one action of the right shape, and one row of each extra, for each environment, or
+                the extras are others than at the first step.
         """
-        shapes = [np.shape(actions), *map(np.shape, extras.values())] if type(actions) is np.ndarray else None
-        if shapes is None or shapes != self._checked.get(group):
+        extras = {name: np.asarray(extra) for name, extra in extras.items()}
+        forms = [actions.shape, actions.dtype, *map(_form, extras.items())] if type(actions) is np.ndarray else None
+        if forms is None or forms != self._forms.get(group):
             _check_rows(actions, extras, self._sizes[group], self._action_layout)
-            self._checked[group] = shapes
-        if self._act is None:
-            self._act = _empty_like(actions, self._lead, self._empty)
-            self._extras = _empty_like(extras, self._lead, self._empty)
+            self._make_room(actions, extras)
+            self._forms[group] = forms
         _assign(self._act, (t, self.columns[group]), actions)
         for name, extra in extras.items():
             self._extras[name][t, self.columns[group]] = extra
+
+    def _make_room(self, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
+        if self._act is None:
+            self._act = _empty_like(actions, self._lead, self._empty)
+            self._extras = _empty_like(extras, self._lead, self._empty)
+            return
+        found = {name: extra.shape[1:] for name, extra in extras.items()}
+        expected = {name: array.shape[2:] for name, array in self._extras.items()}
+        if found != expected:
+            raise ConfigError(
+                "A policy must return the same extras at every step.",
+                expected=f"rows of these shapes, as at the first step: {expected}",
+                got=found,
+                remedy="Return every extra at every step, in one shape; fill in zeros where there is none.",
+            )
+        self._act = tree_map(self._widened, self._act, actions)
+        self._extras = {name: self._widened(array, extras[name]) for name, array in self._extras.items()}
+
+    def _widened(self, array: NDArray[Any], rows: Any) -> NDArray[Any]:
+        """Returns `array` in a data type that holds `rows` too."""
+        dtype = np.promote_types(array.dtype, np.asarray(rows).dtype)
+        if dtype == array.dtype:
+            return array
+        wide = self._empty(array.shape, dtype)
+        with np.errstate(invalid="ignore"):  # rows of later steps hold anything
+            wide[:] = array
+        return wide
 
     def add_state(self, state: NDArray[np.float32]) -> None:
         """Records the hidden state of every environment, ``float32 [N, D]``, before a step that begins a sequence."""
@@ -220,6 +248,10 @@ class Recorder:
 
 def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     return np.array(places, np.int64).reshape(-1, 2)
+
+
+def _form(extra: tuple[str, NDArray[Any]]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+    return extra[0], extra[1].shape, extra[1].dtype
 
 
 def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:

@@ -20,6 +20,7 @@ from rayvec.pools.shared_memory import ArrayLayout
 __all__ = [
     "ActionTypeError",
     "InfoMerger",
+    "SpacesError",
     "batched_observations",
     "check_number",
     "checked_actions",
@@ -31,6 +32,10 @@ __all__ = [
 
 class ActionTypeError(ConfigError, TypeError):
     """A single action was passed instead of one for each environment."""
+
+
+class SpacesError(ConfigError, RuntimeError, TypeError):
+    """Observation or action spaces of environments differ, or are no spaces. Gymnasium raises each of these types."""
 
 
 class InfoMerger(VectorEnv[Any, Any, Any]):
@@ -82,19 +87,24 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
 
     Raises:
         ConfigError: There is no such mode.
-        RuntimeError: The environments' spaces do not match the mode.
+        SpacesError: The environments' spaces do not match the mode.
     """
     single = found.observation
     if mode == "same":
         batched: Space[Any] = batch_space(single, num_envs)
     elif mode == "different":
+        every = list(found.observations or (single,) * num_envs)
+        try:
+            batched = batch_differing_spaces(every)
+        except (ValueError, TypeError) as error:
+            _check_shapes(found, single, str(error))
+            raise
         _check_shapes(found, single)
-        batched = batch_differing_spaces(list(found.observations or (single,) * num_envs))
     elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
         batched, single = mode
         _check_shapes(found, single)
     else:
-        raise ConfigError(
+        raise (SpacesError if isinstance(mode, tuple) else ConfigError)(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
             f"space, actual got {mode}.",
             expected="'same', 'different', or a tuple (batched space, single space)",
@@ -108,37 +118,39 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
 def _check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     if mode == "same" and found.observations:
         differ = next(i for i, space in enumerate(found.observations) if space != single)
-        raise RuntimeError(
-            message(
-                "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
-                expected=f"{single}, as in environment 0",
-                got=f"{found.observations[differ]} in environment {differ}",
-                remedy="If this is intentional, use `observation_mode='different'` instead.",
-            )
+        raise SpacesError(
+            "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
+            expected=f"{single}, as in environment 0",
+            got=f"{found.observations[differ]} in environment {differ}",
+            remedy="If this is intentional, use `observation_mode='different'` instead.",
         )
     if found.actions_differ is not None:
         _raise_spaces("action", f"another in environment {found.actions_differ}", "Make them equal by a wrapper.")
 
 
-def _check_shapes(found: PoolSpaces, single: Space[Any]) -> None:
-    """Raises ``RuntimeError`` if an environment's observations don't fit into arrays of `single`."""
+def _check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None:
+    """Raises ``SpacesError`` if an environment's observations don't fit into arrays of `single`.
+
+    Args:
+        found: The spaces of the environments.
+        single: The space.
+        words: What Gymnasium says.
+    """
     misfit = found.misfit(single)
     if misfit is not None:
         _raise_spaces(
             "observation",
-            f"another shape or dtype in environment {misfit}",
+            f"another shape or dtype in environment {misfit}" + (f" ({words})" if words else ""),
             "Make shapes and dtypes equal by a wrapper.",
         )
 
 
 def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
-    raise RuntimeError(
-        message(
-            f"Environments that are stepped together share one {kind} space.",
-            expected="that of environment 0",
-            got=got,
-            remedy=remedy,
-        )
+    raise SpacesError(
+        f"Environments that are stepped together share one {kind} space.",
+        expected="that of environment 0",
+        got=got,
+        remedy=remedy,
     )
 
 

@@ -66,7 +66,7 @@ def make_vec(
         env = RayVecEnv(
             [partial(make, num_envs=size) for size in sizes],
             num_envs,
-            wrappers=tuple(wrappers or ()),
+            wrappers=wrappers or (),
             native=True,
             **ours,
         )
@@ -74,7 +74,7 @@ def make_vec(
         env.spec.kwargs["vectorization_mode"] = _NATIVE
         ours = {**ours, "native": True}
     else:
-        env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=tuple(wrappers or ()), **ours)
+        env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
         env.spec = deepcopy(env.spec)
     assert env.spec is not None
     env.spec.kwargs.update(env_kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
@@ -49,6 +51,7 @@ def open_pool(
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+    _check_first_id_and_preload(first_id, preload)
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
@@ -74,6 +77,23 @@ def open_pool(
         rehost=on_node_loss == "rehost",
         address=address,
     )
+
+
+def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:
+    if not isinstance(first_id, Integral) or int(first_id) < 0:
+        raise ConfigError(
+            "first_id is the global index of the first environment.",
+            expected="a whole number of at least 0",
+            got=repr(first_id),
+            remedy="Leave first_id out, or pass how many environments the processes before this one have.",
+        )
+    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+        raise ConfigError(
+            "preload names modules that workers import.",
+            expected="a list of names",
+            got=repr(preload),
+            remedy='Pass preload=["torch"].',
+        )
 
 
 def _open_local(

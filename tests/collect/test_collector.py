@@ -332,6 +332,62 @@ class TestInput:
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             collector.collect(n_step=1)
 
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_a_closed_collector(self, inference: Any) -> None:
+        """Before, the driver acted in place of the workers, with the weights of the beginning."""
+        with local([CountingEnv]) as env:
+            collector = Collector(env, TablePolicy(), inference)
+            collector.set_weights(collector._policy.weights())  # type: ignore[attr-defined]
+            collector.close()
+            for call in (
+                partial(collector.collect, n_step=1),
+                partial(collector.play, 1),
+                partial(collector.set_weights, np.ones(128, np.float32)),
+                collector.reset,
+            ):
+                with pytest.raises(ConfigError, match="one after close"):
+                    call()
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_a_callable_has_no_weights(self, inference: Any) -> None:
+        with local([CountingEnv]) as env:
+            collector = Collector(env, zeros, inference)
+            with pytest.raises(ConfigError, match="a policy that has weights"):
+                collector.set_weights(np.ones(3, np.float32))
+            assert collector.collect(n_step=2).stats.n_collected_steps == 2
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    @pytest.mark.parametrize(
+        ("wrap", "words"),
+        [
+            (lambda env: None, "NoneType"),
+            (lambda env: SyncVectorEnv([CountingEnv]), "SyncVectorEnv"),
+            (RecordEpisodeStatistics, r"RecordEpisodeStatistics around a rayvec.RayVecEnv.*wrappers=\[...\]"),
+        ],
+        ids=["none", "sync", "wrapper"],
+    )
+    def test_other_environments(self, wrap: Any, words: str, inference: Any) -> None:
+        with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
+            Collector(wrap(env), zeros, inference)
+
+    @pytest.mark.parametrize("seed", ["x", 1.5, -1, [1, 2]])
+    def test_seeds(self, seed: Any) -> None:
+        with local([CountingEnv]) as env, pytest.raises(ConfigError, match="Remedy"):
+            Collector(env, zeros, seed=seed)
+
+    def test_a_seed_of_numpy(self) -> None:
+        with local([CountingEnv]) as env:
+            chunk = Collector(env, zeros, seed=np.int64(7)).collect(n_step=1).chunks[0]  # type: ignore[arg-type]
+        assert chunk.obs[0, 0, 0] == 7
+
+    @pytest.mark.parametrize("state", [{}, None, {"noise_seed": 0, "first_step": "x", "version": 0}])
+    def test_states(self, state: Any) -> None:
+        with local([CountingEnv]) as env:
+            collector = Collector(env, zeros)
+            with pytest.raises(ConfigError, match="noise_seed, first_step, version"):
+                collector.load_state_dict(state)
+            assert collector.collect(n_step=2).stats.n_collected_steps == 2
+
 
 def raises_at_ten(obs: Any) -> Any:
     if (obs[:, 3] >= 10).any():

@@ -156,10 +156,18 @@ ODD_VALUES = [
 
 
 class NoInfo(OddValues):
-    """Returns None as the info of a step."""
+    """Returns something else than a dict as the info of a step.
+
+    Args:
+        info: What it returns.
+    """
+
+    def __init__(self, info: Any = None) -> None:
+        super().__init__()
+        self._info = info
 
     def info(self) -> Any:
-        return None if self._t else {}
+        return self._info if self._t else {}
 
 
 class NoText(Exception):

@@ -56,6 +56,7 @@ from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.pipe import ProcessWatch
 from rayvec.node.process_pool import ProcessPool
+from rayvec.node.protocol import BlockShape, NodeBlock
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
@@ -192,6 +193,15 @@ class TestEquivalence:
                 pool.recv(ids)
             kept = pool.call("first_action", (), {}, ids)(None)
             assert_identical(kept, [np.zeros(2), np.zeros(2)])
+
+
+def test_the_shared_block_grows_with_the_number_of_environments_not_with_its_square() -> None:
+    sizes = []
+    for num_envs in (1_000, 10_000):
+        block = NodeBlock(BlockShape(spaces.Discrete(2), spaces.Discrete(2), (0, num_envs)))
+        sizes.append(os.fstat(block.fds[0]).st_size)
+        block.close()
+    assert sizes[1] < 11 * sizes[0]
 
 
 class TestWaiting:

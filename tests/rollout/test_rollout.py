@@ -25,7 +25,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import keyed_noise
+from rayvec.policies.noise import NO_NOISE, keyed_noise
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
@@ -282,6 +282,21 @@ class RecordsNoise(TablePolicy):
         return actions, {"noise": noise[:, 0]}
 
 
+class Returns:
+    """A policy that returns the same things again and again, in turn."""
+
+    noise = NO_NOISE
+
+    def __init__(self, *results: Any) -> None:
+        self._results = itertools.cycle(results)
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return next(self._results)
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
 class TestPolicies:
     def test_what_is_none_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="Remedy"):
@@ -306,6 +321,38 @@ class TestPolicies:
     def test_a_callable_may_return_lists(self) -> None:
         pool = SerialPool(factory([CountingEnv] * 2))
         assert_identical(rollout(pool, as_policy(lambda obs: [0, 1]), 2).act, np.array([[0, 1]] * 2))
+
+    def test_a_callable_may_return_a_tuple_for_arrays_and_lists_within_a_tuple(self) -> None:
+        pool = SerialPool(factory([CountingEnv] * 2))
+        assert_identical(rollout(pool, as_policy(lambda obs: (0, 1)), 2).act, np.array([[0, 1]] * 2))
+        pairs = spaces.Tuple([spaces.Discrete(9), spaces.Discrete(9)])
+        pool = SerialPool(factory([partial(SpaceEnv, spaces.Discrete(3), pairs)] * 3))
+        chunk = rollout(pool, as_policy(lambda obs: [[1, 2, 3], [4, 5, 6]]), 2)
+        assert_identical(chunk.act, (np.array([[1, 2, 3]] * 2), np.array([[4, 5, 6]] * 2)))
+
+    def test_a_chunk_holds_what_was_returned_in_any_data_type(self) -> None:
+        """A worker may get whole numbers from a policy where another gets fractions."""
+        policy = Returns(
+            (np.array([0, 1]), {"x": np.array([True, False]), "y": ["a", "b"]}),
+            (np.array([0.5, 1]), {"x": np.array([7, 8]), "y": ["abc", "d"]}),
+        )
+        chunk = rollout(SerialPool(factory([CountingEnv] * 2)), policy, 2)
+        assert_identical(chunk.act, np.array([[0, 1], [0.5, 1]]))
+        assert_identical(chunk.extras, {"x": np.array([[1, 0], [7, 8]]), "y": np.array([["a", "b"], ["abc", "d"]])})
+
+    @pytest.mark.parametrize(
+        "extras", [{}, {"b": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones((2, 1))}]
+    )
+    def test_extras_that_change_are_an_error(self, extras: Any) -> None:
+        """Before, a chunk had whatever was in memory where an extra was missing."""
+        policy = Returns((np.zeros(2, int), {"a": np.ones(2)}), (np.zeros(2, int), extras))
+        with pytest.raises(ConfigError, match="same extras at every step"):
+            rollout(SerialPool(factory([CountingEnv] * 2)), policy, 2)
+
+    @pytest.mark.parametrize("results", [np.zeros(2, int), None, (np.zeros(2, int), None), (np.zeros(2, int), {}, {})])
+    def test_act_returns_two_results(self, results: Any) -> None:
+        with pytest.raises(ConfigError, match="a dict of what is recorded"):
+            rollout(SerialPool(factory([CountingEnv] * 2)), Returns(results), 2)
 
     @pytest.mark.parametrize("actions", [[0], [0, 0, 0], 0, [[0], [0], [0]]])
     def test_a_wrong_number_of_actions_is_explained(self, actions: Any) -> None:

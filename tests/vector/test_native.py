@@ -415,7 +415,24 @@ class TestBadInput:
         with pytest.raises(RuntimeError, match="not equivalent"):
             local([partial(CartPoleVectorEnv, 2), acrobots], workers_per_node=workers)
 
-    @pytest.mark.parametrize("what", ["rows", "dtype", "rewards", "flags", "no final", "no mask", "final rows", "view"])
+    @pytest.mark.parametrize(
+        "what",
+        [
+            "rows",
+            "dtype",
+            "rewards",
+            "flags",
+            "no final",
+            "no mask",
+            "final rows",
+            "view",
+            "short mask",
+            "deep mask",
+            "no masks",
+            "final info",
+            "final infos",
+        ],
+    )
     def test_results(self, what: str) -> None:
         env = local([partial(Odd, what)], workers_per_node=0)
         env.reset(seed=1)

@@ -117,12 +117,13 @@ def test_a_dict_of_objects_is_refused() -> None:
     assert_explained(caught.value)
 
 
+@pytest.mark.parametrize("info", [None, [], ()], ids=repr)
 @pytest.mark.parametrize("mode", MODES)
-def test_an_info_is_a_dict(mode: AutoresetMode) -> None:
+def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
     for make in (SyncVectorEnv, partial(here, workers=0)):
-        with closing(make([NoInfo] * 2, autoreset_mode=mode)) as env:
+        with closing(make([partial(NoInfo, info)] * 2, autoreset_mode=mode)) as env:
             env.reset(seed=0)
-            with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'items'"):
+            with pytest.raises(AttributeError, match=f"'{type(info).__name__}' object has no attribute 'items'"):
                 env.step(np.zeros(2, int))
 
 

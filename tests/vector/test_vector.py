@@ -387,6 +387,24 @@ class TestDifferingSpaces:
             assert_explained(caught.value)
 
     @pytest.mark.parametrize(
+        ("other", "mode"),
+        [
+            (spaces.Box(0.0, 1.0, (3,)), "different"),
+            (spaces.Box(0.0, 1.0, (2,), np.float64), "different"),
+            (spaces.Discrete(3), "different"),
+            (spaces.Box(0.0, 1.0, (3,)), (spaces.Box(0.0, 1.0, (2, 2)), spaces.Box(0.0, 1.0, (2,)))),
+            (spaces.Box(0.0, 1.0, (2,)), (1, 2)),
+        ],
+    )
+    def test_errors_are_of_the_type_of_gymnasiums(self, other: Any, mode: Any) -> None:
+        fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,))), partial(SpaceEnv, other)]
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as theirs:
+            SyncVectorEnv(fns, observation_mode=mode)
+        with pytest.raises(theirs.type) as caught:
+            RayVecEnv(fns, num_nodes=0, workers_per_node=0, observation_mode=mode)
+        assert_explained(caught.value)
+
+    @pytest.mark.parametrize(
         ("mode", "words"),
         [
             ("other", "Invalid `observation_mode`"),

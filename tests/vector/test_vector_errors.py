@@ -20,6 +20,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FlattenObservation
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
@@ -349,6 +350,30 @@ class TestInput:
 
 
 class TestConstruction:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"wrappers": FlattenObservation},
+            {"wrappers": [3]},
+            {"env_kwargs": 3},
+            {"step_timeout_s": "1"},
+            {"start_timeout_s": None},
+            {"first_id": -1},
+            {"first_id": 1.5},
+            {"preload": "torch"},
+            {"preload": [np]},
+        ],
+        ids=repr,
+    )
+    def test_settings_of_another_type(self, settings: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            RayVecEnv("CartPole-v1", 2, num_nodes=0, **settings)
+        assert_explained(caught.value)
+
+    def test_one_wrapper_in_place_of_a_list(self) -> None:
+        with pytest.raises(ConfigError, match="a list of classes or functions"):
+            rayvec.make_vec("CartPole-v1", 2, num_nodes=0, wrappers=FlattenObservation)  # type: ignore[arg-type]
+
     def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
         kwargs = {"max_episode_steps": 7}
         with rayvec.make_vec("CartPole-v1", 3, num_nodes=1, workers_per_node=2, env_kwargs=kwargs) as env:

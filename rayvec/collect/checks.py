@@ -1,0 +1,112 @@
+"""Checks of what a collector is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+__all__ = ["check_env", "check_open", "check_seed", "check_settings", "check_state"]
+
+
+def check_env(env: Any) -> None:
+    """Raises ``ConfigError`` unless the environments can take chunks."""
+    if isinstance(env, RayVecEnv):
+        return
+    wraps = isinstance(getattr(env, "unwrapped", None), RayVecEnv)
+    raise ConfigError(
+        "rayvec.Collector collects chunks from a rayvec.RayVecEnv."
+        + (" Workers do not know wrappers around all environments." if wraps else ""),
+        expected="a rayvec.RayVecEnv",
+        got=f"{type(env).__module__}.{type(env).__qualname__}" + (" around a rayvec.RayVecEnv" if wraps else ""),
+        remedy="Pass its RayVecEnv, and RayVecEnv(..., wrappers=[...]) to wrap each environment."
+        if wraps
+        else "Make the environments with rayvec.RayVecEnv, or use the collector of their own library.",
+    )
+
+
+def check_open(closed: bool) -> None:
+    """Raises ``ConfigError`` if a collector is closed: its workers no longer have the policy and its weights."""
+    if closed:
+        raise ConfigError(
+            "A collector that is closed collects nothing: the workers have forgotten its policy.",
+            expected="a collector that is open",
+            got="one after close()",
+            remedy="Make another Collector of the same environments and policy.",
+        )
+
+
+def check_seed(seed: Any) -> int | None:
+    """Returns `seed`, which must be a whole number of at least 0, or None.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if seed is None or (isinstance(seed, Integral) and int(seed) >= 0):
+        return None if seed is None else int(seed)
+    raise ConfigError(
+        "The seed of a collector is the seed of its first environment, and of the noise of its policy.",
+        expected="a whole number of at least 0, or None",
+        got=repr(seed),
+        remedy="Pass seed=0 or more, or leave it out.",
+    )
+
+
+def check_settings(
+    *, inference: Any, prefetch: bool, by_reference: bool, max_staleness: int | None, on_bad_obs: Any
+) -> None:
+    """Raises ``ConfigError`` if settings of a collector are unknown, or can't be combined."""
+    check_choice("inference", inference, ("worker", "driver", "node"))
+    check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
+    if max_staleness is not None:
+        check_count("max_staleness", max_staleness)
+        _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
+    for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
+        if value and inference != "worker":
+            raise ConfigError(
+                "`prefetch` and `by_reference` require `inference='worker'`.",
+                expected="inference='worker'",
+                got=f"{name}=True with inference={inference!r}",
+                remedy=f"Let the policy act in the workers, or leave {name} out.",
+            )
+    if by_reference and on_bad_obs == "drop":
+        raise ConfigError(
+            "on_bad_obs='drop' can't be combined with by_reference=True: the driver never sees those observations.",
+            expected="on_bad_obs='raise' or 'keep'",
+            got="on_bad_obs='drop' with by_reference=True",
+            remedy="Leave by_reference out.",
+        )
+
+
+def _check_asynchronous(**settings: Any) -> None:
+    """Checks the settings beside `max_staleness`."""
+    fitting = {"inference": ("worker",), "by_reference": (False,), "on_bad_obs": ("raise", "keep")}
+    for name, value in settings.items():
+        if value not in fitting[name]:
+            raise ConfigError(
+                "With `max_staleness` the parts of the environments take chunks independently of the driver.",
+                expected=f"{name}={' or '.join(map(repr, fitting[name]))}",
+                got=f"{name}={value!r}",
+                remedy=f"Leave {name} or max_staleness out.",
+            )
+
+
+def check_state(state: Any) -> dict[str, int]:
+    """Returns what ``Collector.state_dict`` has returned.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    names = ("noise_seed", "first_step", "version")
+    found = dict(state) if isinstance(state, Mapping) else {}
+    if not all(isinstance(found.get(name), Integral) for name in names):
+        raise ConfigError(
+            "`load_state_dict` takes what `state_dict` of a collector has returned.",
+            expected="a dict with a whole number under each of " + ", ".join(names),
+            got=repr(state)[:200],
+            remedy="Pass collector.state_dict().",
+        )
+    return {name: int(found[name]) for name in names}
