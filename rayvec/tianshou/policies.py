@@ -8,6 +8,7 @@ within a training step).
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "rec
 
 _ARRAY, _TENSOR = "array:", "tensor:"
 _KINDS: tuple[type, ...] = (bool, int, float, type(None))
+_PROCESS = secrets.token_hex(8)
+"""Names this process."""
 
 
 class TianshouPolicy:
@@ -39,7 +42,8 @@ class TianshouPolicy:
 
     Two things differ. The policy gets no infos. And the generators of torch and NumPy that it draws from are seeded,
     where it acts, by the seed of the rollout: its draws are repeatable on the same topology, not across topologies.
-    In the driver they are the global generators, and rayvec does not seed them.
+    In the driver, also with ``workers_per_node=0``, rayvec does not seed the global generators: the policy draws from
+    them as in Tianshou.
 
     Args:
         policy: A policy, or an algorithm, whose policy is taken. It is not copied.
@@ -119,12 +123,12 @@ class TianshouPolicy:
         policy = self._policy
         if any(tensor.is_cuda for tensor in _tensors(policy)):
             policy = copy.deepcopy(policy).cpu()
-        return {"policy": policy, "exploration_noise": self._exploration_noise}
+        return {"policy": policy, "exploration_noise": self._exploration_noise, "process": _PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
         self._policy.eval()
-        self._seeded = False
+        self._seeded = state["process"] == _PROCESS  # the driver's generators are the caller's
 
     def _seed(self, noise: NDArray[np.float64]) -> None:
         self._seeded = True

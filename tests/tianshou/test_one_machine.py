@@ -15,17 +15,21 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import tianshou.data
 from gymnasium.error import ClosedEnvironmentError
 from helpers.exact import DriftEnv
 from helpers.kinds import within
 from helpers.tianshou_envs import Line
 from helpers.tianshou_lockstep import assert_same, in_lockstep
 from helpers.waiting import DEADLINE_S, alive, wait_until
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.data import VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv
+from tianshou.utils.net.common import Net
 
 from rayvec.errors import WorkerLostError
 from rayvec.testing import CountingEnv, FaultyEnv
-from rayvec.tianshou import RayVectorEnv
+from rayvec.tianshou import Collector, RayVectorEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ENGINES = {"workers": 2, "this process": 0}
@@ -93,6 +97,24 @@ class TestNumbers:
             assert venv.worker_pids() == {venv.topology.nodes[0].name: [os.getpid()]}
         with closing(RayVectorEnv([Line] * 40, num_nodes=0)) as venv:
             assert venv.topology.nodes[0].num_workers == len(os.sched_getaffinity(0))
+
+
+def test_in_this_process_a_collector_draws_from_the_generators_that_tianshous_draws_from() -> None:
+    model = Net(state_shape=(2,), action_shape=2, hidden_sizes=(8,))
+    policy = DiscreteQLearningPolicy(model=model, action_space=DriftEnv.action_space, eps_inference=0.5)
+    drawn = []
+    for make_collector, venv in (
+        (Collector, make([DriftEnv] * 3, 0)),
+        (tianshou.data.Collector, DummyVectorEnv([DriftEnv] * 3)),
+    ):
+        with closing(venv):
+            collector: Any = make_collector(policy, venv, VectorReplayBuffer(60, 3), exploration_noise=True)
+            venv.seed(1)
+            collector.reset()
+            np.random.seed(2)
+            collector.collect(n_step=30)
+            drawn.append((collector.buffer.act.tolist(), np.random.random()))
+    assert drawn[0] == drawn[1]
 
 
 class TestAsync:

@@ -124,12 +124,17 @@ def test_state_of_another_policy_is_refused() -> None:
         TianshouPolicy(make_policy("dqn")).load_weights(TianshouPolicy(make_policy("ddpg")).weights())
 
 
-def test_what_it_draws_depends_on_the_seed_and_leaves_the_drivers_generators_alone() -> None:
-    policy = make_policy("ddpg")
-    obs, sent = np.zeros((4, 2), np.float32), pickle.dumps(TianshouPolicy(policy, exploration_noise=True))
-    state = np.random.get_state()[1].tolist()
-    TianshouPolicy(policy).act(obs, NO_NOISE)
-    assert np.random.get_state()[1].tolist() == state
+def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = TianshouPolicy(make_policy("ddpg"), exploration_noise=True)
+    obs, sent = np.zeros((4, 2), np.float32), pickle.dumps(driver)
+    drawn = []
+    for acting in (driver, pickle.loads(sent)):
+        np.random.seed(1)
+        drawn.append(acting.act(obs, NO_NOISE)[0].tolist())
+    assert drawn[0] == drawn[1] and torch.initial_seed() == 0
+    monkeypatch.setattr("rayvec.tianshou.policies._PROCESS", "that of a worker")
     drawn = []
     for seed in (0.3, 0.3, 0.7):
         acting = pickle.loads(sent)
