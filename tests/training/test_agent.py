@@ -237,6 +237,38 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
             agent.predict(wrong)
     with pytest.raises(ConfigError, match=r"\.onnx"):
         agent.export(tmp_path / "policy.h5")
+    for unclear in (None, "no"):
+        with pytest.raises(ConfigError, match="deterministic"):
+            agent.predict(np.zeros(4), deterministic=unclear)  # type: ignore[arg-type]
+
+
+GEARS = spaces.MultiDiscrete([2, 3], start=[0, -1])
+
+
+@pytest.mark.parametrize(
+    ("space", "good", "bad"),
+    [
+        (spaces.Box(-1, 1, (2,)), ([0, 1], [5, -7]), ([0, np.nan], [np.inf, 0], [1e300, 0], [1j, 0], [["a", "b"]])),
+        (spaces.Discrete(3, start=-1), (-1, 1.0, [0, 1]), (2, -2, 0.5, [0, 2], np.nan)),
+        (GEARS, ([1, 1], [[0, 0], [1, -1]]), ([2, 0], [0, 2], [[0, 0], [0, -2]])),
+        (spaces.MultiBinary(2), ([0, 1],), ([0, 2], [0.5, 0], [-1, 0])),
+        (spaces.Box(0, 255, (2,), np.uint8), ([0, 255],), ([256, 0], [-1, 0], [0.5, 0], [np.nan, 0])),
+        (spaces.Dict(a=FEW, b=VECTOR), ({"a": 2, "b": np.zeros(5)},), ({"a": 5, "b": np.zeros(5)},)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_that_no_observation_has_are_refused(space: Any, good: Any, bad: Any) -> None:
+    agent = make_agent(rayvec.PPOConfig, space, FEW, {})
+    for obs in good:
+        agent.predict(obs)
+    for obs in bad:
+        with pytest.raises(ConfigError, match="Pass what the environment returned"):
+            agent.predict(obs)
+
+
+def test_a_tensor_with_a_gradient_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="requires grad"):
+        make_agent(rayvec.PPOConfig, VECTOR, FEW, {}).predict(torch.zeros(5, requires_grad=True))
 
 
 @pytest.mark.parametrize(
