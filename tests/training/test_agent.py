@@ -310,6 +310,20 @@ def test_an_export_is_a_file_in_a_directory_that_exists(ending: str, tmp_path: P
             agent.export(place / f"policy.{ending}")
 
 
+NOTHING = spaces.Box(-1, 1, (0,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("observed", "acted"), [(spaces.Dict(a=NOTHING, b=VECTOR), FEW), (VECTOR, NOTHING)])
+def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path: Path) -> None:
+    agent = make_agent(rayvec.PPOConfig, observed, acted, {})
+    obs = batch_of(observed, 3)
+    policy = torch.jit.load(agent.export(tmp_path / "policy.pt"))
+    tensors = [torch.from_numpy(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
+    np.testing.assert_array_equal(policy(*tensors), agent.predict(obs))
+
+
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
