@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.saved_spaces import space_from_plain, space_to_plain
 
+HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium
 VECTOR = spaces.Box(-3, 3, (5,))
 IMAGE = spaces.Box(0, 255, (40, 36, 3), np.uint8)
 FEW, TORQUES = spaces.Discrete(3, start=2), spaces.Box(np.array([-2, -1], np.float32), np.array([2, 4], np.float32))
@@ -276,6 +278,7 @@ def test_a_tensor_with_a_gradient_is_refused_in_words() -> None:
     [
         *(VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))),
         spaces.Box(0, np.iinfo(np.uint64).max, (2,), np.uint64),  # beyond int64
+        pytest.param(spaces.Discrete(3, dtype=np.int32) if HAS_DTYPE else FEW, id="Discrete of int32"),
         spaces.Dict(z=FEW, a=spaces.Dict(y=VECTOR, b=spaces.MultiBinary(3))),  # not in the order of the alphabet
     ],
     ids=lambda space: type(space).__name__,
