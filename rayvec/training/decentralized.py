@@ -173,14 +173,14 @@ class DecentralizedTrainer:
         self._config, self._group, self._has_changed = config, group, has_changed
         found = group.run("describe")
         check_same_spaces([spaces for spaces, _, _ in found])
-        (observation_space, _), names, own = found[0]
-        warn_of_wide_ranges(observation_space, config)
-        choice = choice_of(config, observation_space)
+        spaces, names, own = found[0]
+        warn_of_wide_ranges(spaces[0], config)
+        choice = choice_of(config, spaces[0])
         if choice is not None:
             print(f"rayvec: {choice}", file=sys.stderr)
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
-        learner_state = state["learner"] if state else initial_state(config, unpack(own))
+        learner_state = state["learner"] if state else initial_state(config, unpack(own), spaces)
         shared, rank_local = split_state(learner_state, names, group.num_ranks)
         collector_state = state["collector"] if state else None
         packed = pack(shared)

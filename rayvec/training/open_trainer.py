@@ -67,7 +67,8 @@ def open_trainer(
         if state:
             restore(learner, state["learner"])
         elif config.init_from:
-            restore(learner, initial_state(config, learner.state_dict()))
+            spaces = env.single_observation_space, env.single_action_space
+            restore(learner, initial_state(config, learner.state_dict(), spaces))
         yield Trainer(config, env, learner, progress, state["collector"] if state else None)
 
 
