@@ -166,6 +166,8 @@ class Agent:
         """Returns observations as a batch, and whether they are of one environment."""
         try:
             arrays = _arrays(obs, self.observation_space)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:  # tensors raise the last
             raise self._misfit(f"{type(error).__name__}: {error}") from None
         leaves = zip(tree_leaves(arrays), leaf_spaces(self.observation_space), strict=True)

@@ -234,7 +234,17 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"best\.pt"):
         rayvec.load(tmp_path / "a", "best.pt")
     agent = rayvec.load(tmp_path / "a")
-    for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), "left", None, {"obs": np.zeros(4)}, 1.0):
+    for wrong in (
+        np.zeros(3),
+        np.zeros((2, 3)),
+        np.zeros((2, 2, 4)),
+        "left",
+        [1j, 0, 0, 0],
+        ["a"] * 4,
+        None,
+        {"obs": np.zeros(4)},
+        1.0,
+    ):
         with pytest.raises(ConfigError, match="one more dimension"):
             agent.predict(wrong)
     with pytest.raises(ConfigError, match=r"\.onnx"):
@@ -250,7 +260,7 @@ GEARS = spaces.MultiDiscrete([2, 3], start=[0, -1])
 @pytest.mark.parametrize(
     ("space", "good", "bad"),
     [
-        (spaces.Box(-1, 1, (2,)), ([0, 1], [5, -7]), ([0, np.nan], [np.inf, 0], [1e300, 0], [1j, 0], [["a", "b"]])),
+        (spaces.Box(-1, 1, (2,)), ([0, 1], [5, -7]), ([0, np.nan], [np.inf, 0], [1e300, 0])),
         (spaces.Discrete(3, start=-1), (-1, 1.0, [0, 1]), (2, -2, 0.5, [0, 2], np.nan)),
         (GEARS, ([1, 1], [[0, 0], [1, -1]]), ([2, 0], [0, 2], [[0, 0], [0, -2]])),
         (spaces.MultiBinary(2), ([0, 1],), ([0, 2], [0.5, 0], [-1, 0])),
@@ -264,7 +274,7 @@ def test_numbers_that_no_observation_has_are_refused(space: Any, good: Any, bad:
     for obs in good:
         agent.predict(obs)
     for obs in bad:
-        with pytest.raises(ConfigError, match="Pass what the environment returned"):
+        with pytest.raises(ConfigError, match=r"^An agent acts on numbers"):
             agent.predict(obs)
 
 
