@@ -39,7 +39,7 @@ from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
-from rayvec.training.space_checks import check_same_spaces, warn_of_wide_ranges
+from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]
@@ -174,6 +174,8 @@ class DecentralizedTrainer:
         found = group.run("describe")
         check_same_spaces([spaces for spaces, _, _ in found])
         spaces, names, own = found[0]
+        if state:
+            check_kept_spaces(spaces, state)
         warn_of_wide_ranges(spaces[0], config)
         choice = choice_of(config, spaces[0])
         if choice is not None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import Space
 from torch import nn
@@ -15,11 +14,10 @@ from torch import nn
 from rayvec.config import TrainConfig
 from rayvec.config.references import is_unnamed
 from rayvec.errors import ConfigError
-from rayvec.policies.encoders import leaf_spaces
 from rayvec.training.agent import load_spaces
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
-from rayvec.wrappers import MASK_KEY
+from rayvec.training.space_checks import parts_of
 
 __all__ = ["initial_state"]
 
@@ -54,7 +52,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
         other_config = replace(other_config, network=getattr(config, "network", None))  # type: ignore[call-arg]
     spaces = load_spaces(other_config, other.get("spaces"))
     for name, ours, theirs in zip(("observations", "actions"), own_spaces, spaces, strict=True):
-        if _parts(ours) != _parts(theirs):
+        if parts_of(ours) != parts_of(theirs):
             raise _another(config.init_from, f"{name} of {ours}", f"{name} of {theirs}")
     wanted, found = (
         _layers(kind(*spaces, replace(each, learner_device="cpu")).module)
@@ -80,16 +78,6 @@ def _another(run_dir: Path, expected: str, got: str) -> ConfigError:
         got=f"{got} in {run_dir}",
         remedy="Use the spaces and the settings of the network of that run, or leave init_from out.",
     )
-
-
-def _parts(space: Space[Any]) -> list[Any]:
-    """Returns what a network reads or chooses, in its order: not the mask, nor the bounds of numbers."""
-    leaves = [(path, leaf) for path, leaf in leaf_spaces(space) if path != (MASK_KEY,)]
-    skip = {path[:1] for path, _ in leaves} == {
-        ("observation",)
-    }  # what is beside a mask is the observation without one
-    sizes = [np.array(getattr(leaf, "nvec", getattr(leaf, "n", None))).tolist() for _, leaf in leaves]
-    return [(path[skip:], type(leaf), leaf.shape, size) for (path, leaf), size in zip(leaves, sizes, strict=True)]
 
 
 def _layers(module: nn.Module) -> list[str]:
