@@ -386,10 +386,10 @@ def _with_values(args: Sequence[str]) -> Sequence[str]:
         name, _, value = arg.partition("=")
         if name == "--no-compile":
             found += ["--compile", "False"]
-        elif name == "--compile" and (value or following not in values):
+        elif name == "--compile" and (value or not following or following.startswith("-")):
             found += ["--compile", values.get(value or "on", value)]
         else:
-            found.append(values[arg] if found[-1:] == ["--compile"] else arg)
+            found.append(values.get(arg, arg) if found[-1:] == ["--compile"] else arg)
     return found
 
 

@@ -112,7 +112,8 @@ def _time_limit(env: Env) -> int:
         "stagger_starts spreads the ends of the first episodes over the time limit of the environment.",
         expected="an environment with a time limit (max_episode_steps)",
         got=f"{layer.spec.id if layer.spec else layer}, which has none",
-        remedy="Leave stagger_starts out, or pass env_kwargs={'max_episode_steps': 1000}.",
+        remedy="Leave stagger_starts out, or wrap the environment in gymnasium.wrappers.TimeLimit; for an id, pass "
+        "env_kwargs={'max_episode_steps': 1000}.",
     )
 
 

@@ -86,6 +86,12 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
     assert_refused(["train", "ppo", *arguments.split()], *words)
 
 
+def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "ppo", "--compile", "maybe"])
+    assert "'maybe' for argument '--compile'" in capsys.readouterr().err
+
+
 def test_a_run_directory_that_exists(tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], f"{tmp_path}, which exists", "--resume")
 

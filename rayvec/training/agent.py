@@ -121,8 +121,16 @@ class Agent:
             with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither, or a state does not.
+            ConfigError: The shape fits neither, a state does not, a number is not finite, or a space of whole numbers
+                or choices does not have it.
         """
+        if deterministic not in (True, False):
+            raise ConfigError(
+                "deterministic says whether the most probable action is taken.",
+                expected="True, or False to draw an action",
+                got=repr(deterministic),
+                remedy="Leave deterministic out for the most probable action.",
+            )
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
         policy = self._policies[deterministic]
@@ -158,7 +166,9 @@ class Agent:
         """Returns observations as a batch, and whether they are of one environment."""
         try:
             arrays = _arrays(obs, self.observation_space)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:  # tensors raise the last
             raise self._misfit(f"{type(error).__name__}: {error}") from None
         leaves = zip(tree_leaves(arrays), leaf_spaces(self.observation_space), strict=True)
         shapes = [(array.shape, space.shape) for array, (_, space) in leaves]
@@ -184,4 +194,33 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
-    return np.asarray(obs, space.dtype)
+    given = np.asarray(obs)
+    if given.dtype.kind not in "biuf":
+        raise TypeError(f"{given.dtype} in the place of numbers")
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = given.astype(space.dtype)
+    fits = _fits(array, given, space)
+    if not np.all(fits):
+        is_float = np.issubdtype(array.dtype, np.floating)
+        raise ConfigError(
+            "An agent acts on numbers that an observation can have.",
+            expected="finite numbers" if is_float else f"numbers that {space} has",
+            got=given[~fits].flat[0],
+            remedy="Pass what the environment returned, and mend the environment if it returned this.",
+        )
+    return array
+
+
+def _fits(array: NDArray[Any], given: NDArray[Any], space: spaces.Space[Any]) -> NDArray[np.bool_]:
+    """Returns which numbers a space can have, whatever the bounds of a Box; `array` is `given` in its dtype."""
+    fits: NDArray[np.bool_]
+    match space:
+        case _ if np.issubdtype(array.dtype, np.floating):
+            fits = np.isfinite(array)
+        case spaces.Discrete(n=size, start=start) | spaces.MultiDiscrete(nvec=size, start=start):
+            fits = (array == given) & (array >= start) & (array < np.add(start, size, dtype=np.int64))
+        case spaces.MultiBinary():
+            fits = (given == 0) | (given == 1)
+        case _:
+            fits = array == given
+    return fits

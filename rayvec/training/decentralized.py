@@ -39,7 +39,7 @@ from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
-from rayvec.training.space_checks import check_same_spaces, warn_of_wide_ranges
+from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]
@@ -173,14 +173,16 @@ class DecentralizedTrainer:
         self._config, self._group, self._has_changed = config, group, has_changed
         found = group.run("describe")
         check_same_spaces([spaces for spaces, _, _ in found])
-        (observation_space, _), names, own = found[0]
-        warn_of_wide_ranges(observation_space, config)
-        choice = choice_of(config, observation_space)
+        spaces, names, own = found[0]
+        if state:
+            check_kept_spaces(spaces, state)
+        warn_of_wide_ranges(spaces[0], config)
+        choice = choice_of(config, spaces[0])
         if choice is not None:
             print(f"rayvec: {choice}", file=sys.stderr)
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
-        learner_state = state["learner"] if state else initial_state(config, unpack(own))
+        learner_state = state["learner"] if state else initial_state(config, unpack(own), spaces)
         shared, rank_local = split_state(learner_state, names, group.num_ranks)
         collector_state = state["collector"] if state else None
         packed = pack(shared)

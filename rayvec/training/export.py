@@ -117,7 +117,7 @@ class GreedyModule(nn.Module):
             action = torch.stack(chosen, -1) + torch.tensor(distribution.starts)
             return action.reshape(-1, *distribution.shape).to(_torch_dtype(distribution.dtype))
         low, high = self.get_buffer("low"), self.get_buffer("high")
-        mean = params.chunk(2, -1)[0].reshape(-1, *low.shape)
+        mean = params.chunk(2, -1)[0].reshape(params.shape[0], *low.shape)
         if isinstance(distribution, TanhGaussian):
             mean = (0.5 * low + 0.5 * high) + (0.5 * high - 0.5 * low) * mean.tanh()
         return torch.minimum(torch.maximum(mean, low), high).to(low.dtype)
@@ -142,7 +142,7 @@ def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any = None) -> Tens
             for c, (size, start) in enumerate(zip(sizes.flat, starts.flat, strict=True))
         ]
         return torch.cat(hot, -1).float()
-    numbers = array.reshape(-1, math.prod(space.shape or ())).float()
+    numbers = array.reshape(array.shape[0], math.prod(space.shape or ())).float()
     return numbers if scale is None else numbers * torch.from_numpy(scale)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium import Space
 from torch import nn
 
 from rayvec.config import TrainConfig
@@ -16,11 +17,12 @@ from rayvec.errors import ConfigError
 from rayvec.training.agent import load_spaces
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
+from rayvec.training.space_checks import parts_of
 
 __all__ = ["initial_state"]
 
 
-def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
+def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence[Space[Any]]) -> dict[str, Any]:
     """Returns the state that the learner of a new run begins with: its own, with the network of `config.init_from`.
 
     The optimizer, the schedule and the counters are its own.
@@ -28,6 +30,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
     Args:
         config: Settings of the new run.
         own: State of its learner, whose rank-local part may be missing.
+        own_spaces: Observation space and action space of one of its environments.
 
     Raises:
         ConfigError: There is no such run, it has another network, or the learner can't begin with one.
@@ -48,6 +51,9 @@ def initial_state(config: TrainConfig, own: dict[str, Any]) -> dict[str, Any]:
     if name is not None and is_unnamed(name):  # the layers are compared below
         other_config = replace(other_config, network=getattr(config, "network", None))  # type: ignore[call-arg]
     spaces = load_spaces(other_config, other.get("spaces"))
+    for name, ours, theirs in zip(("observations", "actions"), own_spaces, spaces, strict=True):
+        if parts_of(ours) != parts_of(theirs):
+            raise _another(config.init_from, f"{name} of {ours}", f"{name} of {theirs}")
     wanted, found = (
         _layers(kind(*spaces, replace(each, learner_device="cpu")).module)
         for kind, each in ((learner, config), (other_learner, other_config))

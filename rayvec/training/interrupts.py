@@ -81,7 +81,7 @@ class Interrupts:
         if self._deferred and not self.requested:
             self.requested = True
             came, again = ("SIGTERM: ", "another signal") if self._kind is Terminated else ("", "Ctrl-C again")
-            with contextlib.suppress(RuntimeError):  # it came within a print to standard error
+            with contextlib.suppress(RuntimeError, OSError):  # it came within a print, or the terminal is closed
                 print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)
         else:
             self._raised = True

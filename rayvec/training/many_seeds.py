@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
     with Interrupts() as interrupts, interrupts.deferred():
         codes = _run_all(commands, at_once, interrupts)
     failed = sorted(seed for seed, code in codes.items() if code)
-    again = f"the same command with --run-dir {directory} continues what has not finished"
+    again = f"the same command with --run-dir {shlex.quote(str(directory))} continues what has not finished"
     if interrupts.requested:
         raise interrupts.stopped(f"stopped; {again}")
     finished = [run_dir for seed, run_dir in runs.items() if seed not in failed]

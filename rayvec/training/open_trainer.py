@@ -16,7 +16,7 @@ from rayvec.training.decentralized import open_decentralized
 from rayvec.training.initial import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
-from rayvec.training.space_checks import warn_of_wide_ranges
+from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 
 __all__ = ["open_trainer"]
@@ -64,10 +64,12 @@ def open_trainer(
         return
     with open_env(config, trains=True) as env, open_learner(config, env) as learner:
         warn_of_wide_ranges(env.single_observation_space, config)
+        spaces = env.single_observation_space, env.single_action_space
         if state:
+            check_kept_spaces(spaces, state)
             restore(learner, state["learner"])
         elif config.init_from:
-            restore(learner, initial_state(config, learner.state_dict()))
+            restore(learner, initial_state(config, learner.state_dict(), spaces))
         yield Trainer(config, env, learner, progress, state["collector"] if state else None)
 
 

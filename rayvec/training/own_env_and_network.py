@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,4 +107,4 @@ def resume_command(config: TrainConfig, run_dir: Path) -> str:
     if unnamed:
         return f"rayvec.resume({str(run_dir)!r}{''.join(unnamed)})"
     plugins = "".join(f" --plugin {module}" for module in config.plugin)
-    return f"rayvec train {config.algorithm}{plugins} --resume {run_dir}"
+    return f"rayvec train {config.algorithm}{plugins} --resume {shlex.quote(str(run_dir))}"

@@ -54,11 +54,12 @@ class Curves:
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
-    """Returns the curves of runs, grouped.
+    """Returns the curves of runs, grouped; files, such as a picture beside the runs, are left out.
 
     Raises:
         ConfigError: There are none, one is not the directory of a run, or no episode has ended in it.
     """
+    run_dirs = [run_dir for run_dir in run_dirs if not run_dir.is_file()]
     if not run_dirs:
         raise ConfigError(
             "A plot shows runs.",

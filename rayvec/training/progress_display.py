@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -51,7 +52,8 @@ class ProgressDisplay:
     def close(self) -> None:
         """Ends the bar."""
         if self._bar:
-            self._bar.stop()
+            with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
+                self._bar.stop()
 
 
 def progress_text(progress: Progress, metrics: Mapping[str, float | int | None], times_s: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ def space_to_plain(space: spaces.Space[Any]) -> dict[str, Any] | None:
             bounds = {"low": _packed(space.low), "high": _packed(space.high)}
             return {"kind": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
         case spaces.Discrete():
-            return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
+            return {"kind": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
         case spaces.MultiDiscrete():
             sizes = {"nvec": torch.tensor(space.nvec), "start": torch.tensor(space.start)}
             return {"kind": "MultiDiscrete", **sizes, "dtype": str(space.dtype)}
@@ -41,7 +41,9 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(value[name].numpy(), shape).astype(dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            return spaces.Discrete(value["n"], start=value["start"])
+            dtype = np.dtype(value.get("dtype", np.int64))  # checkpoints and Gymnasium of before have no other
+            other = {} if dtype == np.int64 else {"dtype": dtype.type}
+            return spaces.Discrete(value["n"], start=value["start"], **other)
         case "MultiDiscrete":
             dtype = np.dtype(value["dtype"])
             return spaces.MultiDiscrete(value["nvec"].numpy(), dtype.type, start=value["start"].numpy())

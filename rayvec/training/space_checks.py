@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from rayvec.config import TrainConfig
 from rayvec.config.network import NetworkConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.encoders import leaf_spaces
+from rayvec.training.saved_spaces import space_from_plain
+from rayvec.wrappers import MASK_KEY
 
-__all__ = ["check_same_spaces", "warn_of_wide_ranges"]
+__all__ = ["check_kept_spaces", "check_same_spaces", "parts_of", "warn_of_wide_ranges"]
 
 _WIDE = 100.0
 _UNBOUNDED = 1e30
@@ -53,3 +55,27 @@ def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]
                 got=f"observations {observation} and actions {action} on rank {rank}",
                 remedy="Let the class or function that makes environments return the same spaces at every call.",
             )
+
+
+def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
+    """Raises a ConfigError where the environments have other spaces than the run whose state is continued."""
+    described = state.get("spaces")
+    for name, ours, plain in zip(("observations", "actions"), found, described or (), strict=False):
+        theirs = space_from_plain(plain)
+        if parts_of(ours) != parts_of(theirs):
+            raise ConfigError(
+                "A run keeps the spaces that it was begun with.",
+                expected=f"{name} of {theirs}",
+                got=f"{name} of {ours}",
+                remedy="Undo the change of the environment, or start a new run.",
+            )
+
+
+def parts_of(space: spaces.Space[Any]) -> list[Any]:
+    """Returns what a network reads or chooses, in its order: not the mask, nor the bounds of numbers."""
+    leaves = [(path, leaf) for path, leaf in leaf_spaces(space) if path != (MASK_KEY,)]
+    is_beside_mask = {path[:1] for path, _ in leaves} == {("observation",)}  # as rayvec.wrappers.ActionMask has it
+    sizes = [np.array(getattr(leaf, "nvec", getattr(leaf, "n", None))).tolist() for _, leaf in leaves]
+    return [
+        (path[is_beside_mask:], type(leaf), leaf.shape, size) for (path, leaf), size in zip(leaves, sizes, strict=True)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,14 +92,15 @@ def _check_running(runs: Sequence[RunStatus], address: str | None) -> None:
         )
     for run in runs:
         if run.state != "running" or run.has_died:
+            run_dir = shlex.quote(str(run.run_dir))
             at_steps = f"at {run.steps:,} of {run.total_steps:,} steps"
             how = f"its process {run.pid} has died" if run.has_died else run.state
-            resumes = "" if run.state == "finished" else f"; rayvec train ... --resume {run.run_dir} continues it"
+            resumes = "" if run.state == "finished" else f"; rayvec train ... --resume {run_dir} continues it"
             raise ConfigError(
                 "`rayvec top` shows a run while it trains.",
                 expected="a run that trains",
                 got=f"{run.run_dir}: {how} {at_steps}",
-                remedy=f"rayvec report {run.run_dir} shows what it did{resumes}.",
+                remedy=f"rayvec report {run_dir} shows what it did{resumes}.",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.saved_spaces import space_from_plain, space_to_plain
 
+HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium
 VECTOR = spaces.Box(-3, 3, (5,))
 IMAGE = spaces.Box(0, 255, (40, 36, 3), np.uint8)
 FEW, TORQUES = spaces.Discrete(3, start=2), spaces.Box(np.array([-2, -1], np.float32), np.array([2, 4], np.float32))
@@ -232,11 +234,53 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"best\.pt"):
         rayvec.load(tmp_path / "a", "best.pt")
     agent = rayvec.load(tmp_path / "a")
-    for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), "left", None, {"obs": np.zeros(4)}, 1.0):
+    for wrong in (
+        np.zeros(3),
+        np.zeros((2, 3)),
+        np.zeros((2, 2, 4)),
+        "left",
+        [1j, 0, 0, 0],
+        ["a"] * 4,
+        None,
+        {"obs": np.zeros(4)},
+        1.0,
+    ):
         with pytest.raises(ConfigError, match="one more dimension"):
             agent.predict(wrong)
     with pytest.raises(ConfigError, match=r"\.onnx"):
         agent.export(tmp_path / "policy.h5")
+    for unclear in (None, "no"):
+        with pytest.raises(ConfigError, match="deterministic"):
+            agent.predict(np.zeros(4), deterministic=unclear)  # type: ignore[arg-type]
+
+
+GEARS = spaces.MultiDiscrete([2, 3], start=[0, -1])
+
+
+@pytest.mark.parametrize(
+    ("space", "good", "bad"),
+    [
+        (spaces.Box(-1, 1, (2,)), ([0, 1], [5, -7]), ([0, np.nan], [np.inf, 0], [1e300, 0])),
+        (spaces.Discrete(3, start=-1), (-1, 1.0, [0, 1]), (2, -2, 0.5, [0, 2], np.nan)),
+        (GEARS, ([1, 1], [[0, 0], [1, -1]]), ([2, 0], [0, 2], [[0, 0], [0, -2]])),
+        (spaces.MultiBinary(2), ([0, 1],), ([0, 2], [0.5, 0], [-1, 0])),
+        (spaces.Box(0, 255, (2,), np.uint8), ([0, 255],), ([256, 0], [-1, 0], [0.5, 0], [np.nan, 0])),
+        (spaces.Dict(a=FEW, b=VECTOR), ({"a": 2, "b": np.zeros(5)},), ({"a": 5, "b": np.zeros(5)},)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_that_no_observation_has_are_refused(space: Any, good: Any, bad: Any) -> None:
+    agent = make_agent(rayvec.PPOConfig, space, FEW, {})
+    for obs in good:
+        agent.predict(obs)
+    for obs in bad:
+        with pytest.raises(ConfigError, match=r"^An agent acts on numbers"):
+            agent.predict(obs)
+
+
+def test_a_tensor_with_a_gradient_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="requires grad"):
+        make_agent(rayvec.PPOConfig, VECTOR, FEW, {}).predict(torch.zeros(5, requires_grad=True))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +288,7 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     [
         *(VECTOR, IMAGE, FEW, TORQUES, MANY, BOTH, spaces.MultiBinary((2, 3)), spaces.Tuple((FEW, BOTH))),
         spaces.Box(0, np.iinfo(np.uint64).max, (2,), np.uint64),  # beyond int64
+        pytest.param(spaces.Discrete(3, dtype=np.int32) if HAS_DTYPE else FEW, id="Discrete of int32"),
         spaces.Dict(z=FEW, a=spaces.Dict(y=VECTOR, b=spaces.MultiBinary(3))),  # not in the order of the alphabet
     ],
     ids=lambda space: type(space).__name__,
@@ -276,6 +321,20 @@ def test_an_export_is_a_file_in_a_directory_that_exists(ending: str, tmp_path: P
     for place in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"a file .*, or none, in a directory that exists"):
             agent.export(place / f"policy.{ending}")
+
+
+NOTHING = spaces.Box(-1, 1, (0,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("observed", "acted"), [(spaces.Dict(a=NOTHING, b=VECTOR), FEW), (VECTOR, NOTHING)])
+def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path: Path) -> None:
+    agent = make_agent(rayvec.PPOConfig, observed, acted, {})
+    obs = batch_of(observed, 3)
+    policy = torch.jit.load(agent.export(tmp_path / "policy.pt"))
+    tensors = [torch.from_numpy(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
+    np.testing.assert_array_equal(policy(*tensors), agent.predict(obs))
 
 
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:

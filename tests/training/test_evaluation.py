@@ -120,7 +120,7 @@ def test_an_evaluation_is_not_staggered() -> None:
 
 
 def test_staggering_needs_a_time_limit() -> None:
-    with pytest.raises(ConfigError, match="time limit"):
+    with pytest.raises(ConfigError, match=r"time limit.*wrappers\.TimeLimit; for an id"):
         StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
     limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
     assert StaggeredStart(limited)._time_limit == 7

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from helpers.training_kit import HERE, tiny
 
 import rayvec
@@ -23,6 +25,8 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (rayvec.IMPALAConfig, {"num_steps": 16, "num_minibatches": 2, "total_steps": 192}),
     (rayvec.SACConfig, {"num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192}),
 ]
+
+SIX = spaces.Discrete(6)
 
 
 class First:
@@ -73,7 +77,7 @@ def test_a_trained_policy_acts_from_the_first_step(tmp_path: Path) -> None:
         ({"hidden_sizes": (32, 32)}, "out_features=32"),
         pytest.param({"hidden_sizes": (32, 32), **RANKS}, "out_features=32", marks=pytest.mark.slow),
         ({"hidden_sizes": (64,)}, "layers|Tanh|Linear"),
-        ({"env_id": "Acrobot-v1"}, "parameters"),
+        ({"env_id": "Acrobot-v1"}, "observations of"),
         ({"normalize_obs": True}, "obs_mean|obs_moments"),
     ],
 )
@@ -83,6 +87,43 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
     assert "same network" in str(caught.value)
     assert not (tmp_path / "b").exists()
+
+
+def seeing(has_mask: bool = False, actions: spaces.Space[Any] = SIX, **sizes: int) -> type[gymnasium.Env[Any, Any]]:
+    mask = {"action_mask": np.ones(6, np.int8)} if has_mask else {}
+    parts = {name: spaces.Box(-9, 9, (size,)) for name, size in sizes.items()}
+
+    class Seeing(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Dict(**parts, **{name: spaces.MultiBinary(6) for name in mask})
+        action_space = actions
+
+        def reset(self, **kwargs: Any) -> Any:
+            return self.observation_space.sample() | mask, {}
+
+        def step(self, action: Any) -> Any:
+            return self.reset()[0], 0.0, False, True, {}
+
+    return Seeing
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (seeing(position=1, speed=2), "observations of"),
+        (seeing(speed=1, position=2), "observations of"),
+        (seeing(actions=spaces.MultiDiscrete([2, 4]), position=2, speed=1), "actions of"),
+        (seeing(has_mask=True, position=2, speed=1), None),
+    ],
+    ids=["other sizes", "another order", "other actions", "a mask besides"],
+)
+def test_weights_for_other_spaces(tmp_path: Path, env: Any, words: str | None) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=seeing(position=2, speed=1))
+    config = tiny(tmp_path / "b", total_steps=64, eval_episodes=0, init_from=tmp_path / "a")
+    if words is None:
+        rayvec.train(config, env=env)
+        return
+    with pytest.raises(ConfigError, match=words):
+        rayvec.train(config, env=env)
 
 
 def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:

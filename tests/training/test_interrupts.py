@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import random
@@ -64,6 +65,17 @@ def test_a_press_in_the_middle_of_a_print_is_a_request(monkeypatch: pytest.Monke
     with Interrupts() as interrupts, interrupts.deferred():
         print("64/128 steps", file=sys.stderr)
     assert interrupts.requested
+
+
+def test_a_press_is_a_request_although_the_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with Interrupts() as interrupts, interrupts.deferred():
+        press()
+        assert interrupts.requested
 
 
 def test_sigterm_is_a_request_in_the_loop_alone() -> None:

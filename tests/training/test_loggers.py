@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -183,3 +184,17 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     display.show(40, "1,000 steps/s · return 3.0")
     display.close()
     assert "40 steps" in file.getvalue() and "━" in file.getvalue() and "return 3.0" in file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that draws
+def test_a_terminal_that_was_closed_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    file = _Terminal()
+    display = ProgressDisplay(100, file)
+    monkeypatch.setattr(file, "write", fails)
+    display.show(40, "text")
+    display.close()
+
+
+def fails(text: str) -> int:
+    raise OSError(errno.EIO, "Input/output error")

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import ReshapeObservation
 from helpers import own_parts
 from helpers.own_parts import Line, TwoHeads, make_line, two_heads
 from helpers.training_kit import HERE, SMALL, assert_same, tiny
@@ -170,8 +171,12 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
 
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64), env=LOCAL_LINE)
-    with pytest.raises(CheckpointError, match="same network"):
-        rayvec.resume(tmp_path / "a", env=lambda: Line(width=5))
+    for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
+        with pytest.raises(ConfigError, match=r"begun with.*\(2,\).*Undo the change"):
+            rayvec.resume(tmp_path / "a", env=env)
+    ranks = {"num_learners": 2, "learners": "decentralized"}
+    with pytest.raises(ConfigError, match=r"begun with.*\(2,\).*Undo the change"):
+        rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
 
 
 @pytest.mark.parametrize(
