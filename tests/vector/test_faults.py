@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -89,6 +90,17 @@ def long_env() -> EndlessEnv:
 
 def slow_env() -> EndlessEnv:
     return EndlessEnv(step_s=0.005)
+
+
+class FailsToStart(EndlessEnv):
+    """While a file exists, its constructor ends the process. Once, it removes the file first."""
+
+    def __init__(self, file: Path, *, once: bool = True) -> None:
+        super().__init__()
+        if file.exists():
+            if once:
+                file.unlink()
+            os._exit(3)
 
 
 class SameAgain(gymnasium.Env[Any, Any]):
@@ -562,6 +574,33 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
     assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
+
+
+def test_a_worker_that_dies_while_a_lost_node_starts_elsewhere_is_restarted(
+    make_vec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_vec([partial(FailsToStart, tmp_path / "fails")] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    (tmp_path / "fails").touch()
+    kill(env, 1)
+    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]] and chunk.valid.all()
+    assert not (tmp_path / "fails").exists()
+    said = [each for each in caplog.messages if "environments 2 to 3, seeds [3, 4], resume on node" in each]
+    assert len(said) == 2 and "is lost" in said[0] and "did not start" in said[1], caplog.messages
+
+
+@pytest.mark.slow
+def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_path: Path) -> None:
+    env = make_vec(
+        [partial(FailsToStart, tmp_path / "fails", once=False)] * 2, nodes=2, workers=1, on_env_error="restart"
+    )
+    env.reset(seed=1)
+    (tmp_path / "fails").touch()
+    kill(env, 1)
+    with pytest.raises(NodeLostError, match="at most 5 restarts"):
+        env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+    assert env.closed
 
 
 def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
