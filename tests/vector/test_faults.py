@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -738,3 +739,18 @@ def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any
     (now,) = env.worker_pids().values()
     assert now[1] != pids[1] and now[2] == pids[2]
     assert env.get_attr("action_space") == (env.single_action_space,) * 2
+
+
+@pytest.mark.parametrize("inference", ["worker", "node"])
+def test_another_node_finds_the_module_of_a_policy(
+    make_vec: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ``sys.path`` of the driver, as it finds those of environments; a replacement worker does, too."""
+    (tmp_path / "policy_of_driver.py").write_text("def act(obs): return obs[:, 0].astype('int64') * 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    act = importlib.import_module("policy_of_driver").act
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_env_error="restart")
+    assert env.rollout(act, 3, inference, seed=1).valid.all()
+    os.kill(env.worker_pids()[env.topology.nodes[1].name][1], signal.SIGKILL)
+    chunk = env.rollout(act, 3, inference)
+    assert chunk.restarts[:, 1].tolist() == [1]
