@@ -237,7 +237,7 @@ class ElasticPlacement:
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]
 
     def replacement(
-        self, number: int, slices: Sequence[NodeSlice], excluded: Collection[str], error: NodeLostError
+        self, number: int, slices: Sequence[NodeSlice], excluded: Collection[str], error: Exception
     ) -> NodeSlice:
         """Returns a place for a part whose node was lost; waits at most 8 s until there are enough nodes.
 

@@ -19,6 +19,7 @@ from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.cluster.versions import own_versions
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes, StepBatch
 from rayvec.errors import RemoteFailure
+from rayvec.node.log_lines import LogLines
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
@@ -51,8 +52,7 @@ class NodeActor:
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
         self._known_ids: set[bytes] = set()
-        self._log = _Log()
-        logging.getLogger("rayvec").addHandler(self._log)
+        self._log = LogLines(but_of_thread=STREAM_THREAD)  # infos report what happened during steps
 
     @property
     def _running(self) -> ProcessPool:
@@ -251,23 +251,3 @@ class NodeActor:
         if keep:
             self._kept_for_driver.append(batch)
         return frame, len(env_ids)
-
-
-class _Log(logging.Handler):
-    """Collects log lines of this process for the driver to log.
-
-    It skips the stream's thread, since infos already report to the driver what happened during steps.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.threadName != STREAM_THREAD:
-            self._lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        """Returns the lines logged since the last call."""
-        lines, self._lines = self._lines, []
-        return lines

@@ -190,7 +190,7 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def place_again(lost: NodeSlice, excluded: Collection[str], error: NodeLostError) -> NodeSlice:
+def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) -> NodeSlice:
     """Finds a node for the environments of a lost node: the one with the most free cores.
 
     It waits at most 8 s for a node to return or for cores to become free. The driver's own node is never excluded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, NodeLostError
+from rayvec.errors import ConfigError, NodeLostError, WorkerLostError
 from rayvec.node.parted_pool import PartedPool
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.plan import Part, Plan
@@ -312,7 +313,7 @@ class RayPool(PartedPool):
             except NodeLostError as error:
                 self._replace(number, error)
 
-    def _replace(self, number: int, error: NodeLostError) -> None:
+    def _replace(self, number: int, error: NodeLostError | WorkerLostError) -> None:
         """Starts the environments of a lost node elsewhere, and asks there for what was pending.
 
         Raises:
@@ -321,35 +322,40 @@ class RayPool(PartedPool):
         member = self._nodes[number]
         if not self._rehost:
             raise error
-        excluded: set[str] = set()
+        excluded, start_s = {member.node.slice.node_id}, 0.0
         while True:
             close_quietly(member.node, 0.0)
-            if not self._budget.spend(number):
+            if not self._budget.spend(number, start_s):
                 raise NodeLostError(f"{error} It is not replaced again: {RestartBudget.rule()}.") from error
-            excluded.add(member.node.slice.node_id)
+            began_s = time.monotonic()
             try:
-                self._start_elsewhere(number, self._find_place(number, excluded, error), error)
+                self._start_elsewhere(number, excluded, error)
                 member.repeat_pending()
                 return
             except NodeLostError as again:
                 if again.__cause__ is error:  # there is no other place
                     raise
-                error = again
+                excluded.add(member.node.slice.node_id)
+                error, start_s = again, 0.0
+            except WorkerLostError as again:  # it ended, or hung, while it made its environments
+                if not self._restart_policy.restart:
+                    raise
+                error, start_s = again, time.monotonic() - began_s
 
-    def _find_place(self, number: int, excluded: set[str], error: NodeLostError) -> NodeSlice:
-        if self._elastic is not None:
-            return self._elastic.replacement(number, self._slices, excluded, error)
-        return place_again(self._slices[number], excluded, error)
-
-    def _start_elsewhere(self, number: int, node_slice: NodeSlice, error: NodeLostError) -> None:
+    def _start_elsewhere(self, number: int, excluded: set[str], error: NodeLostError | WorkerLostError) -> None:
         """Starts the environments of a lost node again, in the state that they last showed."""
+        if self._elastic is not None:
+            place = self._elastic.replacement(number, self._slices, excluded, error)
+        else:
+            place = place_again(self._slices[number], excluded, error)
         member, envs = self._nodes[number], self.parts[number]
+        what = "node %s is lost" if isinstance(error, NodeLostError) else "a worker of node %s did not start"
         logger.warning(
-            "node %s is lost; environments %d to %d, seeds %s, resume on node %s: %s",
-            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), node_slice.name, error),
+            f"{what}; environments %d to %d, seeds %s, resume on node %s: %s",
+            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), place.name, error),
         )
-        member.node = self._open(node_slice)
-        self._resume_on(member.node, number, node_slice)
+        member.node = self._open(place)
+        self._resume_on(member.node, number, place)
         self._replaced["node"] += 1
 
     def _seeds_of(self, env_ids: range) -> list[int | None]:
@@ -435,10 +441,9 @@ class RayPool(PartedPool):
         return replaced
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids by the node's name: of what started the workers and ends with them, and of the workers.
+        """Process ids by the node's name: of the fork server here, or of the actor there, and of the workers.
 
-        That is the fork server on the driver's own node, and the actor on another. Where a node has several parts of
-        the environments, it is that of the first part.
+        Where a node has several parts of the environments, it is that of the first part.
         """
         pids: dict[str, list[int]] = {}
         for number, member in enumerate(self._nodes):

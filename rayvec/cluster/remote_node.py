@@ -25,7 +25,7 @@ from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.stream import FrameSocket, connect
 from rayvec.cluster.versions import check_versions
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
-from rayvec.envs.factory import EnvFactory
+from rayvec.envs.factory import EnvFactory, carrying_path
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restarts import RESTARTED, NodeState
@@ -173,7 +173,7 @@ class RemoteNode:
 
     def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return self._start("load", key, policy, version, on_node)
+        return self._start("load", key, carrying_path(policy), version, on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""

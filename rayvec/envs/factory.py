@@ -18,7 +18,7 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, message
 
-__all__ = ["EnvFactory", "EnvIdError", "env_seeds", "registered_specs"]
+__all__ = ["EnvFactory", "EnvIdError", "carrying_path", "env_seeds", "registered_specs"]
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -196,13 +196,18 @@ class EnvFactory:
             gymnasium.registry.setdefault(spec.id, spec)
 
     def to_bytes(self) -> bytes:
-        """Returns the factory by cloudpickle, functions of the main module by value.
+        """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_path`."""
+        return carrying_path(cloudpickle.dumps(self))
 
-        Unpickling it puts this process's ``sys.path`` in front of the other's first, as multiprocessing's spawn does.
-        """
-        path = [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
-        data: bytes = cloudpickle.dumps(_AfterPath(path, cloudpickle.dumps(self)))
-        return data
+
+def carrying_path(pickled: bytes) -> bytes:
+    """Returns a pickled object together with this process's ``sys.path``, so that others find its modules.
+
+    Unpickling it puts this path in front of the other process's first, as multiprocessing's spawn does.
+    """
+    path = [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
+    data: bytes = cloudpickle.dumps(_AfterPath(path, pickled))
+    return data
 
 
 @dataclass(frozen=True, slots=True)

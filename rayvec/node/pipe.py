@@ -146,6 +146,8 @@ class MessagePipe:
             except OSError as error:
                 if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):  # no room for now
                     return False
+                if error.errno is None:  # a signal handler has raised it, such as a TimeoutError
+                    raise
                 self._drop_output()  # the peer has exited: receive() reports that
         return not self._out
 

@@ -20,7 +20,7 @@ from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
 from rayvec.node.protocol import NodeBlock, Op, action_leaves
 from rayvec.node.supervisor import Supervisor
-from rayvec.node.worker_client import Reports, WorkerClient
+from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
@@ -377,14 +377,13 @@ class ProcessPool(PartedPool):
             A function that takes a timeout in seconds, waits, and returns one value for each part of the plan.
         """
         clients = [self._clients[part.owner] for part in plan.parts]
-        numbers: list[int] = []
+        messages = [pack_call(*command(part)) for part in plan.parts]  # all of them first: one may not be picklable
         try:
-            for client, part in zip(clients, plan.parts, strict=True):
-                numbers.append(client.post_call(*command(part), fds=fds, repeat=repeat))
-        except Exception:  # arguments that can't be pickled: discard the replies of the workers before
-            for client, number in zip(clients, numbers, strict=False):
-                self._supervisor.wait(client, number, deadline_in(None))
-                client.take_reply(number)
+            numbers = [
+                client.post_call(each, fds=fds, repeat=repeat) for client, each in zip(clients, messages, strict=True)
+            ]
+        except BaseException as error:
+            self._supervisor.broken_by = error
             raise
 
         def collect(timeout_s: float | None) -> list[Any]:

@@ -50,6 +50,7 @@ class Supervisor:
         acting: The policies to send to replacement workers.
         closed: Whether the pool is closed. A closed pool restarts no workers.
         num_replaced: How many workers were replaced.
+        broken_by: The exception, as from a signal handler, that has ended a command half-way; None if there was none.
     """
 
     acting: WorkerInference
@@ -78,6 +79,7 @@ class Supervisor:
         self.last = LastAnswers(self._obs, len(command_of)) if self._restart_policy.restart else None
         self._budget = RestartBudget()
         self._look_at_s = 0.0
+        self.broken_by: BaseException | None = None
         self.num_replaced = 0
 
     def arm_event(self) -> None:
@@ -137,8 +139,16 @@ class Supervisor:
 
         Raises:
             NotReady: The deadline was reached.
-            WorkerLostError: The worker exited or hangs, and may not be restarted.
+            WorkerLostError: The worker exited or hangs, and may not be restarted. Or an exception has ended an earlier
+                command half-way, so that a wait might not end.
         """
+        if self.broken_by is not None:
+            raise WorkerLostError(
+                "A call of environments ends with their results.",
+                expected="no call that another exception has ended",
+                got=f"{self.broken_by!r} in a call before, as from a signal handler",
+                remedy="Pass a timeout to call_wait() in place of the handler, or close the environments after it.",
+            ) from self.broken_by
         while True:
             try:
                 client.wait(number, self._until(client, number, deadline))
@@ -149,6 +159,9 @@ class Supervisor:
                 self._restart_if_overdue(client)
             except WorkerLostError as error:
                 self._restart_worker(client, error)
+            except BaseException as error:
+                self.broken_by = error
+                raise
 
     def _until(self, client: WorkerClient, number: int, deadline: float) -> float:
         """Returns the time until which to wait for a command before checking whether its worker hangs."""

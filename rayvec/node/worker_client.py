@@ -22,7 +22,7 @@ from rayvec.node.worker_set import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.plan import Part
 
-__all__ = ["Reports", "WorkerClient"]
+__all__ = ["Reports", "WorkerClient", "pack_call"]
 
 _REPLY_S = 60.0
 """How long a worker may take to send a whole reply."""
@@ -71,6 +71,11 @@ class Reports:
         for index, obs in zip(indices, objects or (), strict=False):
             if obs is not None:  # a replacement worker has no last observation
                 self.objects[index] = obs
+
+
+def pack_call(name: str, *args: Any) -> bytes:
+    """Returns the message that calls a method of a worker."""
+    return dumps((name, args))
 
 
 class WorkerClient:
@@ -155,18 +160,17 @@ class WorkerClient:
         self._next_row = stop
         return start
 
-    def post_call(self, name: str, *args: Any, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
+    def post_call(self, message: bytes, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
         """Posts a call of one of the worker's methods. Returns the command's number.
 
         Args:
-            name: Name of the method.
-            *args: Arguments of the method.
+            message: See :func:`pack_call`.
             num_steps: Number of environment steps in the call.
             fds: File descriptors to send with the call. Allowed only if `repeat` is False.
             repeat: Whether a replacement worker repeats the call.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(_Posted(num_steps, dumps((name, args)), repeat), fds)
+        return self._post(_Posted(num_steps, message, repeat), fds)
 
     def post_close(self) -> None:
         """Requests that the worker completes its pending commands, closes its environments and exits.
@@ -176,7 +180,7 @@ class WorkerClient:
         if self.is_starting:
             self._process.watch.kill()  # it reads commands only after it has made its environments
         else:
-            self.post_call("close")
+            self.post_call(pack_call("close"))
 
     def _post(self, command: _Posted, fds: Sequence[int] = ()) -> int:
         number = self.num_posted

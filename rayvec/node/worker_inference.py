@@ -18,7 +18,7 @@ from rayvec.node.node_inference import NodeInference
 from rayvec.node.protocol import CHUNK_STEP_BITS, WeightsRef
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.node.worker_client import WorkerClient
+from rayvec.node.worker_client import WorkerClient, pack_call
 from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
@@ -178,7 +178,7 @@ class WorkerInference(Acting):
         with Uninterrupted():
             for client in self._clients if part is None else [self._clients[part]]:
                 piece = self._num_begun_of[client.index] % MOST_CHUNKS
-                chunk.commands[client.index] = client.post_call("rollout", *args, piece, num_steps=request.num_steps)
+                chunk.commands[client.index] = client.post_call(pack_call("rollout", *args, piece), request.num_steps)
                 self._num_begun_of[client.index] += 1
             self._pending.append(chunk)
             self._num_begun = number

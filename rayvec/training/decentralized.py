@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from rayvec.envs.factory import registered_specs
 from rayvec.learners.auto_compile import choice_of, decided
 from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
+from rayvec.node.log_lines import LogLines
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial import initial_state
 from rayvec.training.run_state import Progress, restore
@@ -43,6 +45,8 @@ from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, w
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "open_decentralized"]
+
+logger = logging.getLogger(__name__)
 
 
 class RankTrainer:
@@ -64,6 +68,7 @@ class RankTrainer:
         ranks: ClosableRanks,
         arrivals: Arrivals,
     ) -> None:
+        self._log = LogLines()
         for spec in specs:
             gymnasium.registry.setdefault(spec.id, spec)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
@@ -121,6 +126,7 @@ class RankTrainer:
         before = self._ranks.sent_bytes
         iteration = self._trainer.iterate()
         iteration.sent_bytes = self._ranks.sent_bytes - before
+        iteration.notes = self._log.take()
         return iteration
 
     def weights(self) -> NDArray[np.float32] | None:
@@ -209,6 +215,9 @@ class DecentralizedTrainer:
         if ahead:
             self._pending.append(self._group.post("iterate"))
         iterations: list[Iteration] = self._group.gather(self._pending.popleft())
+        for placement, each in zip(self._group.placements, iterations, strict=True):
+            for note in each.notes:
+                logger.warning("%s: %s", placement, note)
         iteration = _joined(iterations, self._group.placements)
         self._has_iterated = True
         if parts is not None:

@@ -37,6 +37,7 @@ class Iteration:
         times_s: Wall time by activity, in seconds.
         num_cut: How many ranks stopped early because the others had their steps.
         sent_bytes: What ranks have sent over the network in sums.
+        notes: Lines for the driver to log, where a rank made the iteration, such as which workers were restarted.
         state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
         weights: The acting weights after the iteration, if they were asked for, ``float32 [P]``.
         evaluation: The greedy evaluation of these weights, where there was one.
@@ -47,6 +48,7 @@ class Iteration:
     times_s: dict[str, float]
     num_cut: int = 0
     sent_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
     state: dict[str, Any] | None = None
     weights: NDArray[np.float32] | None = None
     evaluation: Evaluation | None = None

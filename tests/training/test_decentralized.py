@@ -163,6 +163,43 @@ def test_ctrl_c_and_death_of_the_driver_leave_no_rank(tmp_path: Path, number: An
     assert rayvec.resume(run_dir).total_steps == steps + 128
 
 
+class Tires(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Each instance raises in its 40th step."""
+
+    num_steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 40:
+            raise ValueError("tired")
+        return super().step(action)
+
+
+def tires() -> gymnasium.Env[Any, Any]:
+    return Tires(gymnasium.make("CartPole-v1"))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("places", [HERE, {"num_nodes": 2, "workers_per_node": 1}], ids=["here", "on nodes"])
+def test_what_ranks_log_is_logged_by_the_driver(
+    tmp_path: Path, places: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the rank, so that each fault has a line there. Environments take fewer than 80 steps."""
+    config = rayvec.PPOConfig(
+        **{**SMALL, **UNCUT, **places},
+        num_learners=2,
+        total_steps=192,
+        eval_episodes=0,
+        on_env_error="restart",
+        run_dir=tmp_path / "a",
+    )
+    rayvec.train(config, env=tires)
+    said = sorted(line for line in caplog.messages if "tired" in line)
+    assert len(said) == 4, caplog.messages
+    for number, line in enumerate(said):
+        assert line.startswith(f"rank {number // 2} on ") and f"environment {number}, seed " in line, line
+
+
 def test_an_error_of_an_environment_keeps_its_type(tmp_path: Path) -> None:
     config = rayvec.PPOConfig(
         **{**SMALL, **HERE, **UNCUT}, num_learners=2, run_dir=tmp_path / "a", env_kwargs={"no_such_argument": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -89,6 +91,17 @@ def long_env() -> EndlessEnv:
 
 def slow_env() -> EndlessEnv:
     return EndlessEnv(step_s=0.005)
+
+
+class FailsToStart(EndlessEnv):
+    """While a file exists, its constructor ends the process. Once, it removes the file first."""
+
+    def __init__(self, file: Path, *, once: bool = True) -> None:
+        super().__init__()
+        if file.exists():
+            if once:
+                file.unlink()
+            os._exit(3)
 
 
 class SameAgain(gymnasium.Env[Any, Any]):
@@ -564,6 +577,33 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
 
 
+def test_a_worker_that_dies_while_a_lost_node_starts_elsewhere_is_restarted(
+    make_vec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_vec([partial(FailsToStart, tmp_path / "fails")] * 4, nodes=2, workers=1, on_env_error="restart")
+    env.reset(seed=1)
+    (tmp_path / "fails").touch()
+    kill(env, 1)
+    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]] and chunk.valid.all()
+    assert not (tmp_path / "fails").exists()
+    said = [each for each in caplog.messages if "environments 2 to 3, seeds [3, 4], resume on node" in each]
+    assert len(said) == 2 and "is lost" in said[0] and "did not start" in said[1], caplog.messages
+
+
+@pytest.mark.slow
+def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_path: Path) -> None:
+    env = make_vec(
+        [partial(FailsToStart, tmp_path / "fails", once=False)] * 2, nodes=2, workers=1, on_env_error="restart"
+    )
+    env.reset(seed=1)
+    (tmp_path / "fails").touch()
+    kill(env, 1)
+    with pytest.raises(NodeLostError, match="at most 5 restarts"):
+        env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+    assert env.closed
+
+
 def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
     env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
     env.reset(seed=1)
@@ -699,3 +739,18 @@ def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any
     (now,) = env.worker_pids().values()
     assert now[1] != pids[1] and now[2] == pids[2]
     assert env.get_attr("action_space") == (env.single_action_space,) * 2
+
+
+@pytest.mark.parametrize("inference", ["worker", "node"])
+def test_another_node_finds_the_module_of_a_policy(
+    make_vec: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ``sys.path`` of the driver, as it finds those of environments; a replacement worker does, too."""
+    (tmp_path / "policy_of_driver.py").write_text("def act(obs): return obs[:, 0].astype('int64') * 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    act = importlib.import_module("policy_of_driver").act
+    env = make_vec([long_env] * 2, nodes=2, workers=1, on_env_error="restart")
+    assert env.rollout(act, 3, inference, seed=1).valid.all()
+    os.kill(env.worker_pids()[env.topology.nodes[1].name][1], signal.SIGKILL)
+    chunk = env.rollout(act, 3, inference)
+    assert chunk.restarts[:, 1].tolist() == [1]

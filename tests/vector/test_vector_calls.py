@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
+import signal
 from copy import copy, deepcopy
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -22,8 +25,40 @@ from helpers.odd_envs import SlowCall
 from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, beside_sync, pids_of
 from helpers.waiting import alive, wait_until
 
+from rayvec.errors import WorkerLostError
 from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
+
+
+class CallsBack(CountingEnv):
+    """Its method sends a signal to the driver, and returns once a file is there."""
+
+    def call_back(self, pid: int, file: Path) -> int:
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(file.exists, "the driver has got the signal")
+        return 7
+
+
+@pytest.mark.parametrize("later", ["step", "get_attr"])
+def test_a_call_that_an_exception_of_a_signal_handler_has_ended_is_not_waited_for(later: str, tmp_path: Path) -> None:
+    """Its result may have been half received: a later call says so, and never waits for it without end."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise TimeoutError("the alarm")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with RayVecEnv([CallsBack], num_nodes=0, workers_per_node=1, on_env_error="restart") as env:
+            env.reset(seed=0)
+            with pytest.raises(TimeoutError, match="the alarm"):
+                env.call("call_back", os.getpid(), tmp_path / "go")
+            (tmp_path / "go").touch()
+            with pytest.raises(WorkerLostError, match="the alarm") as caught:
+                env.step(np.zeros(1, int)) if later == "step" else env.get_attr("spec")
+            assert_explained(caught.value)
+            assert env.closed
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 class TestStates:
