@@ -199,6 +199,9 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         with contextlib.suppress(Exception):  # the worker that imports it reports the error
             importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if is_root:
+        os.register_at_fork(after_in_child=_default_sigterm)
+    _leave_sigterm_to_owner()
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _Server(socket.socket(fileno=fd), owner, is_root).run()
 
@@ -284,6 +287,24 @@ class _Server:
         return pid
 
 
+def _leave_sigterm_to_owner() -> None:
+    """Makes this process ignore SIGTERM, which schedulers send to every process of a job: the owner decides.
+
+    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit.
+    """
+    signal.signal(signal.SIGTERM, _do_nothing)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _default_sigterm() -> None:
+    """Gives a forked process the default again: an environment ends its own processes by SIGTERM."""
+    if signal.getsignal(signal.SIGTERM) is _do_nothing:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _tell(pipe: MessagePipe, pid: int) -> None:
     """Sends a process id and a file descriptor of that process to the owner, or the negative number of an error."""
     pidfds: list[int] = []
@@ -348,6 +369,7 @@ def _run(server: int, target: Callable[[], None]) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # else the server exited before prctl took effect
             os.setsid()
+            _leave_sigterm_to_owner()
             target()
             code = 0
     except BaseException:

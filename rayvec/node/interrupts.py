@@ -1,35 +1,41 @@
-"""Defers Ctrl-C until a block of statements has completed."""
+"""Defers Ctrl-C and SIGTERM until a block of statements has completed."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 __all__ = ["Uninterrupted"]
 
+Handler = Callable[[int, FrameType | None], Any]
+
 
 class Uninterrupted:
-    """A context manager that defers ``KeyboardInterrupt`` to the end of the block.
+    """A context manager that defers the handlers of SIGINT and SIGTERM to the end of the block.
 
     Python handles signals only in the main thread. In other threads this context manager has no effect.
     """
 
     def __enter__(self) -> None:
-        """Starts to defer Ctrl-C."""
-        self._received: tuple[int, FrameType | None] | None = None
-        self._previous = None
+        """Starts to defer signals."""
+        self._received: dict[int, FrameType | None] = {}
+        self._previous: dict[int, Handler] = {}
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGINT)
-            if callable(self._previous):
-                signal.signal(signal.SIGINT, self._receive)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._previous[number] = handler
+                    signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number, frame
+        self._received[number] = frame
 
     def __exit__(self, *exc_info: object) -> None:
-        """Restores the signal handler and delivers a deferred Ctrl-C."""
-        if callable(self._previous):
-            signal.signal(signal.SIGINT, self._previous)
-            if self._received is not None:
-                self._previous(*self._received)
+        """Restores the signal handlers and calls those whose signal came."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        for number, frame in self._received.items():
+            self._previous[number](number, frame)

@@ -23,7 +23,8 @@ class Interrupts:
     of a C library), and libraries turn it into errors of their own. Therefore a press is remembered: the block ends
     with a KeyboardInterrupt in these cases too.
 
-    SIGTERM counts as Ctrl-C while a press is `deferred`, unless your program has a handler for it.
+    SIGTERM counts as Ctrl-C while a press is `deferred`, unless your program has a handler for it. The second signal of
+    the same kind ends the block at once: what ends a job may send several kinds.
 
     Signals belong to the main thread: in another one, nothing changes.
 
@@ -34,6 +35,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._raised = self._deferred = False
+        self._received: set[int] = set()
         self._kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._in_main_thread = threading.current_thread() is threading.main_thread()
 
@@ -62,7 +64,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Makes the first Ctrl-C or SIGTERM a request to stop; the second one raises KeyboardInterrupt."""
+        """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt."""
         self.check()
         self._deferred = True
         before = signal.getsignal(signal.SIGTERM)
@@ -73,19 +75,20 @@ class Interrupts:
             yield
         finally:
             self._deferred = False
-            if is_taken:
+            if is_taken and signal.getsignal(signal.SIGTERM) == self._pressed:
                 signal.signal(signal.SIGTERM, before)
 
     def _pressed(self, signum: int, frame: types.FrameType | None) -> None:
-        self._kind = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
-        if self._deferred and not self.requested:
-            self.requested = True
-            came, again = ("SIGTERM: ", "another signal") if self._kind is Terminated else ("", "Ctrl-C again")
+        kind = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+        if not self._deferred or signum in self._received:
+            self._raised, self._kind = True, kind
+            raise kind
+        self._received.add(signum)
+        if not self.requested:
+            self.requested, self._kind = True, kind
+            came, again = ("SIGTERM: ", "another SIGTERM") if kind is Terminated else ("", "Ctrl-C again")
             with contextlib.suppress(RuntimeError, OSError):  # it came within a print, or the terminal is closed
                 print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)
-        else:
-            self._raised = True
-            raise self._kind
 
 
 def _is_of_ray(handler: object) -> bool:

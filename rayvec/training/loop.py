@@ -73,7 +73,8 @@ def train(
     If `num_nodes` is unset, the environments run on Ray where Ray is initialised or an address is given
     (``config.address`` or ``RAY_ADDRESS``), and else on this machine without Ray. A line on standard error says which.
 
-    The first Ctrl-C ends training after the current iteration, with a checkpoint. A second one ends it at once.
+    The first Ctrl-C or SIGTERM ends training after the current iteration, with a checkpoint. A second one ends it at
+    once. After SIGTERM the exception is `rayvec.training.interrupts.Terminated`, a KeyboardInterrupt.
 
     Args:
         config: Settings; their class decides which learner is used.
@@ -81,7 +82,7 @@ def train(
         network: Function of (observation space, action space, settings) that returns the torch module to train, in
             place of ``config.network``.
         callbacks: Objects with any of the methods ``on_iteration``, ``on_evaluation``, ``on_checkpoint`` and
-            ``on_end``, each called with a :class:`rayvec.RunContext`. A run that ends by an error or by Ctrl-C does
+            ``on_end``, each called with a :class:`rayvec.RunContext`. A run that ends by an error or a signal does
             not call ``on_end``.
 
     Raises:

@@ -85,6 +85,7 @@ def test_sigterm_is_a_request_in_the_loop_alone() -> None:
         with interrupts.deferred():
             signal.raise_signal(signal.SIGTERM)
             assert interrupts.requested and isinstance(interrupts.stopped(""), Terminated)
+            press()  # the first of its kind
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -150,24 +151,28 @@ def test_in_another_thread_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "signum"),
+    ("where", "signum"),
     [
-        (0, signal.SIGINT),
-        (0, signal.SIGTERM),
-        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),  # Ray's own handler ends a process at once
+        ("--num-nodes=0", signal.SIGINT),
+        ("--num-nodes=0", signal.SIGTERM),
+        ("--learners=decentralized --num-learners=2", signal.SIGTERM),
+        pytest.param("--num-nodes=1", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("--num-nodes=1", signal.SIGTERM, marks=pytest.mark.slow),  # Ray's own handler ends a process
     ],
 )
-def test_a_signal_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, num_nodes: int, signum: int) -> None:
+def test_a_signal_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, where: str, signum: int) -> None:
     run_dir = tmp_path / "a"
-    arguments = ["train", "ppo", f"--num-nodes={num_nodes}", "--total-steps", "1_000_000", "--run-dir", str(run_dir)]
+    arguments = ["train", "ppo", *where.split(), "--total-steps", "1_000_000", "--run-dir", str(run_dir)]
     with running(arguments, tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 3)
         if signum == signal.SIGINT:
             os.killpg(command.process.pid, signum)  # Ctrl-C reaches the whole foreground group
-        else:
+        elif where == "--num-nodes=1":
             command.process.send_signal(signum)
+        else:
+            for pid in command.pids():  # schedulers such as Slurm reach every process of a job
+                os.kill(pid, signum)
         assert command.process.wait(60) == 128 + signum
         assert_nothing_left(command)
     error = command.stderr.read_text()
