@@ -42,7 +42,7 @@ _RESUME_HELP = (
 )
 _SEEDS_HELP = (
     "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
-    "the run directory. The same command continues what has not finished."
+    "the run directory. The same command with the same --run-dir continues what has not finished."
 )
 
 
@@ -114,7 +114,8 @@ class Train:
             from rayvec.training.many_seeds import train_seeds
 
             config = cls(**{**values, "seed": seeds[0]})
-            train_seeds(config, seeds, _without(args, "--seeds", "--run-dir"))
+            plugins = [f"--plugin={name}" for name in config.plugin]
+            train_seeds(config, seeds, [*_without(args, "--seeds", "--run-dir", "--plugin"), *plugins])
             return
         if run_dir is None:
             config = cls(**values)

@@ -23,12 +23,15 @@ from rayvec.errors import ConfigError, LearnerError
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.run_dir import free_run_dir, load_config, load_result
+from rayvec.training.runs import choose_engine
 
 __all__ = ["train_seeds"]
 
 _LOOK_S = 0.2
 _END_S = 30.0
 """How long a run may take to end after a second Ctrl-C, before it is killed, in seconds."""
+_MOST_LISTED = 8
+"""So many seeds are in the name of a directory at most."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -37,7 +40,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
     """Trains once with each seed, as many at a time as there are cores for, and prints one summary.
 
     The runs are in ``seedS`` in ``config.run_dir``, and their curves in ``curves.png``. A run that is there already is
-    not repeated if it has finished, and resumed if it has not. If one fails, the others go on.
+    not repeated if it has finished, and resumed if it has not. If one fails, the others continue.
 
     Args:
         config: The settings; its seed does not count.
@@ -60,7 +63,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
     runs = {seed: directory / f"seed{seed}" for seed in seeds}
     for seed, run_dir in runs.items():
         _check_same(replace(config, seed=seed), run_dir)
-    at_once, workers = _shares(config, len(seeds))
+    at_once, workers = _divide_cores(config, len(seeds))
     commands = {
         seed: [*args, *workers, "--seed", str(seed), "--resume" if run_dir.exists() else "--run-dir", str(run_dir)]
         for seed, run_dir in runs.items()
@@ -80,14 +83,16 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
         raise kind(
             "Every seed trains to its end.",
             expected=f"{len(runs)} runs that finish",
-            got=f"an error of seed {', '.join(map(str, failed))}, which is printed above",
-            remedy=f"Mend the cause; {again}.",
+            got=f"an error, printed above, with seed {', '.join(map(str, failed))}",
+            remedy=f"Correct its cause; {again}.",
         )
 
 
 def _free_directory(config: TrainConfig, seeds: Sequence[int]) -> Path:
     one = free_run_dir(config)
-    return one.with_name(one.name.replace(f"seed{config.seed}", f"seeds{'-'.join(map(str, seeds))}"))
+    before, _, after = one.name.rpartition(f"seed{config.seed}")
+    listed = "-".join(map(str, seeds)) if len(seeds) <= _MOST_LISTED else f"{seeds[0]}-and-{len(seeds) - 1}-more"
+    return one.with_name(f"{before}seeds{listed}{after}")
 
 
 def _check_same(config: TrainConfig, run_dir: Path) -> None:
@@ -97,15 +102,13 @@ def _check_same(config: TrainConfig, run_dir: Path) -> None:
         load_config(run_dir).adjusted(**{name: getattr(config, name) for name in names})
 
 
-def _shares(config: TrainConfig, num_runs: int) -> tuple[int, list[str]]:
+def _divide_cores(config: TrainConfig, num_runs: int) -> tuple[int, list[str]]:
     """Returns how many runs there are at a time, and options that divide the cores of this machine among them.
 
     Runs on Ray, on ranks or on a GPU follow one after another: each is made to use all that there is.
     """
     cores = len(os.sched_getaffinity(0))
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    is_on_ray = address is not None if config.num_nodes is None else config.num_nodes != 0
-    if is_on_ray or config.num_learners > 1 or config.learner_device != "cpu":
+    if choose_engine(config).num_nodes != 0 or config.num_learners > 1 or config.learner_device != "cpu":
         return 1, []
     if config.workers_per_node is not None:
         return max(1, min(num_runs, cores // max(1, config.workers_per_node))), []
@@ -118,26 +121,39 @@ def _run_all(commands: dict[int, list[str]], at_once: int, interrupts: Interrupt
 
     After Ctrl-C no other one begins, and those that run get it too.
     """
-    waiting, codes, unfinished, is_told = list(commands), dict[int, int](), defaultdict[int, bytes](bytes), False
-    with selectors.DefaultSelector() as selector, _ended() as running:
+    waiting, codes, unfinished, is_signalled = list(commands), dict[int, int](), defaultdict[int, bytes](bytes), False
+    with selectors.DefaultSelector() as selector, _ending() as running:
         while running or (waiting and not interrupts.requested):
             while waiting and len(running) < at_once and not interrupts.requested:
                 seed = waiting.pop(0)
                 running[seed] = _start(commands[seed])
                 selector.register(running[seed].stdout, selectors.EVENT_READ, seed)
-            if interrupts.requested and not is_told:
-                is_told = True
-                _tell(running.values(), signal.SIGINT)
+            if interrupts.requested and not is_signalled:
+                is_signalled = True
+                _signal(running.values(), signal.SIGINT)
             for key, _ in selector.select(_LOOK_S):
-                seed, process = key.data, running[key.data]
-                data = os.read(key.fd, 65536)
-                unfinished[seed] = _print_lines(seed, unfinished[seed] + (data or b"\n"))
+                data = _read(key.fd)
+                unfinished[key.data] = _print_lines(key.data, unfinished[key.data] + data)
                 if not data:
                     selector.unregister(key.fileobj)
+            for seed, process in list(running.items()):
+                if process.poll() is not None:  # what an environment has started may keep the output open
+                    _print_lines(seed, unfinished[seed] + _read(process.stdout.fileno()) + b"\n")
+                    if process.stdout in selector.get_map():
+                        selector.unregister(process.stdout)
                     process.stdout.close()
-                    codes[seed] = process.wait()
+                    codes[seed] = process.returncode
                     del running[seed]
     return codes
+
+
+def _read(fd: int) -> bytes:
+    """Returns what can be read without waiting."""
+    parts: list[bytes] = []
+    with suppress(BlockingIOError):
+        while part := os.read(fd, 65536):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def _print_lines(seed: int, output: bytes) -> bytes:
@@ -149,8 +165,8 @@ def _print_lines(seed: int, output: bytes) -> bytes:
 
 
 def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a command of rayvec in a session of its own. It gets SIGTERM when this process ends, however it does."""
-    return subprocess.Popen(
+    """Starts a command of rayvec in a session of its own. The kernel sends it SIGTERM when this process exits."""
+    process = subprocess.Popen(
         [sys.executable, "-u", "-m", "rayvec", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -158,16 +174,19 @@ def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    return process
 
 
 @contextmanager
-def _ended() -> Iterator[dict[int, Any]]:
+def _ending() -> Iterator[dict[int, Any]]:
     """Yields a dictionary of processes, and ends those that are left in it: after an error, or a second Ctrl-C."""
     running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         yield running
     finally:
-        _tell(running.values(), signal.SIGINT)
+        _signal(running.values(), signal.SIGINT)
         deadline = time.monotonic() + _END_S
         for process in running.values():
             with suppress(subprocess.TimeoutExpired):
@@ -176,18 +195,22 @@ def _ended() -> Iterator[dict[int, Any]]:
             process.wait()
 
 
-def _tell(processes: Any, signum: int) -> None:
+def _signal(processes: Any, signum: int) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 
 
 def _summarize(run_dirs: Sequence[Path], picture: Path) -> None:
-    """Prints the greedy returns of runs and draws their curves."""
+    """Prints the greedy returns of runs, and draws their curves if episodes have ended in all of them."""
     for run_dir in run_dirs:
         result = load_result(run_dir)
         greedy = result.get("eval_return_mean")
         print(f"{run_dir}: greedy return {'none' if greedy is None else f'{greedy:.1f}'}")
-    (group,) = read_runs(run_dirs)
+    try:
+        (group,) = read_runs(run_dirs)
+    except ConfigError as error:
+        print(f"There is no picture of the curves: {error}")
+        return
     plot_runs([group], picture)
     print(f"{group.env_id} {group}; the curves are in {picture}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import HERE, SMALL, assert_same, options
 
 from rayvec.cli import main
+from rayvec.config import PPOConfig
+from rayvec.training import many_seeds
 from rayvec.training.run_dir import load_run
 
 SETTINGS = {**SMALL, **HERE, "total_steps": 600, "eval_episodes": 2, "env_id": "CartPole-v1"}
@@ -53,6 +58,57 @@ def test_refused(tmp_path: Path, args: list[str], capfd: pytest.CaptureFixture[s
     assert "seed" in printed.err + printed.out
 
 
+def test_runs_that_use_all_there_is_follow_one_after_another() -> None:
+    """A run on ranks of nodes of their own is on Ray although its settings name no nodes."""
+    dedicated = PPOConfig(env_id="CartPole-v1", learners="dedicated", num_learners=1)
+    assert many_seeds._divide_cores(dedicated, 3) == (1, [])
+    at_once, options = many_seeds._divide_cores(PPOConfig(env_id="CartPole-v1", num_nodes=0), 3)
+    assert at_once == min(3, len(os.sched_getaffinity(0))) and options[:2] == ["--num-nodes", "0"]
+
+
+def test_a_directory_names_a_few_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = PPOConfig(env_id="CartPole-v1", seed=1)
+    assert "seeds1-2" in many_seeds._free_directory(config, [1, 2]).name
+    assert "seeds1-and-199-more" in many_seeds._free_directory(config, range(1, 201)).name
+
+
+def test_every_run_gets_all_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_plugin", "second_plugin"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found: list[str] = []
+
+    def keep(config: Any, seeds: Sequence[int], args: Sequence[str]) -> None:
+        found.extend(args)
+
+    monkeypatch.setattr(many_seeds, "train_seeds", keep)
+    assert train(tmp_path / "a", "--seeds", "1", "--plugin", "first_plugin", "--plugin=second_plugin") == 0
+    assert [arg for arg in found if "plugin" in arg] == ["--plugin=first_plugin", "--plugin=second_plugin"]
+
+
+LEAVES_A_PROGRAM = """
+import subprocess
+import gymnasium
+
+def make():
+    subprocess.Popen(["sleep", "600"])
+    return gymnasium.make("Pendulum-v1")
+"""
+
+
+def test_a_run_ends_with_its_process_and_needs_no_episode(tmp_path: Path) -> None:
+    """A program that an environment has started keeps the output of the run open."""
+    (tmp_path / "leaves.py").write_text(LEAVES_A_PROGRAM)
+    settings = {**SETTINGS, "env_id": "leaves:make", "total_steps": 64, "run_dir": "a"}
+    with running(["train", "ppo", *options(settings), "--seeds", "1"], tmp_path) as command:
+        assert command.process.wait(300) == 0, command.stderr.read_text()
+        assert any("sleep" in line for line in command.left())
+        assert "There is no picture of the curves" in command.stdout.read_text()
+        for pid in command.pids():
+            os.kill(pid, signal.SIGKILL)
+
+
 FAILS_ONCE = """
 import os
 import gymnasium
@@ -76,7 +132,7 @@ def test_a_seed_that_fails_leaves_the_others_and_is_continued(tmp_path: Path) ->
         assert command.process.wait(300) == 1
         assert_nothing_left(command)
     error = command.stderr.read_text()
-    assert "no licence is free" in error and "an error of seed" in error and "Traceback" not in error
+    assert "no licence is free" in error and "an error, printed above, with seed" in error and "Traceback" not in error
     assert len(list((tmp_path / "a").glob("seed*/result.json"))) == 1
     with running(args, tmp_path) as command:
         assert command.process.wait(300) == 0, command.stderr.read_text()
@@ -89,7 +145,9 @@ def test_a_signal_saves_every_run_and_the_same_command_continues(tmp_path: Path,
     with running(["train", "ppo", *options(settings), "--seeds", "1", "2", "3"], tmp_path) as command:
         began = [tmp_path / "a" / f"seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
         command.wait_until(lambda: all(each.exists() and each.stat().st_size for each in began))
-        os.kill(command.process.pid, signum)
+        for pid in [command.process.pid] if signum == signal.SIGINT else command.pids():
+            with contextlib.suppress(ProcessLookupError):  # SIGTERM comes to every process of a job
+                os.kill(pid, signum)
         assert command.process.wait(60) == 128 + signum
         assert_nothing_left(command)
     error = command.stderr.read_text()
