@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import pickle
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -72,15 +73,17 @@ class RayHost:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         if any(isinstance(arg, _Pieces) for arg in args):
             split = [arg.parts if isinstance(arg, _Pieces) else (_ref(arg),) for arg in args]
-            counts = [len(parts) * isinstance(arg, _Pieces) for arg, parts in zip(args, split, strict=True)]
+            counts = [len(arg.parts) if isinstance(arg, _Pieces) else 0 for arg in args]
             return rank, rank.handle.join_and_call.remote(method, counts, *itertools.chain(*split))
         return rank, getattr(rank.handle, method).remote(*map(_ref, args))
 
     def put(self, value: Any) -> Any:
         """Packs a value now; a large one into the object store."""
-        data = cloudpickle.dumps(value)
-        if len(data) > _MOST_INLINE_BYTES:
+        buffers: list[pickle.PickleBuffer] = []  # arrays, which are not copied to learn their size
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        if len(data) + sum(buffer.raw().nbytes for buffer in buffers) > _MOST_INLINE_BYTES:
             return ray.put(value)
+        data = cloudpickle.dumps(value)
         return _Pieces(tuple(data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)))
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
