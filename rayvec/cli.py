@@ -260,9 +260,9 @@ class Bench:
     def run(self, args: Sequence[str]) -> None:
         """Runs the benchmark; `args` are the arguments of the command line."""
         from rayvec.bench import compare, learner, scaling
-        from rayvec.bench.cost_model import cost, plan
+        from rayvec.bench.cost_model import command, cost
 
-        modules = {Scaling: scaling, Compare: compare, Model: plan, Cost: cost, LearnerBench: learner}
+        modules = {Scaling: scaling, Compare: compare, Model: command, Cost: cost, LearnerBench: learner}
         modules[type(self.command)].run(self.command, _mentioned(args))
 
 

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from rayvec.data import Tree
-from rayvec.data.columns import is_mask, mask_of
+from rayvec.data.sub_batch_infos import is_mask, mask_of
 from rayvec.errors import ConfigError
 from rayvec.vector import ray_vec_env
 from rayvec.vector.batching import parse_autoreset_mode

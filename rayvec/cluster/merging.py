@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree
-from rayvec.pools.plan import Plan
+from rayvec.pools.ids_by_owner import Plan
 from rayvec.pools.restarts import LastAnswers
 from rayvec.pools.shared_memory import index_tree
 

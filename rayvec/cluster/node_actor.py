@@ -23,7 +23,7 @@ from rayvec.node.log_lines import LogLines
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
-from rayvec.pools.in_process import FAILURES, captured
+from rayvec.pools.in_process_base import FAILURES, captured
 from rayvec.pools.restarts import NodeState
 
 __all__ = ["NodeActor"]

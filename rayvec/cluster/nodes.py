@@ -17,7 +17,7 @@ from rayvec.data.chunk_request import ChunkRequest
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.plan import Part
+from rayvec.pools.ids_by_owner import Part
 from rayvec.pools.restarts import NodeState
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from rayvec.cluster.elastic import ElasticPlacement
+from rayvec.cluster.elastic_placement import ElasticPlacement
 from rayvec.cluster.placement import check_counts, free_nodes, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.session import RaySession

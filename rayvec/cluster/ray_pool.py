@@ -21,7 +21,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.cluster_inference import ClusterInference
-from rayvec.cluster.elastic import ElasticPlacement, Move
+from rayvec.cluster.elastic_placement import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merging import JoinedAnswers
 from rayvec.cluster.nodes import (
@@ -41,7 +41,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, WorkerLostError
 from rayvec.node.parted_pool import PartedPool
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.plan import Part, Plan
+from rayvec.pools.ids_by_owner import Part, Plan
 from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 from rayvec.pools.shared_memory import ArrayLayout
 

@@ -16,7 +16,7 @@ from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summar
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.weight_store import WeightStore
-from rayvec.vector.adapter import PoolAdapter
+from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["PartChunk", "PartsPipeline", "in_rounds", "join_parts"]
 

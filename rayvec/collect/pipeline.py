@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
 from rayvec.pools.weight_store import WeightStore
-from rayvec.vector.adapter import PoolAdapter
+from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["ChunkPipeline", "PendingChunk"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef
 from rayvec.data.chunk_request import ChunkRequest
-from rayvec.data.columns import SubBatchInfo
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
+from rayvec.data.sub_batch_infos import SubBatchInfo
 from rayvec.data.summary import BadObs, ChunkSummary, Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, tree_leaves, tree_map

@@ -42,7 +42,7 @@ class StepBatch:
         terminated: ``bool [k]``.
         truncated: ``bool [k]``.
         info: From a pool, a tuple of :class:`RawInfo`, only for environments with a non-empty info, in the order of
-            rows; of native sub-batches, a tuple of :class:`~rayvec.data.columns.SubBatchInfo`. From a vector
+            rows; of native sub-batches, a tuple of :class:`~rayvec.data.sub_batch_infos.SubBatchInfo`. From a vector
             environment, Gymnasium's merged dict.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from rayvec.cluster.elastic import leaving_nodes
+from rayvec.cluster.elastic_placement import leaving_nodes
 from rayvec.cluster.placement import choose_nodes, look_until
 from rayvec.distributed.rank_host import divided_workers
 from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities

@@ -13,9 +13,9 @@ import ray
 from ray import cloudpickle as ray_pickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayvec.bench.cost_model.command import describe
 from rayvec.bench.cost_model.default import DEFAULT_FIT
 from rayvec.bench.cost_model.model import Cluster, Setting, recommend, steps_per_s
-from rayvec.bench.cost_model.plan import describe
 from rayvec.cluster.session import RaySession
 from rayvec.cluster.stream import Listener, connect
 from rayvec.doctor import probe

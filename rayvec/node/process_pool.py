@@ -24,7 +24,7 @@ from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_set import WorkerSet
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
-from rayvec.pools.plan import Part, Plan
+from rayvec.pools.ids_by_owner import Part, Plan
 from rayvec.pools.restarts import NodeState
 from rayvec.pools.shared_memory import index_tree, split_actions
 

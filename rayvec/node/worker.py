@@ -39,10 +39,10 @@ from rayvec.node.protocol import (
 )
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.in_process import FAILURES, EnvsFailed, captured, failures_ignored
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, failures_ignored
 from rayvec.pools.make import make_pool
-from rayvec.pools.native import NativePool
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
+from rayvec.pools.sub_batch_pool import NativePool
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
 

@@ -20,7 +20,7 @@ from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import AUTORESET, COUNT, OP, ROWS_AT, NodeBlock, Op, Reply
 from rayvec.node.worker_set import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.plan import Part
+from rayvec.pools.ids_by_owner import Part
 
 __all__ = ["Reports", "WorkerClient", "pack_call"]
 

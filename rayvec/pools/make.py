@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayvec.envs.factory import EnvFactory
 from rayvec.pools.base import NO_RESTARTS, RestartPolicy
-from rayvec.pools.native import NativePool
 from rayvec.pools.step_and_autoreset import SerialPool
+from rayvec.pools.sub_batch_pool import NativePool
 
 __all__ = ["make_pool"]
 

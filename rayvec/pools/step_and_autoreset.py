@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rayvec.data import RawInfo
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
@@ -47,7 +47,7 @@ class SerialPool(InProcessPool):
         self.attach_own(ArrayLayout.of(self._envs[0].observation_space))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """See :class:`~rayvec.pools.in_process.InProcessPool`."""
+        """See :class:`~rayvec.pools.in_process_base.InProcessPool`."""
         super().attach(layout, arrays)
         self._episode: memoryview[int] = arrays["episode"].data
         self._write_obs: Callable[[int, Any], None] = tree_writer(self.obs)

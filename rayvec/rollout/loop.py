@@ -21,8 +21,8 @@ from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, Cut, EnvPool
 from rayvec.pools.restarts import RESTARTED
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.rollout.native import NativeRecorder
 from rayvec.rollout.recorder import Empty, Recorder
+from rayvec.rollout.sub_batch_recorder import NativeRecorder
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 

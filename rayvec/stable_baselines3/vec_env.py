@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
-from rayvec.vector.adapter import PoolAdapter
+from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["RayVecEnv"]
 

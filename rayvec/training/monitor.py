@@ -24,7 +24,7 @@ import numpy as np
 from rayvec.config import TrainConfig
 from rayvec.data.batch import NodeStats, merge_nodes
 from rayvec.errors import ConfigError
-from rayvec.training.metrics import METRICS
+from rayvec.training.prometheus_names import METRICS
 from rayvec.training.run_state import Progress
 from rayvec.training.status import NodeStatus, RunStatus, write_status
 from rayvec.training.trainer import Iteration

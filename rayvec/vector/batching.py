@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, SubBatchInfo, Tree
-from rayvec.data.columns import merge_columns
+from rayvec.data.sub_batch_infos import merge_columns
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import PoolSpaces
 from rayvec.pools.shared_memory import ArrayLayout

@@ -23,7 +23,6 @@ from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.weight_store import WeightStore
-from rayvec.vector.adapter import LOSSES, PoolAdapter, Wait
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -34,6 +33,7 @@ from rayvec.vector.batching import (
     parse_autoreset_mode,
 )
 from rayvec.vector.driver_inference import DriverInference
+from rayvec.vector.pool_adapter import LOSSES, PoolAdapter, Wait
 
 __all__ = ["RayVecEnv"]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from conftest import AssertRefused
 
-from rayvec.bench.cost_model import plan
+from rayvec.bench.cost_model import command
+from rayvec.bench.cost_model.command import compare_overheads
 from rayvec.bench.cost_model.measuring import Measured, check_settings, fit_settings, measure_settings
 from rayvec.bench.cost_model.model import (
     Cluster,
@@ -30,7 +31,6 @@ from rayvec.bench.cost_model.model import (
     settings_for,
     steps_per_s,
 )
-from rayvec.bench.cost_model.plan import compare_overheads
 from rayvec.bench.results import Results
 from rayvec.bench.simulate import Nodes, Place, nodes
 from rayvec.cli import main
@@ -292,9 +292,9 @@ def test_a_model_of_simulated_nodes_is_checked_on_hosts(
         keep(found)
         return found
 
-    monkeypatch.setattr(plan, "nodes", made)
-    monkeypatch.setattr(plan, "measure_settings", measured)
-    monkeypatch.setattr(plan, "check_hosts", lambda: None)
+    monkeypatch.setattr(command, "nodes", made)
+    monkeypatch.setattr(command, "measure_settings", measured)
+    monkeypatch.setattr(command, "check_hosts", lambda: None)
     checked = check_settings()
     on_two = dict.fromkeys(replace(setting, nodes=2) for setting in checked)
     path = tmp_path / "model.json"
@@ -319,5 +319,5 @@ def test_a_model_of_simulated_nodes_is_checked_on_hosts(
 def test_where_hosts_can_not_be_measured(
     arguments: str, words: list[str], assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "check_hosts", lambda: None)
+    monkeypatch.setattr(command, "check_hosts", lambda: None)
     assert_refused(["bench", "model", "--hosts", *arguments.split()], *words)

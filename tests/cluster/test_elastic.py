@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import elastic, reachability
-from rayvec.cluster.elastic import ElasticPlacement, assign_parts, num_parts
+from rayvec.cluster import elastic_placement, reachability
+from rayvec.cluster.elastic_placement import ElasticPlacement, assign_parts, num_parts
 from rayvec.cluster.placement import FreeNode
 from rayvec.collect.collector import Collector
 from rayvec.data import NodeSlice
@@ -107,8 +107,8 @@ class TwoNodes:
         self.names = sorted((node["NodeID"] for node in ray.nodes() if node["Alive"]), key=lambda name: name != here)
         self.cpus = dict.fromkeys(self.names, 8)
         self.silent: set[str] = set()
-        monkeypatch.setattr(elastic, "free_nodes", lambda **_: [FreeNode(*each) for each in self._free()])
-        monkeypatch.setattr(elastic, "unreachable", lambda addresses: self.silent & set(addresses))
+        monkeypatch.setattr(elastic_placement, "free_nodes", lambda **_: [FreeNode(*each) for each in self._free()])
+        monkeypatch.setattr(elastic_placement, "unreachable", lambda addresses: self.silent & set(addresses))
 
     def _free(self) -> list[tuple[str, str, int]]:
         return [(name, "127.0.0.1", cpus) for name, cpus in self.cpus.items()]
@@ -123,7 +123,7 @@ def counts_by_node(slices: Sequence[NodeSlice]) -> Counter[str]:
     return Counter(each.node_id for each in slices)
 
 
-def moved(slices: Sequence[NodeSlice], moves: Sequence[elastic.Move]) -> list[NodeSlice]:
+def moved(slices: Sequence[NodeSlice], moves: Sequence[elastic_placement.Move]) -> list[NodeSlice]:
     places = {move.number: move.place for move in moves}
     return [places.get(number, place) for number, place in enumerate(slices)]
 
@@ -149,7 +149,7 @@ def test_a_node_that_does_not_answer_gets_no_environments(two_nodes: TwoNodes, m
 
 
 def test_a_lost_node_is_used_again_only_if_it_answers(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_REPLACE_S", 0.0)
+    monkeypatch.setattr(elastic_placement, "_REPLACE_S", 0.0)
     _, other = two_nodes.names
     placement = ElasticPlacement((2, 2), 4, workers_per_node=2)
     slices = placement.first_topology(0.0).nodes
@@ -163,7 +163,7 @@ def test_nothing_moves_while_the_head_does_not_answer(two_nodes: TwoNodes, monke
     placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
     slices = placement.first_topology(0.0).nodes
     monkeypatch.setattr(reachability, "_answers", lambda address: False)
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda: pytest.fail("it calls Ray"))
+    monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: pytest.fail("it calls Ray"))
     assert placement.is_due(False) and placement.moves(slices) == []
     assert not placement.is_due(False) and not placement.is_due(True)
     with pytest.raises(NodeLostError, match="The head of a Ray cluster") as caught:
@@ -197,8 +197,8 @@ def test_parts_leave_a_node_though_environments_can_not_start_on_another(
     slices = placement.first_topology(0.0).nodes
     two_nodes.cpus.update(broken=8, sound=4)
     placement.note_failed_start("broken")
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda: frozenset({other}))
-    monkeypatch.setattr(elastic, "raylets", lambda: dict.fromkeys(two_nodes.cpus, ("127.0.0.1", 1)))
+    monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: frozenset({other}))
+    monkeypatch.setattr(elastic_placement, "raylets", lambda: dict.fromkeys(two_nodes.cpus, ("127.0.0.1", 1)))
     assert {move.place.node_id for move in placement.moves(slices)} == {"sound"}
 
 
@@ -433,8 +433,8 @@ def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
 @pytest.mark.slow
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
-    monkeypatch.setattr(elastic, "_REPLACE_S", 0.5)
-    monkeypatch.setattr(elastic, "_LOOK_S", 0.0)
+    monkeypatch.setattr(elastic_placement, "_REPLACE_S", 0.5)
+    monkeypatch.setattr(elastic_placement, "_LOOK_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)

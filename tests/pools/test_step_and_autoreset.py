@@ -135,7 +135,7 @@ def test_the_seed_is_still_known_after_automatic_resets() -> None:
 def test_a_constructor_that_raises_closes_what_was_made(tmp_path: Any) -> None:
     from helpers.odd_envs import WritesWhenClosed
 
-    from rayvec.pools.in_process import EnvsFailed
+    from rayvec.pools.in_process_base import EnvsFailed
 
     fns = [partial(WritesWhenClosed, str(tmp_path / "closed")), partial(FaultyEnv, "raise", "init")]
     with pytest.raises(EnvsFailed):

@@ -27,7 +27,7 @@ from rayvec.cli import main
 from rayvec.data.batch import NodeStats
 from rayvec.errors import ConfigError
 from rayvec.training import monitor
-from rayvec.training.metrics import METRICS
+from rayvec.training.prometheus_names import METRICS
 from rayvec.training.status import RunStatus, read_status
 from rayvec.training.top import top
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from rayvec.bench.cost_model.command import cluster_of
 from rayvec.bench.cost_model.measuring import Measured
 from rayvec.bench.cost_model.model import Cluster, Fit, Setting, steps_per_s
-from rayvec.bench.cost_model.plan import cluster_of
 from rayvec.bench.results import Results
 from rayvec.bench.settings import PRICES, Cost
 from rayvec.bench.terminal import show_table

@@ -19,10 +19,10 @@ from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
-from rayvec.tianshou.env.native import check_not_async, check_steps_singly, native_attr, unrolled
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
-from rayvec.vector.adapter import PoolAdapter
+from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, unrolled
+from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -328,7 +328,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         return self._pool.layout is not None and not self._assembler.any_apart
 
     def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
-        """See :class:`~rayvec.vector.adapter.PoolAdapter`; a chunk may be pending."""
+        """See :class:`~rayvec.vector.pool_adapter.PoolAdapter`; a chunk may be pending."""
         self._assert_is_not_closed()
         return self._publish(policy, first_version, on_node=on_node)
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
-from rayvec.data.columns import merge_reset
+from rayvec.data.sub_batch_infos import merge_reset
 from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.in_process import FAILURES, EnvsFailed, InProcessPool
-from rayvec.pools.plan import not_whole, whole_units
+from rayvec.pools.ids_by_owner import not_whole, whole_units
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restarts import RESTARTED, EpisodeState, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -62,7 +62,7 @@ class NativePool(InProcessPool):
         self.attach_own(ArrayLayout.of(self.spaces.observation))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
-        """See :class:`~rayvec.pools.in_process.InProcessPool`. A replacement process begins with cut episodes."""
+        """See :class:`~rayvec.pools.in_process_base.InProcessPool`. A replacement process begins with cut episodes."""
         super().attach(layout, arrays)
         self._obs_leaves = list(tree_leaves(self.obs))
         self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo
-from rayvec.data.columns import info_blocks
+from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.errors import ConfigError
 from rayvec.pools.base import Autoreset, PoolSpaces
 

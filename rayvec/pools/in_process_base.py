@@ -15,7 +15,7 @@ from rayvec.data import StepBatch, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
-from rayvec.pools.plan import Keys
+from rayvec.pools.ids_by_owner import Keys
 from rayvec.pools.restarts import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
