@@ -29,6 +29,8 @@ __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Op", "Reply", "Setup", "Wei
 _ITEM_BYTES = 8
 OP, AUTORESET, COUNT, ROWS_AT, DTYPES = 0, 1, 2, 3, 4
 """Places in a command; the rows that it names are in an array of their own, from the place `ROWS_AT` says."""
+FIRST_ROWS = -1
+"""In place of such a place: the rows are the first ones, in their order, as in most steps."""
 
 
 class Op(IntEnum):

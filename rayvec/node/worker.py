@@ -29,6 +29,7 @@ from rayvec.node.protocol import (
     CHUNK_STEP_BITS,
     COUNT,
     DTYPES,
+    FIRST_ROWS,
     OP,
     ROWS_AT,
     NodeBlock,
@@ -195,7 +196,8 @@ class Worker:
         if command[OP] == Op.CALL:
             name, args = self._hear()
             return self._call(name, args)
-        rows = self._rows_of_commands[command[ROWS_AT] : command[ROWS_AT] + command[COUNT]].tolist()
+        at, count = command[ROWS_AT], command[COUNT]
+        rows = self._all_rows[:count] if at == FIRST_ROWS else self._rows_of_commands[at : at + count].tolist()
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
         infos: Sequence[RawInfo | SubBatchInfo] = ()
         try:

@@ -17,7 +17,7 @@ from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
-from rayvec.node.protocol import AUTORESET, COUNT, OP, ROWS_AT, NodeBlock, Op, Reply
+from rayvec.node.protocol import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock, Op, Reply
 from rayvec.node.worker_set import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.ids_by_owner import Part
@@ -146,8 +146,11 @@ class WorkerClient:
         key = autoreset, *dtypes
         command = part.commands.get(key)
         if command is None:
-            command = part.commands[key] = np.array([Op.STEP, autoreset, len(part.units), 0, *dtypes], np.int64)
-        command[ROWS_AT] = self._write_rows(part.units)
+            are_first = np.array_equal(part.units, np.arange(len(part.units)))
+            head = [Op.STEP, autoreset, len(part.units), FIRST_ROWS if are_first else 0]
+            command = part.commands[key] = np.array([*head, *dtypes], np.int64)
+        if command[ROWS_AT] != FIRST_ROWS:
+            command[ROWS_AT] = self._write_rows(part.units)
         self._ring[self.num_posted % self._depth] = command
         return self._post(_STEP)
 
@@ -319,7 +322,8 @@ class WorkerClient:
             self._replies[number] = reply
             return
         self.failures += reply.failures
-        rows = self._rows[command[ROWS_AT] : command[ROWS_AT] + command[COUNT]]
+        at, count = command[ROWS_AT], command[COUNT]
+        rows = np.arange(count) if at == FIRST_ROWS else self._rows[at : at + count]
         self._reports.add(reply.infos, (self.start + rows).tolist(), reply.objects)
 
     def ended(self) -> bool:
