@@ -7,8 +7,10 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
+import optuna
 import pytest
 import ray.cloudpickle
 
@@ -47,6 +49,16 @@ SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "ddppo", "load_agent"
 SLOW += ("optuna", "pettingzoo", "ray_tune", "recurrent", "sb3", "sweep", "tianshou")
 
 
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(f"example_{name[:-3]}", EXAMPLES / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_none_is_left_out() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALL)
 
@@ -60,11 +72,7 @@ def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location(f"example_{name[:-3]}", EXAMPLES / name)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    spec.loader.exec_module(module)
+    module = loaded(name, monkeypatch)
     if hasattr(module, "RayVectorEnv"):  # each worker would import torch and Tianshou
         monkeypatch.setattr(module, "RayVectorEnv", partial(module.RayVectorEnv, num_nodes=1, workers_per_node=1))
     for each in (cloudpickle, ray.cloudpickle):  # as if it were run as a script
@@ -77,6 +85,15 @@ def test_example(
             each.unregister_pickle_by_value(module)
         CONFIGS.pop("reinforce", None)  # which one of them registers
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
+
+
+@pytest.mark.slow
+def test_optuna_ends_the_run_of_a_trial_that_it_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=1e9))
+    with pytest.raises(optuna.TrialPruned):
+        loaded("optuna_search.py", monkeypatch).objective(study.ask(), 16_384)
+    assert '"pruned"' in (tmp_path / "runs" / "optuna" / "trial0" / "result.json").read_text()
 
 
 OF_TIANSHOU = [name for name in SMALL if name.startswith("tianshou_") and name != "tianshou_impala.py"]  # it has none

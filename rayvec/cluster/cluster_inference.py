@@ -32,7 +32,7 @@ class _PendingChunk:
 
     Attributes:
         key: Key of the policy that acts.
-        request: The request.
+        request: How many steps are requested, and which noise.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
         requested: Each node that takes part, by index, and the wait for its part of the chunk.
         received: What has been received of it, by node index.

@@ -164,7 +164,7 @@ class Node(Protocol):
         Args:
             key: The key of the policy.
             weights: The weights to act with; None for those that the policy was loaded with.
-            request: The request, by reference if the part stays in the object store.
+            request: How many steps, which noise, and whether the part stays in the object store.
         """
         ...
 

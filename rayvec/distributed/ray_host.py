@@ -83,7 +83,8 @@ class RayHost:
         data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         if len(data) + sum(buffer.raw().nbytes for buffer in buffers) > _MOST_INLINE_BYTES:
             return ray.put(value)
-        data = cloudpickle.dumps(value)
+        if buffers:
+            data = cloudpickle.dumps(value)
         return _Pieces(tuple(data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)))
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:

@@ -35,7 +35,7 @@ from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
 
-__all__ = ["ForkServer", "python_command", "serve"]
+__all__ = ["ForkServer", "end_with_parent", "python_command", "serve"]
 
 _PID = struct.Struct("<q")
 _END_S = 5.0
@@ -199,9 +199,9 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         with contextlib.suppress(Exception):  # the worker that imports it reports the error
             importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if is_root:
+    if is_root:  # processes that it forks do the same in _run()
         os.register_at_fork(after_in_child=_default_sigterm)
-    _leave_sigterm_to_owner()
+        _leave_sigterm_to_owner()
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _Server(socket.socket(fileno=fd), owner, is_root).run()
 
@@ -359,6 +359,12 @@ def _kill_children(apart_from: Collection[int] = ()) -> bool:
 _libc = ctypes.CDLL(None)
 
 
+def end_with_parent(parent: int, signum: int) -> bool:
+    """Lets the kernel send a signal to this process when its parent exits. Returns False if it has exited already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signum)
+    return os.getppid() == parent
+
+
 def _run(server: int, target: Callable[[], None]) -> None:
     """Runs a target in a newly forked child and does not return.
 
@@ -366,8 +372,7 @@ def _run(server: int, target: Callable[[], None]) -> None:
     """
     code = 1
     try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # else the server exited before prctl took effect
+        if end_with_parent(server, signal.SIGKILL):
             os.setsid()
             _leave_sigterm_to_owner()
             target()

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Uninterrupted"]
 
-Handler = Callable[[int, FrameType | None], Any]
+_Handler = Callable[[int, FrameType | None], Any]
 
 
 class Uninterrupted:
@@ -22,7 +22,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         """Starts to defer signals."""
         self._received: dict[int, FrameType | None] = {}
-        self._previous: dict[int, Handler] = {}
+        self._previous: dict[int, _Handler] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)

@@ -41,7 +41,7 @@ class _PendingChunk:
     Attributes:
         held: The policy that acts.
         weights: Version and weights to act with, or None if none were published before the request.
-        request: The request.
+        request: How many steps are requested, and which noise.
     """
 
     held: _Held

@@ -144,9 +144,9 @@ class Supervisor:
         """
         if self.broken_by is not None:
             raise WorkerLostError(
-                "A call of environments ends with their results.",
-                expected="no call that another exception has ended",
-                got=f"{self.broken_by!r} in a call before, as from a signal handler",
+                "No other exception may end a call of the environments before their results have arrived.",
+                expected="calls that return, or raise what an environment raised",
+                got=f"{self.broken_by!r} in an earlier call, as from a signal handler",
                 remedy="Pass a timeout to call_wait() in place of the handler, or close the environments after it.",
             ) from self.broken_by
         while True:

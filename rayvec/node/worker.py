@@ -302,7 +302,7 @@ class Worker:
 
         Args:
             key: Key of the policy.
-            request: The request.
+            request: How many steps are requested, and which noise.
             weights: The weights to act with.
             number: Number of the chunk, from 1.
             piece: The piece of chunk memory to write into.

@@ -49,7 +49,7 @@ class _PendingChunk:
 
     Attributes:
         key: Key of the policy.
-        request: The request. A cut chunk has fewer steps.
+        request: How many steps are requested, and which noise. A cut chunk has fewer steps.
         weights: The weights that the policy acts with.
         number: Number of the chunk, from 1.
         commands: Number of the command to each worker that takes it, by the worker's index.

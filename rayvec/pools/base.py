@@ -400,7 +400,7 @@ class ActingPool(EnvPool, Protocol):
 
         Args:
             key: The key of the policy.
-            request: The chunk.
+            request: How many steps, which noise, and whether the chunk stays in the object store.
             part: The part whose environments take the chunk, independently of other parts; None for all parts.
         """
         ...

@@ -50,7 +50,7 @@ class Inference:
         cut: Cut | None = None,
         empty: Empty = np.empty,
     ) -> tuple[Chunk, RolloutTimes]:
-        """Takes a chunk; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
+        """Takes the chunk of a request; the other arguments are those of :func:`rayvec.rollout.loop.rollout`."""
         stopwatch = Stopwatch()
         begun = np.flatnonzero(self._begun) if policy is self._acted else np.arange(pool.num_envs)
         chunk = rollout(

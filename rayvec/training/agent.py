@@ -121,8 +121,8 @@ class Agent:
             with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither, a state does not, a number is not finite, or a space of whole numbers
-                or choices does not have it.
+            ConfigError: The shape fits neither, a state does not fit, a number is not finite, or the observation space
+                does not have a whole number or a choice.
         """
         if deterministic not in (True, False):
             raise ConfigError(
@@ -206,7 +206,7 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
             "An agent acts on numbers that an observation can have.",
             expected="finite numbers" if is_float else f"numbers that {space} has",
             got=given[~fits].flat[0],
-            remedy="Pass what the environment returned, and mend the environment if it returned this.",
+            remedy="Pass what the environment returned, and correct the environment if it returned this.",
         )
     return array
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import shlex
@@ -14,12 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayvec.config import TrainConfig
 from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError, LearnerError
+from rayvec.node.fork_server import end_with_parent
 from rayvec.training.interrupts import Interrupts
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.run_dir import free_run_dir, load_config, load_result
@@ -28,12 +29,11 @@ from rayvec.training.runs import choose_engine
 __all__ = ["train_seeds"]
 
 _LOOK_S = 0.2
+_PIPE_BYTES = 1 << 16  # as many as Linux keeps in a pipe
 _END_S = 30.0
 """How long a run may take to end after a second Ctrl-C, before it is killed, in seconds."""
 _MOST_LISTED = 8
-"""So many seeds are in the name of a directory at most."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+"""With more seeds, the name of the directory has the first one and the count."""
 
 
 def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) -> None:
@@ -148,12 +148,10 @@ def _run_all(commands: dict[int, list[str]], at_once: int, interrupts: Interrupt
 
 
 def _read(fd: int) -> bytes:
-    """Returns what can be read without waiting."""
-    parts: list[bytes] = []
+    """Returns what a pipe holds, without waiting."""
     with suppress(BlockingIOError):
-        while part := os.read(fd, 65536):
-            parts.append(part)
-    return b"".join(parts)
+        return os.read(fd, _PIPE_BYTES)
+    return b""
 
 
 def _print_lines(seed: int, output: bytes) -> bytes:
@@ -172,7 +170,7 @@ def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)

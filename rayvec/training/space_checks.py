@@ -64,7 +64,7 @@ def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, An
         theirs = space_from_plain(plain)
         if parts_of(ours) != parts_of(theirs):
             raise ConfigError(
-                "A run keeps the spaces that it was begun with.",
+                "A resumed run has the spaces that it began with.",
                 expected=f"{name} of {theirs}",
                 got=f"{name} of {ours}",
                 remedy="Undo the change of the environment, or start a new run.",
@@ -77,5 +77,6 @@ def parts_of(space: spaces.Space[Any]) -> list[Any]:
     is_beside_mask = {path[:1] for path, _ in leaves} == {("observation",)}  # as rayvec.wrappers.ActionMask has it
     sizes = [np.array(getattr(leaf, "nvec", getattr(leaf, "n", None))).tolist() for _, leaf in leaves]
     return [
-        (path[is_beside_mask:], type(leaf), leaf.shape, size) for (path, leaf), size in zip(leaves, sizes, strict=True)
+        (path[1:] if is_beside_mask else path, type(leaf), leaf.shape, size)
+        for (path, leaf), size in zip(leaves, sizes, strict=True)
     ]

@@ -35,7 +35,7 @@ class ActionTypeError(ConfigError, TypeError):
 
 
 class SpacesError(ConfigError, RuntimeError, TypeError):
-    """Observation or action spaces of environments differ, or are no spaces. Gymnasium raises each of these types."""
+    """Observation or action spaces of environments differ, or are not spaces. Gymnasium raises these types."""
 
 
 class InfoMerger(VectorEnv[Any, Any, Any]):

@@ -39,7 +39,14 @@ class DriverInference(Inference):
         super().__init__(pool.num_envs, self._split(2 if groups == 2 else 1))
 
     def rollout(self, policy: Any, request: ChunkRequest, weights_version: int, cut: Cut | None) -> Rollout:
-        """Takes a chunk; the arguments are those of :func:`rayvec.rollout.loop.rollout`."""
+        """Takes a chunk.
+
+        Args:
+            policy: As of :func:`rayvec.rollout.loop.as_policy`.
+            request: How many steps, and which noise.
+            weights_version: Written into the chunk.
+            cut: As of :func:`rayvec.rollout.loop.rollout`.
+        """
         chunk, times = self.take(self._pool, as_policy(policy), request, weights_version, cut)
         if self._undecided:
             self._try_next(times.whole_s / chunk.num_steps)
