@@ -38,6 +38,7 @@ ROOT = DOCS.parent
 GENERATED = DOCS / "generated"
 # Links in the pages point to where a file is in the repository, so that they also work there. The site has copies.
 PAGES = {"benchmarks/RESULTS.md": "results", "benchmarks/README.md": "measurements", "CONTRIBUTING.md": "contributing"}
+written: set[Path] = set()
 ORPHAN = "---\norphan: true\n---\n\n"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|/)([\w./-]+)")
 
@@ -83,9 +84,16 @@ def links(page: Path) -> set[Path]:
 def write(page: str, text: str) -> None:
     """Writes a generated page, unless it is there already: Sphinx then need not read it again."""
     path = GENERATED / f"{page}.markdown"
+    written.add(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+def remove_old_pages() -> None:
+    """Removes pages whose source was moved since an earlier build: Sphinx would not find what they include."""
+    for path in set(GENERATED.rglob("*.markdown")) - written:
+        path.unlink()
 
 
 def link_to_pages(app: Sphinx, docname: str, content: list[str]) -> None:
@@ -112,3 +120,4 @@ def setup(app: Sphinx) -> None:
 
 write_configuration_table()
 write_pages()
+remove_old_pages()

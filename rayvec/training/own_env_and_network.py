@@ -32,7 +32,7 @@ def with_own_parts(
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
     Raises:
-        ConfigError: One of them is of another kind, or the run was begun with another one.
+        ConfigError: One of them is of another kind, or the run began with another one.
     """
     parts: dict[str, str] = {}
     if env is not None:
@@ -58,7 +58,7 @@ def with_own_parts(
         before = getattr(config, name)
         if part != before and not (before is not None and is_unnamed(before)):
             raise ConfigError(
-                f"A run keeps the {name} that it was begun with.",
+                f"A resumed run has the {name} that it began with.",
                 expected=str(before),
                 got=str(part),
                 remedy=f"Leave {name.removesuffix('_id')}= out, or start a new run.",

@@ -80,9 +80,9 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
 def test_a_run_keeps_the_parts_that_have_a_name(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Line, network=two_heads)
     rayvec.resume(tmp_path / "a", env=Line, network=two_heads)
-    with pytest.raises(ConfigError, match=r"env_id.*begun with.*make_line"):
+    with pytest.raises(ConfigError, match=r"env_id.*it began with.*make_line"):
         rayvec.resume(tmp_path / "a", env=make_line)
-    with pytest.raises(ConfigError, match=r"network.*begun with.*two_heads.*local_heads"):
+    with pytest.raises(ConfigError, match=r"network.*it began with.*two_heads.*local_heads"):
         rayvec.resume(tmp_path / "a", network=local_heads)
 
 
@@ -172,10 +172,10 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64), env=LOCAL_LINE)
     for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
-        with pytest.raises(ConfigError, match=r"begun with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
             rayvec.resume(tmp_path / "a", env=env)
     ranks = {"num_learners": 2, "learners": "decentralized"}
-    with pytest.raises(ConfigError, match=r"begun with.*\(2,\).*Undo the change"):
+    with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
         rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
 
 
