@@ -12,6 +12,8 @@ the machine change less than the clock's:
 - LeanRL-style: the same compiled, with torch's fused Adam;
 - PureJaxRL-style: one jitted scan over the minibatches of an epoch, Adam included.
 
+With GRU or LSTM in its name, the learner's network is recurrent: 64 units, sequences of 16 steps.
+
 JAX lives in a virtual environment of its own: ``benchmarks/make_peer_venvs.sh VENVS jax``.
 """
 
@@ -44,11 +46,11 @@ def learner_task(algorithm: str, rows: int, *, compile: bool) -> Any:
     return LearnerTask(algorithm, hidden_sizes=(WIDTH, WIDTH), obs_size=D, act_size=A, compile=compile, **sizes)
 
 
-def rayvec(algorithm: str, rows: int, *, compile: bool) -> Update:
+def rayvec(algorithm: str, rows: int, *, compile: bool, recurrent: str | None = None) -> Update:
     """Our learner, as ``train`` calls it."""
     task = learner_task(algorithm, rows, compile=compile)
     own: dict[str, Any] = {"num_epochs": EPOCHS} if algorithm == "ppo" else {}
-    learner = task.learner(preset="none", **own)()
+    learner = task.learner(preset="none", recurrent=recurrent, **own)()
     batch = task.batch(learner)
 
     def update() -> int:
@@ -173,6 +175,10 @@ PEERS: dict[str, Callable[[int], Update]] = {
     "PureJaxRL-style": jax,
     "rayvec IMPALA compiled": lambda rows: rayvec("impala", rows, compile=True),
     "rayvec IMPALA": lambda rows: rayvec("impala", rows, compile=False),
+    "rayvec GRU compiled": lambda rows: rayvec("ppo", rows, compile=True, recurrent="gru"),
+    "rayvec GRU": lambda rows: rayvec("ppo", rows, compile=False, recurrent="gru"),
+    "rayvec IMPALA LSTM compiled": lambda rows: rayvec("impala", rows, compile=True, recurrent="lstm"),
+    "rayvec IMPALA LSTM": lambda rows: rayvec("impala", rows, compile=False, recurrent="lstm"),
 }
 
 
@@ -206,6 +212,11 @@ def cpu_ms(process: Any) -> float:
     return 1e3 * float(found["cpu_s"]) / int(found["samples"])
 
 
+def baseline(name: str) -> str:
+    """Returns what a peer is compared with."""
+    return f"{name.removesuffix(' compiled')} compiled" if name.startswith("rayvec") else "rayvec compiled"
+
+
 def main(
     venvs: Path = Path("venvs"),
     rows: tuple[int, ...] = (256, 1024),
@@ -236,7 +247,7 @@ def main(
             repeats,
             f"minibatches of {size}",
             ["", "ms of CPU time", "over rayvec compiled"],
-            lambda name: "rayvec IMPALA compiled" if "IMPALA" in name else "rayvec compiled",
+            baseline,
         )
 
 

@@ -100,7 +100,7 @@ class ActorCriticConfig(NetworkConfig):
     compile: Literal["auto", True, False] = "auto"
     """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
     compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
-    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
+    which depends on settings and observations alone; your own networks stay uncompiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,13 +115,6 @@ class ActorCriticConfig(NetworkConfig):
                 expected="recurrent or network, not both",
                 got=f"recurrent={self.recurrent!r}, network={self.network!r}",
                 remedy="Leave one of them out.",
-            )
-        if self.compile is True:
-            raise ConfigError(
-                "The update of a recurrent policy can't be compiled.",
-                expected="compile=False with recurrent",
-                got=f"compile=True with recurrent={self.recurrent!r}",
-                remedy="Leave compile out.",
             )
         if self.sequence_length > self.num_steps:
             raise ConfigError(

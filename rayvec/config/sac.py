@@ -82,7 +82,7 @@ class SACConfig(NetworkConfig):
     compile: Literal["auto", True, False] = "auto"
     """Compile each update into one graph, cached on disk and captured on CUDA; without a C++
     compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
-    which depends on settings and observations alone; your own networks and recurrent ones stay uncompiled."""
+    which depends on settings and observations alone; your own networks stay uncompiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.data import Chunk
+from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.adam import FlatOptimizer
@@ -21,6 +21,7 @@ from rayvec.learners.base import FlatParameters, torch_device
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
+from rayvec.learners.sequences import OverSequences
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
@@ -54,6 +55,7 @@ class ActorCriticLearner:
     """
 
     config: ActorCriticConfig
+    _compiled: CompiledStep | None
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class ActorCriticLearner:
                 got=type(self.module).__name__,
                 remedy="Change the setting, or pass another module.",
             )
+        self._network = self.module if self._recurrent is None else OverSequences(self._recurrent)
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self.module.compute_in(config.precision)
@@ -99,14 +102,48 @@ class ActorCriticLearner:
                 remedy="Collect with rayvec.Policy(learner.module)",
             )
 
-    def _compiled_step(self, compiled: CompiledStep, *rows: Tensor) -> Tensor:
-        """Takes a step along the gradient of rows of a minibatch, summed over all ranks; see `_step`."""
+    def _learn(self, fields: tuple[Tree, ...], *rows: Tensor) -> Tensor:
+        """Takes a step along the gradient of a minibatch's loss.
+
+        Args:
+            fields: What minibatches index.
+            rows: What this rank has of the minibatch, as `_loss_of_rows` takes it: weights, then what else it needs.
+
+        Returns:
+            This rank's statistics, and then the norm of the gradient, as `_metrics` reads them.
+        """
+        if self._compiled is None:
+            return self._step(self._gradients(fields, *rows))
         if self.ranks.size == 1:
-            return compiled.step(*rows)
-        gradient, stats = compiled.gradient(*rows)
+            return self._compiled.step(*rows)
+        gradient, stats = self._compiled.gradient(*rows)
         self._flat.grad.copy_(gradient)
         self.ranks.sum_(self._flat.grad)
         return self._step(stats)
+
+    def _gradients(self, fields: tuple[Tree, ...], *rows: Tensor) -> Tensor:
+        """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
+
+        Returns:
+            This rank's statistics.
+        """
+        loss, stats = self._loss_of_rows(self._network, fields, *rows)
+        self._flat.zero_grad()
+        torch.autograd.backward(loss)
+        self.ranks.sum_(self._flat.grad)
+        return stats
+
+    def _loss_of_rows(
+        self, call: Callable[..., tuple[Tensor, Tensor]], fields: tuple[Tree, ...], *rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the loss of a minibatch, and its statistics without a graph.
+
+        Args:
+            call: Calls the network.
+            fields: See `_learn`.
+            rows: Likewise.
+        """
+        raise NotImplementedError
 
     def _step(self, stats: Tensor) -> Tensor:
         """Clips the gradient and lets the optimizer step, if the gradient is finite.

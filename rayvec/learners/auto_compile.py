@@ -14,14 +14,16 @@ from gymnasium import spaces
 
 from rayvec.policies.encoders import has_images
 
-__all__ = ["choice_of", "compiles", "decided"]
+__all__ = ["choice_of", "compile_s", "compiles", "decided"]
 
 _SAVED_MS = {"ppo": 0.5, "impala": 0.5, "sac": 2.0}
 """What a compiled minibatch saves on a CPU, in milliseconds: a lower bound of what `benchmarks/learner_updates.py`
 measured. For other algorithms nothing is known."""
 
 _SAVED_MS_PER_IMAGE = 0.05
+_SAVED_MS_RECURRENT = 1.5
 _COST_S = 30.0
+_COST_S_PER_STEP = 1.5  # of a sequence, whose steps are all in the graph
 _GAIN = 2.0
 
 
@@ -34,7 +36,7 @@ def compiles(config: Any, observation_space: spaces.Space[Any]) -> bool:
     """
     if config.compile != "auto":
         return bool(config.compile)
-    return _reason_against(config) is None and _saved_s(config, observation_space) >= _GAIN * _COST_S
+    return _reason_against(config) is None and _saved_s(config, observation_space) >= _GAIN * compile_s(config)
 
 
 def decided(config: Any, observation_space: spaces.Space[Any]) -> Any:
@@ -56,10 +58,10 @@ def choice_of(config: Any, observation_space: spaces.Space[Any]) -> str | None:
         return None
     if (reason := _reason_against(config)) is not None:
         return f"updates are not compiled: {reason} (compile='auto')"
-    saved_s, count = _saved_s(config, observation_space), config.minibatches[0]
-    if saved_s < _GAIN * _COST_S:
+    saved_s, cost_s, count = _saved_s(config, observation_space), compile_s(config), config.minibatches[0]
+    if saved_s < _GAIN * cost_s:
         return None
-    saves = f"{count:,} minibatches save at least {saved_s:,.0f} s, compiling costs {_COST_S:.0f} s"
+    saves = f"{count:,} minibatches save at least {saved_s:,.0f} s, compiling costs {cost_s:.0f} s"
     return f"updates are compiled: {saves} (compile='auto')"
 
 
@@ -71,8 +73,6 @@ def _reason_against(config: Any) -> str | None:
         return f"what it saves with learner_device={config.learner_device!r} was not measured"
     if config.network is not None:
         return "a network of your own may not compile"
-    if getattr(config, "recurrent", None) is not None:
-        return "recurrent networks can't be"
     return None
 
 
@@ -80,5 +80,16 @@ def _saved_s(config: Any, observation_space: spaces.Space[Any]) -> float:
     """Returns at least how many seconds a run saves."""
     count, rows = config.minibatches
     per_image = _SAVED_MS_PER_IMAGE if has_images(observation_space) else 0.0
-    saved_ms: float = count * (_SAVED_MS[config.algorithm] + per_image * rows)
+    per_minibatch = _SAVED_MS_RECURRENT if _is_recurrent(config) else _SAVED_MS[config.algorithm]
+    saved_ms: float = count * (per_minibatch + per_image * rows)
     return 1e-3 * saved_ms
+
+
+def compile_s(config: Any) -> float:
+    """Returns how many seconds compiling takes, about."""
+    steps = config.burn_in + config.sequence_length if _is_recurrent(config) else 0
+    return _COST_S + _COST_S_PER_STEP * steps
+
+
+def _is_recurrent(config: Any) -> bool:
+    return getattr(config, "recurrent", None) is not None

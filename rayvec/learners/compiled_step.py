@@ -80,9 +80,8 @@ class CompiledStep:
         """Takes a step.
 
         Args:
-            weight: Of each row in the loss, ``[B]``.
-            rows: What else the loss reads of the minibatch, each of one dimension. It may be given zeros at the end of
-                each, and of `weight`.
+            weight: Of each row in the loss, ``[B]``. It may be given zeros at its end.
+            rows: What else the loss reads of the minibatch, each of one dimension. Their last elements may be repeated.
 
         Returns:
             The statistics, and then the norm of the gradient before clipping, ``float64 [S + 1]``.
@@ -110,7 +109,8 @@ class CompiledStep:
         return can_capture(self._rate.device)
 
     def _call(self, graph: Compiled, state: Any, *rows: Tensor) -> Any:
-        rows = tuple(map(self._padded, rows))
+        weight, *others = rows
+        rows = (self._padded(weight, 0.0), *(self._padded(each, each[-1] if len(each) else 0) for each in others))
         self._warm_up(*rows)
         if not self._is_captured:
             return graph(state, *rows)
@@ -128,13 +128,17 @@ class CompiledStep:
             torch._dynamo.maybe_mark_dynamic(each, 0)
         self._is_warm = True
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        """Returns rows and zeros after them: two rows at least, and on CUDA one of a few lengths."""
+    def _padded(self, rows: Tensor, value: Tensor | float) -> Tensor:
+        """Returns rows and, after them, `value`: two rows at least, and on CUDA one of a few lengths."""
         length = max(2, len(rows))
         if self._is_captured:
             quantum = max(1, length // _MOST_PADDING)
             length = quantum * -(-length // quantum)
-        return rows if len(rows) == length else nn.functional.pad(rows, (0, length - len(rows)))
+        if len(rows) == length:
+            return rows
+        padded = rows.new_empty(length)
+        padded[: len(rows)], padded[len(rows) :] = rows, value
+        return padded
 
     def _compute_step(self, state: Any, *rows: Tensor) -> Tensor:
         """Returns the statistics and then the norm."""

@@ -22,10 +22,9 @@ from rayvec.learners.adam import Adam, FlatOptimizer, RMSProp
 from rayvec.learners.base import explains_memory
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
-from rayvec.learners.sequences import by_step, cut, next_values
+from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
 from rayvec.learners.torch_returns import num_rounds, vtrace_of_rows
 from rayvec.policies.networks import ActorCriticModule
-from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -68,12 +67,14 @@ class Trajectories(NamedTuple):
         next_row: In `obs`, the observation after each step; where the step terminated its episode, that of the step
             itself, ``int64 [T, N]``.
         chunk: What these are the rows of.
+        sequences: For a recurrent network, K sequences of each environment; for others nothing.
     """
 
     obs: Tree
     steps: Steps
     next_row: NDArray[np.int64]
     chunk: Chunk
+    sequences: Sequences | tuple[()]
 
 
 class Minibatch(NamedTuple):
@@ -130,7 +131,7 @@ class IMPALALearner(ActorCriticLearner):
         self._compiled = self._make_compiled() if config.compile is True else None
 
     def _make_compiled(self) -> CompiledStep:
-        parts = self.module, self._loss_of_rows, self._optimizer, self.config.max_grad_norm
+        parts = self._network, self._loss_of_rows, self._optimizer, self.config.max_grad_norm
         return CompiledStep(*parts, num_statistics=len(_SUMMED) + 5)
 
     @explains_memory("num_envs or num_steps, or raise num_minibatches")
@@ -157,7 +158,7 @@ class IMPALALearner(ActorCriticLearner):
             self._prepare(trajectories)
             generator = np.random.default_rng([self.config.seed, self._num_updates])
             for minibatch in self._minibatches(chunk.valid, generator):
-                stats.append(self._learn(trajectories, minibatch))
+                stats.append(self._learn(_fields(trajectories), *self._rows(trajectories, minibatch)))
                 self._num_steps += minibatch.size
             self._check_finite(stats)
             self._num_updates += 1
@@ -167,8 +168,11 @@ class IMPALALearner(ActorCriticLearner):
         """Encodes a chunk."""
         self._check_recorded(chunk)
         encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._flat.data
-        parts = tree_map(lambda leaf: leaf.flatten(0, 1), encode(chunk.obs)), encode(chunk.last_obs)
+        seen = encode(chunk.obs)
+        parts = tree_map(lambda leaf: leaf.flatten(0, 1), seen), encode(chunk.last_obs)
         obs = tree_map(lambda *leaves: torch.cat(leaves), *parts, encode(chunk.final_obs))
+        network = self._recurrent
+        sequences = () if network is None else cut(network, chunk.states, seen, chunk.done, chunk.valid)
         chain = ~chunk.done
         chain[:-1] &= chunk.valid[1:]
         chain[-1:] = False
@@ -181,7 +185,7 @@ class IMPALALearner(ActorCriticLearner):
         arrays = chunk.extras["logp"], reward, discount, chain
         numbers = (torch.from_numpy(each).flatten().to(like) for each in arrays)
         steps = Steps(sample.flatten(0, 1).to(self._device), *numbers)
-        return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk)
+        return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk, sequences)
 
     def _prepare(self, trajectories: Trajectories) -> None:
         """Prepares the steps that learn from a chunk."""
@@ -190,7 +194,7 @@ class IMPALALearner(ActorCriticLearner):
             self._num_rounds = rounds  # which is a constant of the graph
             self._compiled = self._compiled and self._make_compiled()
         if self._compiled is not None:
-            self._compiled.begin((trajectories.obs, tuple(trajectories.steps)))
+            self._compiled.begin(_fields(trajectories))
 
     def _minibatches(self, valid: NDArray[np.bool_], generator: np.random.Generator) -> Iterator[Minibatch]:
         """Yields this rank's share of each minibatch, with its environments.
@@ -210,110 +214,58 @@ class IMPALALearner(ActorCriticLearner):
             if count:
                 yield Minibatch(environments, count)
 
-    def _learn(self, trajectories: Trajectories, minibatch: Minibatch) -> Tensor:
-        """Takes a step along the gradient of a minibatch's loss; returns this rank's share of what `_metrics` reads."""
-        if self._compiled is None:
-            return self._step(self._gradients(trajectories, minibatch))
-        return self._compiled_step(self._compiled, *self._rows(trajectories, minibatch))
-
-    def _gradients(self, trajectories: Trajectories, minibatch: Minibatch) -> Tensor:
-        """Adds up the gradient of a minibatch's loss over all ranks, in the flat buffer.
-
-        Returns:
-            This rank's statistics, ``float64 [11]``, see `_loss`.
-        """
-        if self._recurrent is None:
-            rows = self._rows(trajectories, minibatch)
-            loss, stats = self._loss_of_rows(self.module, trajectories[:2], *rows)
-        else:
-            outputs, next_value, at = self._unrolled(self._recurrent, trajectories, minibatch.environments)
-            weight = next_value.new_full(next_value.shape, 1 / minibatch.size)
-            loss, stats = self._loss(outputs, next_value, trajectories.steps.at(at), weight)
-        self._flat.zero_grad()
-        torch.autograd.backward(loss)
-        self.ranks.sum_(self._flat.grad)
-        return stats
-
-    def _rows(self, trajectories: Trajectories, minibatch: Minibatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _rows(self, trajectories: Trajectories, minibatch: Minibatch) -> tuple[Tensor, ...]:
         """Returns which rows a minibatch has.
 
         Returns:
             The weight of each of its B steps in the loss, ``[B]``; the rows of these steps, environment by environment
-            in the order of time, ``int64 [B]``; where among the observations the one after each step is, ``[B]``; and
-            the observations: those of the steps, and those after a step that are none of these, each once.
+            in the order of time, ``int64 [B]``; where among the values that the network returns is that of the
+            observation after each step, ``[B]``; and the observations to evaluate: those of the steps, and those after
+            a step that are none of these, each once. For a recurrent network the last are apart, and then come the
+            numbers of the sequences, and `slots` and `before` of `OverSequences`.
         """
-        steps = _rows_of_steps(trajectories.chunk.valid, minibatch.environments)
+        chunk, environments = trajectories.chunk, minibatch.environments
+        steps = _rows_of_steps(chunk.valid, environments)
         following = trajectories.next_row.ravel()[steps]
-        num_rows = trajectories.next_row.size + trajectories.next_row.shape[1] + len(trajectories.chunk.final_index)
+        num_rows = trajectories.next_row.size + trajectories.next_row.shape[1] + len(chunk.final_index)
         place = np.full(num_rows, -1)
         place[steps] = np.arange(len(steps))
-        others = following[place[following] < 0]
+        is_other = place[following] < 0
+        others = following[is_other]
         place[others] = len(steps) + np.arange(len(others))
         weight = self._flat.data.new_full((len(steps),), 1 / minibatch.size)
-        arrays = steps, place[following], np.concatenate([steps, others])
-        at, after, seen = (torch.from_numpy(each).to(self._device) for each in arrays)
-        return weight, at, after, seen
+        if self._recurrent is None:
+            arrays = [steps, place[following], np.concatenate([steps, others])]
+        else:
+            length = self._recurrent.sequence_length
+            happened = happened_by_sequence([chunk.valid[:, environments]], length)
+            count = -(-chunk.num_steps // length)
+            numbers = (environments[:, None] * count + np.arange(count)).ravel()
+            slots = np.flatnonzero(happened)
+            arrays = [steps, place[following], others, numbers, slots, slots[is_other]]
+        return weight, *(torch.from_numpy(each).to(self._device) for each in arrays)
 
     def _loss_of_rows(
-        self,
-        call: Callable[[Tree], Any],
-        fields: tuple[Any, ...],
-        weight: Tensor,
-        at: Tensor,
-        after: Tensor,
-        seen: Tensor,
+        self, call: Callable[..., tuple[Tensor, Tensor]], fields: tuple[Any, ...], *rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the loss of a minibatch and its statistics; each observation is evaluated once.
 
         Args:
-            call: Calls the module.
-            fields: Observations and steps of `Trajectories`.
-            weight: See `_rows`, as for what follows.
-            at: Rows of the steps.
-            after: Where the observations after the steps are.
-            seen: Rows of the observations.
+            call: Calls the network.
+            fields: See `_fields`.
+            rows: See `_rows`.
         """
-        obs, steps = fields
-        params, values = call(tree_map(lambda leaf: leaf.index_select(0, seen), obs))
+        weight, at, after, seen, *sequences = rows
+        obs, steps, recorded = fields
+        obs = tree_map(lambda leaf: leaf.index_select(0, seen), obs)
+        if sequences:
+            numbers, slots, before = sequences
+            params, values = call(Sequences(*recorded).at(numbers), slots, (obs, before))
+        else:
+            params, values = call(obs)
         next_value = values.detach().index_select(0, after)
         outputs = params[: len(weight)], values[: len(weight)]
         return self._loss(outputs, next_value, Steps(*steps).at(at), weight)
-
-    def _unrolled(
-        self, module: RecurrentActorCritic, trajectories: Trajectories, environments: NDArray[np.int64]
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """Returns outputs of a recurrent network for the steps of some environments, in the order of `_rows`.
-
-        Returns:
-            Parameters ``[B, P]`` and values ``[B]``, the values after each step, and the rows of the steps.
-        """
-        chunk = trajectories.chunk
-        (num_steps, num_envs), valid = chunk.valid.shape, chunk.valid[:, environments]
-        place = np.full(num_envs, -1)
-        place[environments] = np.arange(len(environments))
-        ended = np.flatnonzero(place[chunk.final_index[:, 1]] >= 0)
-        t, n = chunk.final_index[ended].T
-        first = num_steps * num_envs
-
-        def of(leaf: Tensor, start: int, numbers: NDArray[np.int64]) -> Tensor:
-            return leaf[start + torch.from_numpy(numbers).to(leaf.device)]
-
-        columns = torch.from_numpy(environments).to(self._device)
-        obs = tree_map(lambda leaf: leaf[:first].unflatten(0, (num_steps, num_envs))[:, columns], trajectories.obs)
-        last_obs = tree_map(lambda leaf: of(leaf, first, environments), trajectories.obs)
-        final_obs = tree_map(lambda leaf: of(leaf, first + num_envs, ended), trajectories.obs)
-        recorded = chunk.states[:, environments] if len(chunk.states) else chunk.states  # which `cut` refuses
-        sequences = cut(module, recorded, obs, chunk.done[:, environments], valid)
-        states = sequences.states(module)
-        params, values = module.heads(by_step(states, *valid.shape), module.mask(obs))
-        ends = last_obs, np.stack([t, place[n]], -1), final_obs
-        next_value = next_values(module, states, values.detach().cpu().numpy(), valid, *ends)
-
-        happened = torch.from_numpy(np.flatnonzero(valid.T)).to(self._device)  # a GPU would wait for a mask
-        at = torch.from_numpy(_rows_of_steps(chunk.valid, environments)).to(self._device)
-        by_env = [each.swapaxes(0, 1).flatten(0, 1)[happened] for each in (params, values)]
-        following = torch.from_numpy(next_value.T[valid.T]).to(self._device)
-        return (by_env[0], by_env[1]), following, at
 
     def _loss(
         self, outputs: tuple[Tensor, Tensor], next_value: Tensor, steps: Steps, weight: Tensor
@@ -373,6 +325,11 @@ def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> Flat
     """Returns what steps the flat parameters."""
     make = RMSProp if config.optimizer == "rmsprop" else Adam
     return make(parameter, config.learning_rate, config.optimizer_eps)
+
+
+def _fields(trajectories: Trajectories) -> tuple[Tree, ...]:
+    """Returns what minibatches index: observations, steps and sequences."""
+    return trajectories.obs, tuple(trajectories.steps), tuple(trajectories.sequences)
 
 
 def _rows_of_steps(valid: NDArray[np.bool_], environments: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -24,7 +24,14 @@ from rayvec.learners.base import explains_memory
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
-from rayvec.learners.sequences import Sequences, by_step, cut, draw_sequences, join_sequences, next_values
+from rayvec.learners.sequences import (
+    Sequences,
+    cut,
+    draw_sequences,
+    happened_by_sequence,
+    join_sequences,
+    next_values,
+)
 from rayvec.policies.networks import ActorCriticModule
 from rayvec.policies.recurrent import RecurrentActorCritic
 
@@ -58,15 +65,6 @@ class Samples(NamedTuple):
     advantage: Tensor
     target: Tensor
 
-    def at(self, index: Tensor, sequences: Tensor | None = None) -> Samples:
-        """Returns the samples that `index` selects; for a recurrent network with the sequences of these numbers."""
-        obs = (
-            tree_map(lambda leaf: leaf.index_select(0, index), self.obs)
-            if sequences is None
-            else self.obs.at(sequences)
-        )
-        return Samples(obs, *(leaf.index_select(0, index) for leaf in self[1:]))
-
 
 class Minibatch(NamedTuple):
     """What a rank has of a minibatch.
@@ -75,13 +73,20 @@ class Minibatch(NamedTuple):
         at: Which of the rank's samples, ``int64 [b]``.
         advantage: Their advantages, normalised by the moments of the whole minibatch, ``[b]``.
         size: Of the whole minibatch.
-        sequences: Numbers of the sequences that these samples are, for a recurrent network.
+        sequences: For a recurrent network the numbers of the sequences that have these samples, and which of their
+            steps these are; for others nothing.
     """
 
     at: Tensor
     advantage: Tensor
     size: int
-    sequences: Tensor | None
+    sequences: tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """What the loss reads: weights ``[b]`` that make a sum over all ranks a mean, and the attributes but `size`."""
+        weight = self.advantage.new_full(self.at.shape, 1 / self.size)
+        return weight, self.at, self.advantage, *self.sequences
 
 
 class PPOLearner(ActorCriticLearner):
@@ -123,7 +128,7 @@ class PPOLearner(ActorCriticLearner):
             device=device,
             normalize_obs=config.normalize_obs,
         )
-        parts = self.module, self._compiled_loss, self._optimizer, config.max_grad_norm, len(_METRICS) - 1
+        parts = self._network, self._loss_of_rows, self._optimizer, config.max_grad_norm, len(_METRICS) - 1
         self._compiled = CompiledStep(*parts) if config.compile is True else None
 
     @explains_memory("minibatch_size, or num_envs and num_steps")
@@ -149,12 +154,13 @@ class PPOLearner(ActorCriticLearner):
         own, total = global_range(self.ranks, len(samples.logp))
         learning_rate = self._anneal()
         generator = np.random.default_rng([config.seed, self._num_updates])
-        epochs, explained_variance = self._draw(samples, own, total, generator)
+        valid = [chunk.valid for chunk in batch.chunks]
+        epochs, explained_variance = self._draw(samples, valid, own, total, generator)
         if self._compiled is not None:
             self._compiled.begin(tuple(samples))
         stats: list[Tensor] = []
         for epoch in epochs:
-            stats += [self._learn(samples, minibatch) for minibatch in epoch]
+            stats += [self._learn(tuple(samples), *minibatch.rows) for minibatch in epoch]
             if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
                 break
         self._check_finite(stats)
@@ -211,8 +217,9 @@ class PPOLearner(ActorCriticLearner):
         """Returns the sequences of a chunk, and its values and next values ``[T, N]`` by the recurrent network."""
         sequences = cut(module, chunk.states, obs, chunk.done, chunk.valid)
         with torch.no_grad():
-            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows, len(sequences.valid)))
-            value = by_step(module.heads(states)[1], chunk.num_steps, chunk.num_envs).cpu().numpy()
+            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows, 1))
+            by_env = module.heads(states)[1].reshape(chunk.num_envs, -1 if chunk.num_envs else chunk.num_steps)
+            value = by_env[:, : chunk.num_steps].T.cpu().numpy()
         last, final = module.encode(chunk.last_obs), module.encode(chunk.final_obs)
         return sequences, value, next_values(module, states, value, chunk.valid, last, chunk.final_index, final)
 
@@ -243,12 +250,18 @@ class PPOLearner(ActorCriticLearner):
             self._normalize()
 
     def _draw(
-        self, samples: Samples, own: range, total: int, generator: np.random.Generator
+        self,
+        samples: Samples,
+        valid: Sequence[NDArray[np.bool_]],
+        own: range,
+        total: int,
+        generator: np.random.Generator,
     ) -> tuple[list[list[Minibatch]], float]:
         """Shuffles the samples of all ranks into parts of about ``minibatch_size``, anew for each epoch.
 
         Args:
             samples: Those of this rank.
+            valid: Which steps of each of this rank's chunks happened, ``bool [T, N]`` each.
             own: Their numbers among those of all ranks.
             total: Number of samples on all ranks.
             generator: In the same state on every rank.
@@ -258,9 +271,10 @@ class PPOLearner(ActorCriticLearner):
             the variance of the targets that the values before the update explain, as a share.
         """
         num_epochs = self.config.num_epochs if total else 0
-        epochs = [self._shuffled(samples, own, total, generator) for _ in range(num_epochs)]
+        epochs = [self._shuffled(valid, own, total, generator) for _ in range(num_epochs)]
         places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
-        index = torch.from_numpy(_as_matrix(places)).to(self._device)
+        upload: Callable[[NDArray[np.int64]], Tensor] = lambda array: torch.from_numpy(array).to(self._device)  # noqa: E731
+        index = upload(_as_matrix(places))
         lengths = list(map(len, places))
         advantages = samples.advantage[index]
         targets = torch.stack([samples.target, samples.target - samples.value])
@@ -270,55 +284,42 @@ class PPOLearner(ActorCriticLearner):
             scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
             advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)
         rows = (
-            Minibatch(at[:length], advantage[:length], count, numbers)
+            Minibatch(at[:length], advantage[:length], count, tuple(map(upload, numbers)))
             for at, advantage, length, count, numbers in zip(index, advantages, lengths, counts, sequences, strict=True)
         )
         explained = _share_explained(*variance[-2:].tolist())
         return [list(itertools.islice(rows, len(epoch))) for epoch in epochs], explained
 
     def _shuffled(
-        self, samples: Samples, own: range, total: int, generator: np.random.Generator
-    ) -> Sequence[tuple[NDArray[np.int64], int, Tensor | None]]:
+        self, valid: Sequence[NDArray[np.bool_]], own: range, total: int, generator: np.random.Generator
+    ) -> Sequence[tuple[NDArray[np.int64], int, tuple[NDArray[np.int64], ...]]]:
         """Returns for each minibatch of an epoch which samples of this rank it has, its size and its sequences."""
         num_minibatches = max(1, round(total / self.config.minibatch_size))
         if self._recurrent is not None:
-            return draw_sequences(self.ranks, samples.obs, num_minibatches, generator)
+            happened = happened_by_sequence(valid, self._recurrent.sequence_length)
+            return draw_sequences(self.ranks, happened, num_minibatches, generator)
         shuffled = stratified_shuffle(total, num_minibatches, generator)
-        return [(own_part(numbers, own), len(numbers), None) for numbers in shuffled]
+        return [(own_part(numbers, own), len(numbers), ()) for numbers in shuffled]
 
-    def _learn(self, samples: Samples, minibatch: Minibatch) -> Tensor:
-        """Takes a step along the gradient of a minibatch's loss.
-
-        Returns:
-            This rank's share of the first five metrics, and then the norm of the gradient, ``float64 [6]``.
-        """
-        if self._compiled is None:
-            return self._step(self._gradients(samples, minibatch))
-        weight = minibatch.advantage.new_full(minibatch.at.shape, 1 / minibatch.size)
-        return self._compiled_step(self._compiled, weight, minibatch.at, minibatch.advantage)
-
-    def _gradients(self, samples: Samples, minibatch: Minibatch) -> Tensor:
-        """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
-
-        Returns:
-            This rank's share of the first five metrics, ``float64 [5]``.
-        """
-        part = samples.at(minibatch.at, minibatch.sequences)._replace(advantage=minibatch.advantage)
-        module = self._recurrent
-        outputs = self.module(part.obs) if module is None else part.obs.outputs(module)
-        weight = minibatch.advantage.new_full(minibatch.at.shape, 1 / minibatch.size)
-        loss, metrics = self._loss(outputs, *part[1:], weight)
-        self._flat.zero_grad()
-        torch.autograd.backward(loss)
-        self.ranks.sum_(self._flat.grad)
-        return metrics
-
-    def _compiled_loss(
-        self, call: Callable[[Tree], Any], fields: tuple[Tree, ...], weight: Tensor, index: Tensor, advantage: Tensor
+    def _loss_of_rows(
+        self, call: Callable[..., tuple[Tensor, Tensor]], fields: tuple[Tree, ...], *rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `_loss` does for the rows of `fields` at `index`; see `CompiledStep`."""
-        part = Samples(*fields).at(index)._replace(advantage=advantage)
-        return self._loss(call(part.obs), *part[1:], weight)
+        """Returns the loss of some samples and their metrics, see `_loss`.
+
+        Args:
+            call: Calls the network.
+            fields: Those of `Samples`.
+            rows: Those of a `Minibatch`.
+        """
+        obs, sample, logp, value, _, target = fields
+        weight, at, advantage, *sequences = rows
+        if sequences:
+            numbers, slots = sequences
+            outputs = call(Sequences(*obs).at(numbers), slots)
+        else:
+            outputs = call(tree_map(lambda leaf: leaf.index_select(0, at), obs))
+        sample, logp, value, target = (each.index_select(0, at) for each in (sample, logp, value, target))
+        return self._loss(outputs, sample, logp, value, advantage, target, weight)
 
     def _loss(
         self,

@@ -11,80 +11,106 @@ The state is reset to 0 after each step that ended an episode or did not happen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import Ranks, global_range, own_part, stratified_shuffle
 from rayvec.policies.recurrent import RecurrentActorCritic
 
-__all__ = ["Sequences", "by_step", "cut", "draw_sequences", "join_sequences", "next_values"]
+__all__ = [
+    "OverSequences",
+    "Sequences",
+    "cut",
+    "draw_sequences",
+    "happened_by_sequence",
+    "join_sequences",
+    "next_values",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(NamedTuple):
     """S sequences of L steps, each after B steps of burn-in.
 
     Attributes:
-        rows: Encoded observations, tree of ``[B + L, S, ...]``; numbers of steps that did not happen are 0.
-        reset: Where the state is reset before a step, ``bool [B + L, S]``.
+        rows: Encoded observations, tree of ``[S, B + L, ...]``; numbers of steps that did not happen are 0.
+        reset: Where the state is reset before a step, ``bool [S, B + L]``.
         state: The recorded state before the burn-in, or before the first step where there is none, ``[S, D]``.
         has_burn_in: Which sequences have steps of burn-in: not the first of a chunk, ``bool [S]``.
-        valid: Which of the L steps happened, ``bool [S, L]``, on the CPU wherever the others are: from it follows how
-            many rows there are, for which a GPU would have to be waited.
     """
 
     rows: Tree
     reset: Tensor
     state: Tensor
     has_burn_in: Tensor
-    valid: Tensor
 
     def at(self, numbers: Tensor) -> Sequences:
-        """Returns the sequences with these numbers, ``int64``, on the CPU."""
-        here = numbers.to(self.reset.device)
-        return Sequences(
-            tree_map(lambda leaf: leaf[:, here], self.rows),
-            self.reset[:, here],
-            self.state[here],
-            self.has_burn_in[here],
-            self.valid[numbers],
-        )
+        """Returns the sequences with these numbers, ``int64``."""
+        return Sequences(*tree_map(lambda leaf: leaf.index_select(0, numbers), tuple(self)))
 
     def states(self, module: RecurrentActorCritic, features: Callable[[Tree], Tensor] | None = None) -> Tensor:
-        """Returns the state after each step, ``[L, S, D]``. No gradient flows into the burn-in.
+        """Returns the state after each step, ``[S, L, D]``. No gradient flows into the burn-in.
 
         Args:
             module: The network.
             features: Computes the inputs of the cell; by default ``module.features``.
         """
         features = features or module.features
-        burn_in, state = len(self.reset) - self.valid.shape[1], self.state
+        burn_in, state = self.reset.shape[1] - module.sequence_length, self.state
+
+        def unrolled(steps: slice, state: Tensor) -> Tensor:
+            reset = self.reset[:, steps].T
+            rows = tree_map(lambda leaf: leaf[:, steps].swapaxes(0, 1).flatten(0, 1), self.rows)
+            # a compiled layer serves any number of rows only if these are one dimension
+            inputs = torch.unflatten(features(rows), 0, reset.shape)
+            following: Tensor = module.cell(inputs, state, reset)
+            return following
+
         if burn_in:
             with torch.no_grad():
-                first = features(tree_map(lambda leaf: leaf[:burn_in], self.rows))
-                burned = module.cell(first, state, self.reset[:burn_in])[-1]
+                burned = unrolled(slice(burn_in), state)[-1]
                 state = torch.where(self.has_burn_in[:, None], burned, state)
-        states: Tensor = module.cell(
-            features(tree_map(lambda leaf: leaf[burn_in:], self.rows)), state, self.reset[burn_in:]
-        )
-        return states
+        return unrolled(slice(burn_in, None), state).swapaxes(0, 1)
 
-    def outputs(self, module: RecurrentActorCritic) -> tuple[Tensor, Tensor]:
-        """Returns parameters ``[M, P]`` and values ``[M]`` of the M steps that happened, sequence by sequence."""
-        steps = self.valid.flatten().nonzero().squeeze(1).to(self.reset.device)
-        mask = module.mask(tree_map(lambda leaf: leaf[-self.valid.shape[1] :], self.rows))
 
-        def happened(each: Tensor) -> Tensor:
-            return each.swapaxes(0, 1).flatten(0, 1)[steps]
+class OverSequences(nn.Module):
+    """A recurrent network that is called with sequences and returns what it computes for the steps that happened.
 
-        return module.heads(happened(self.states(module)), None if mask is None else happened(mask))
+    Args:
+        network: The network; its parameters are those of this module.
+    """
+
+    def __init__(self, network: RecurrentActorCritic) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self, sequences: Sequences, slots: Tensor, following: tuple[Tree, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns parameters ``[M, P]`` and values ``[M + X]``: of M steps, then of X observations after steps.
+
+        Args:
+            sequences: S sequences.
+            slots: Which of their S L steps, sequence by sequence, these M are, ``int64 [M]``.
+            following: Encoded observations, tree of ``[X, ...]``, and which step of all S L each comes after, ``int64
+                [X]``. No gradient flows through their values.
+        """
+        network = self.network
+        states = sequences.states(network).flatten(0, 1)
+        mask = network.mask(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), sequences.rows))
+        happened = None if mask is None else mask.index_select(0, slots)
+        params, values = network.heads(states.index_select(0, slots), happened)
+        if following is not None:
+            rows, before = following
+            with torch.no_grad():
+                others = network.value(rows, states.index_select(0, before))
+            values = torch.cat([values, others])
+        return params, values
 
 
 def cut(
@@ -115,17 +141,16 @@ def cut(
             got=states.shape,
             remedy="Collect with rayvec.Policy(learner.module)",
         )
-    t = np.arange(-burn_in, length)[:, None] + length * np.arange(count)  # [B + L, K]
+    t = np.arange(-burn_in, length) + length * np.arange(count)[:, None]  # [K, B + L]
     place = t.clip(0, num_steps - 1)
     happened = valid[place] & ((t >= 0) & (t < num_steps))[..., None]
     begins = np.concatenate([np.zeros((1, num_envs), bool), (done | ~valid)[:-1]])
     device = next(tree_leaves(rows)).device
 
-    def by_sequence(steps: Tensor) -> Tensor:  # from [B + L, K, N, ...] to [B + L, S, ...]
-        return steps.swapaxes(1, 2).flatten(1, 2)
+    def by_sequence(steps: Tensor) -> Tensor:  # from [K, B + L, N, ...] to [S, B + L, ...]
+        return steps.movedim(2, 0).flatten(0, 1)
 
-    own = by_sequence(torch.from_numpy(happened))
-    kept = own.to(device)
+    kept = by_sequence(torch.from_numpy(happened)).to(device)
     index = torch.from_numpy(place).to(device)
 
     def cut_rows(leaf: Tensor) -> Tensor:
@@ -139,7 +164,6 @@ def cut(
         by_sequence(torch.from_numpy(begins[place])).to(device),
         torch.from_numpy(states[:count]).swapaxes(0, 1).flatten(0, 1).to(next(module.parameters())),
         (torch.arange(count) > 0).repeat(num_envs).to(device),
-        own[burn_in:].T,
     )
 
 
@@ -148,86 +172,86 @@ def join_sequences(parts: Sequence[Sequences], num_envs: int) -> Sequences:
     if len(parts) == 1:
         return parts[0]
 
-    def joined(axis: int, *leaves: Tensor) -> Tensor:
-        counts = [leaf.shape[axis] // max(1, num_envs) for leaf in leaves]
-        by_environment = [
-            leaf.reshape(*leaf.shape[:axis], num_envs, count, *leaf.shape[axis + 1 :])
-            for leaf, count in zip(leaves, counts, strict=True)
-        ]
-        return torch.cat(by_environment, axis + 1).flatten(axis, axis + 1)
+    def joined(*leaves: Tensor) -> Tensor:
+        counts = [len(leaf) // max(1, num_envs) for leaf in leaves]
+        by_env = [torch.unflatten(leaf, 0, (num_envs, count)) for leaf, count in zip(leaves, counts, strict=True)]
+        return torch.cat(by_env, 1).flatten(0, 1)
 
-    return Sequences(
-        tree_map(lambda *leaves: joined(1, *leaves), *(part.rows for part in parts)),
-        joined(1, *(part.reset for part in parts)),
-        *(joined(0, *(getattr(part, name) for part in parts)) for name in ("state", "has_burn_in", "valid")),
-    )
+    return Sequences(*tree_map(joined, *map(tuple, parts)))
+
+
+def happened_by_sequence(valid: Sequence[NDArray[np.bool_]], length: int) -> NDArray[np.bool_]:
+    """Returns which steps of the sequences of chunks that follow each other happened, ``bool [S, L]``.
+
+    Args:
+        valid: Which steps of each chunk happened, ``bool [T, N]`` each.
+        length: L.
+
+    >>> happened_by_sequence([np.ones((3, 1), bool)], 2)
+    array([[ True,  True],
+           [ True, False]])
+    """
+    padded = [np.pad(each, ((0, -len(each) % length), (0, 0))) for each in valid]
+    return np.concatenate(padded).T.reshape(-1, length)
 
 
 def next_values(
     module: RecurrentActorCritic,
     states: Tensor,
-    values: NDArray[np.floating[Any]],
+    values: NDArray[np.float32],
     valid: NDArray[np.bool_],
     last_rows: Tree,
     final_index: NDArray[np.int64],
     final_rows: Tree,
-) -> NDArray[np.floating[Any]]:
+) -> NDArray[np.float32]:
     """Returns the values of the true observations after each step of a chunk, ``[T, N]``.
 
     That after the last step of an environment, and each final observation, is evaluated with the state after its step.
 
     Args:
         module: The network.
-        states: States after each step of each sequence, ``[L, S, D]``.
+        states: States after each step of each sequence, ``[S, L, D]``.
         values: Of what the policy saw, ``[T, N]``.
         valid: Where a step happened, ``bool [T, N]``.
         last_rows: Encoded observations that the policy would see next, tree of ``[N, ...]``.
         final_index: ``(t, n)`` of each step that ended an episode, ``int64 [F, 2]``.
         final_rows: Encoded true last observations of these episodes, tree of ``[F, ...]``.
     """
-    length, (num_steps, num_envs) = module.sequence_length, valid.shape
-    count = -(-num_steps // length)
+    num_steps, num_envs = valid.shape
     following = np.concatenate([values[1:], values[-1:]])
+    by_env = states.reshape(num_envs, len(states) // max(1, num_envs) * module.sequence_length, module.cell.state_size)
     last_t = num_steps - 1 - valid[::-1].argmax(0)
     for rows, t, n in ((last_rows, last_t, np.arange(num_envs)), (final_rows, *final_index.T)):
         with torch.no_grad():
-            places = np.stack([t % length, n * count + t // length])
-            before = states.detach()[tuple(torch.from_numpy(places).to(states.device))]
+            before = by_env[tuple(torch.from_numpy(np.stack([n, t])).to(states.device))]
             following[t, n] = module.value(rows, before).cpu().numpy()
     return following
 
 
-def by_step(sequences: Tensor, num_steps: int, num_envs: int) -> Tensor:
-    """Returns what there is for each step of one chunk's sequences, ``[L, S, ...]``, as ``[T, N, ...]``."""
-    count = -(-num_steps // len(sequences))
-    by_environment = sequences.reshape(len(sequences), num_envs, count, *sequences.shape[2:])
-    return by_environment.movedim(2, 0).flatten(0, 1)[:num_steps]
-
-
 def draw_sequences(
-    ranks: Ranks, sequences: Sequences, num_minibatches: int, generator: np.random.Generator
-) -> list[tuple[NDArray[np.int64], int, Tensor]]:
+    ranks: Ranks, happened: NDArray[np.bool_], num_minibatches: int, generator: np.random.Generator
+) -> list[tuple[NDArray[np.int64], int, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
     """Shuffles the sequences of all ranks into minibatches.
 
     Args:
         ranks: The ranks.
-        sequences: Those of this rank.
+        happened: Which steps of this rank's sequences happened, ``bool [S, L]``.
         num_minibatches: How many minibatches, at most.
         generator: In the same state on every rank.
 
     Returns:
         For each minibatch that has a step: the numbers of this rank's steps in it, among all that happened; how many
-        steps it has on all ranks; and the numbers of this rank's sequences in it, on the CPU.
+        steps it has on all ranks; the numbers of this rank's sequences in it, and which steps of these happened, the
+        `slots` of :class:`OverSequences`.
     """
-    own, total = global_range(ranks, len(sequences.valid))
+    own, total = global_range(ranks, len(happened))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)
-    valid = sequences.valid.numpy()
     drawn = [own_part(numbers, own) for numbers in shuffled]
-    counts = ranks.sum_(torch.tensor([int(valid[numbers].sum()) for numbers in drawn])).tolist()
-    places = np.zeros(valid.shape, np.int64)
-    places[valid] = np.arange(valid.sum())
+    counts = ranks.sum_(torch.tensor([int(happened[numbers].sum()) for numbers in drawn])).tolist()
+    places = np.zeros(happened.shape, np.int64)
+    places[happened] = np.arange(happened.sum())
     return [
-        (places[numbers][valid[numbers]], count, torch.from_numpy(numbers))
+        (places[numbers][happened[numbers]], count, (numbers, np.flatnonzero(happened[numbers])))
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]

@@ -66,8 +66,9 @@ class RecurrentCell(nn.Module):
         """
         step = self._gru if self.kind == "gru" else self._lstm
         states = []
-        inputs = self.inputs(features)  # of all steps at once
-        is_here = reset.device.type == "cpu"  # from a GPU it would be read after all that was launched before
+        inputs = self.inputs(features.flatten(0, 1)).unflatten(0, reset.shape)  # of all steps at once
+        # from a GPU it would be read after all that was launched before, and a compiled graph can't read it
+        is_here = reset.device.type == "cpu" and not torch.compiler.is_compiling()
         any_begin = reset.any(1).tolist() if is_here else [True] * len(reset)
         for gates, begins, any_begins in zip(inputs, reset.unsqueeze(-1), any_begin, strict=True):
             if any_begins:

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
 from rayvec.errors import ConfigError
-from rayvec.learners.auto_compile import choice_of, compiles, decided
+from rayvec.learners.auto_compile import choice_of, compile_s, compiles, decided
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
@@ -222,7 +222,7 @@ def wait_limit_s(config: TrainConfig) -> float:
     """Returns how long ranks wait for each other: longer where they may compile, for some observations at least."""
     image = spaces.Box(0, 255, (84, 84, 1), np.uint8)
     may_compile = hasattr(config, "compile") and compiles(config, image)
-    return _COMPILING_S if may_compile else _WAIT_S
+    return max(_COMPILING_S, 4 * compile_s(config)) if may_compile else _WAIT_S
 
 
 def _learner_builder(config: TrainConfig, env: RayVecEnv) -> Callable[[], Learner]:

@@ -69,7 +69,7 @@ class Case:
     def can_compile(self) -> bool:
         """Whether its updates can be compiled."""
         names = {each.name for each in fields(_CONFIGS[self.algorithm])}
-        return "compile" in names and "recurrent" not in self.settings
+        return "compile" in names
 
     def observations(self) -> tuple[Any, Callable[[Policy], Any]]:
         """Returns observations of some environments, and the noise with which a policy acts on them."""

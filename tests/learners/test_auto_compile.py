@@ -45,7 +45,6 @@ def test_images_pay_sooner() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"recurrent": "gru"}, "recurrent networks can't be"),
         ({"network": "some.module:function"}, "a network of your own may not compile"),
         ({"learner_device": "cuda"}, "learner_device='cuda' was not measured"),
     ],
@@ -71,9 +70,18 @@ def test_a_resumed_run_and_more_ranks_decide_alike() -> None:
 
 
 @pytest.mark.parametrize("make", [PPOConfig, IMPALAConfig])
-def test_recurrent_updates_cant_be_compiled(make: Any) -> None:
-    with pytest.raises(ConfigError, match="compile=False with recurrent"):
-        make(recurrent="gru", compile=True)
+def test_longer_sequences_take_longer_to_compile(make: Any) -> None:
+    """All steps of a sequence are in the graph, so that a run that compiles with short ones may not with long ones."""
+    usual = {"recurrent": "gru", "num_steps": 256, "burn_in": 2, "preset": "none"}
+    per_step = make(**usual, total_steps=10**9).minibatches[0] / 10**9
+    enough, plenty = (int(count / per_step) for count in (100_000, 1_000_000))
+    short, long, longer = (
+        make(**usual, sequence_length=length, total_steps=total)
+        for length, total in ((4, enough), (256, enough), (256, plenty))
+    )
+    assert [compiles(each, NUMBERS) for each in (short, long, longer)] == [True, False, True]
+    assert "compiling costs 39 s" in (choice_of(short, NUMBERS) or "")
+    assert wait_limit_s(longer) > wait_limit_s(short)
 
 
 def test_other_words_are_refused() -> None:

@@ -32,7 +32,7 @@ from rayvec.config import IMPALAConfig
 from rayvec.data import Batch, Chunk
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
-from rayvec.learners.impala import IMPALALearner, Minibatch
+from rayvec.learners.impala import IMPALALearner, Minibatch, _fields
 from rayvec.learners.ranks import stratified_shuffle
 from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
@@ -119,7 +119,8 @@ def test_gradient_equals_the_reference(
     [chunk] = batch.chunks
     torch.autograd.backward(reference.loss(chunk, np.arange(N)))
     count = int(chunk.valid.sum())
-    learner._gradients(learner._trajectories(chunk), Minibatch(np.arange(N), count))
+    trajectories = learner._trajectories(chunk)
+    learner._gradients(_fields(trajectories), *learner._rows(trajectories, Minibatch(np.arange(N), count)))
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=1e-12, rtol=1e-9)
 
 
@@ -161,7 +162,8 @@ def test_older_weights_are_corrected_for() -> None:
     gradients = []
     for logp in (chunk.extras["logp"], chunk.extras["logp"] - 1):
         chunk.extras["logp"] = logp
-        learner._gradients(learner._trajectories(chunk), Minibatch(np.arange(N), T * N))
+        trajectories = learner._trajectories(chunk)
+        learner._gradients(_fields(trajectories), *learner._rows(trajectories, Minibatch(np.arange(N), T * N)))
         gradients.append(flat_gradient(learner.module).clone())
     assert not torch.allclose(*gradients, rtol=0.1)
 

@@ -123,8 +123,8 @@ def test_gradient_equals_the_reference(
         columns["act"] = columns["act"][:, 0]
     torch.autograd.backward(reference.loss(columns))
     total = len(rows.logp)
-    [[minibatch], *_], _ = learner._draw(rows, range(total), total, np.random.default_rng(0))
-    stats = learner._gradients(rows, minibatch)
+    [[minibatch], *_], _ = learner._draw(rows, [], range(total), total, np.random.default_rng(0))
+    stats = learner._gradients(tuple(rows), *minibatch.rows)
     assert 0.1 < float(stats[4]) < 0.9
     torch.testing.assert_close(flat_gradient(learner.module), flat_gradient(reference.module), atol=2e-6, rtol=2e-5)
 

@@ -133,7 +133,7 @@ def test_nothing_is_read_back_before_the_end(compiled: bool, uncompiled: None, m
     learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=compiled))
     samples = learner._samples(make_batch(Policy(learner.module)))
     total = len(samples.logp)
-    epochs, _ = learner._draw(samples, range(total), total, np.random.default_rng(0))
+    epochs, _ = learner._draw(samples, [], range(total), total, np.random.default_rng(0))
 
     def refuse(*args: object) -> Any:
         raise AssertionError("a value was read back")
@@ -144,7 +144,7 @@ def test_nothing_is_read_back_before_the_end(compiled: bool, uncompiled: None, m
         learner._compiled.begin(tuple(samples))
     for epoch in epochs:
         for minibatch in epoch:
-            learner._learn(samples, minibatch)
+            learner._learn(tuple(samples), *minibatch.rows)
 
 
 @pytest.mark.slow

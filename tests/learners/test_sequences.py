@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,10 +34,11 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.data import Batch, Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
-from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.impala import IMPALALearner, Minibatch, _fields
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.ranks import stratified_shuffle
 from rayvec.learners.returns import gae
+from rayvec.learners.sequences import happened_by_sequence
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 
@@ -137,8 +139,10 @@ def test_ppo_equals_the_reference(
     perturb(learner.module, 0.2)
     samples = learner._samples(Batch(tuple(chunks), STATS))
     total = len(samples.logp)
-    [[minibatch], *_], _ = learner._draw(samples, range(total), total, np.random.default_rng(0))
-    learner._gradients(samples, minibatch)
+    [[minibatch], *_], _ = learner._draw(
+        samples, [chunk.valid for chunk in chunks], range(total), total, np.random.default_rng(0)
+    )
+    learner._gradients(tuple(samples), *minibatch.rows)
     got = flat_gradient(learner.module)
 
     unrolled = [reference_of(learner).unroll(chunk) for chunk in chunks]
@@ -182,7 +186,8 @@ def test_impala_equals_the_reference(
     numbers_of(chunk)[~chunk.valid] = np.nan
     perturb(learner.module, 0.2)
     [minibatch] = learner._minibatches(chunk.valid, np.random.default_rng(0))
-    learner._gradients(learner._trajectories(chunk), minibatch)
+    trajectories = learner._trajectories(chunk)
+    learner._gradients(_fields(trajectories), *learner._rows(trajectories, minibatch))
     got = flat_gradient(learner.module)
 
     params, values, next_value = reference_of(learner).unroll(chunk)
@@ -205,24 +210,28 @@ def test_impala_equals_the_reference(
 
 def test_a_minibatch_has_whole_sequences_and_an_epoch_has_each_once() -> None:
     learner = make_ppo(minibatch_size=12)
-    samples = learner._samples(Batch(tuple(recorded(learner, 2, faults=True)), STATS))
-    total = len(samples.logp)
-    lengths = samples.obs.valid.sum(1).tolist()
+    chunks = recorded(learner, 2, faults=True)
+    samples = learner._samples(Batch(tuple(chunks), STATS))
+    total, valid = len(samples.logp), [chunk.valid for chunk in chunks]
+    happened = happened_by_sequence(valid, 5)
+    lengths = happened.sum(1).tolist()
     starts = np.cumsum([0, *lengths])
     whole = {tuple(samples.logp[a:b].tolist()): number for number, (a, b) in enumerate(pairwise(starts))}
     seen: list[int] = []
     generator = np.random.default_rng(3)
-    [minibatches, *_], _ = learner._draw(samples, range(total), total, generator)
+    [minibatches, *_], _ = learner._draw(samples, valid, range(total), total, generator)
     assert len(minibatches) == round(total / 12)
-    parts_of_all = [samples.at(each.at, each.sequences) for each in minibatches]
-    for part, minibatch in zip(parts_of_all, minibatches, strict=True):
-        assert minibatch.size == len(part.logp) == int(part.obs.valid.sum())
-        parts = np.split(part.logp.numpy(), part.obs.valid.sum(1).numpy().cumsum()[:-1])
-        numbers = [whole[tuple(each.tolist())] for each in parts if len(each)]
-        seen += numbers
+    for minibatch in minibatches:
+        numbers, slots = (each.numpy() for each in minibatch.sequences)
+        assert minibatch.size == len(minibatch.at) == int(happened[numbers].sum())
+        np.testing.assert_array_equal(slots, np.flatnonzero(happened[numbers]))
+        parts = np.split(samples.logp[minibatch.at].numpy(), happened[numbers].sum(1).cumsum()[:-1])
+        own = [whole[tuple(each.tolist())] for each in parts if len(each)]
+        assert own == [number for number in numbers if lengths[number]]
+        seen += own
     assert sorted(seen) == [number for number, length in enumerate(lengths) if length]
     expected = stratified_shuffle(len(lengths), len(minibatches), np.random.default_rng(3))
-    assert [len(numbers) for numbers in expected] == [len(part.obs.valid) for part in parts_of_all]
+    assert [len(numbers) for numbers in expected] == [len(each.sequences[0]) for each in minibatches]
 
 
 @pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
@@ -238,14 +247,51 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
         if make is make_ppo:
             samples = learner._samples(Batch((chunk,), STATS))
             return samples.value, samples.advantage
-        everyone = np.arange(chunk.num_envs)
-        outputs, next_value, _ = learner._unrolled(learner.module, learner._trajectories(chunk), everyone)
-        return outputs[0].detach(), outputs[1].detach(), next_value
+        everyone = Minibatch(np.arange(chunk.num_envs), int(chunk.valid.sum()))
+        trajectories = learner._trajectories(chunk)
+        rows = learner._rows(trajectories, everyone)
+        with patch.object(learner, "_loss", lambda outputs, next_value, *_: (*outputs, next_value)):
+            params, value, next_value = learner._loss_of_rows(learner._network, _fields(trajectories), *rows)
+        return params.detach(), value.detach(), next_value
 
     joined, alone = learned(join_chunks([long, short])), [learned(chunk) for chunk in (long, short)]
     for got, *expected in zip(joined, *alone, strict=True):
         torch.testing.assert_close(got, torch.cat(expected), atol=1e-6, rtol=1e-5)
     assert pad_chunk(short, T).states.shape == short.states.shape
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "space"),
+    [
+        (make_ppo, "gru", MASKED),
+        (make_impala, "lstm", OBS),
+        pytest.param(make_ppo, "lstm", MIXED, marks=pytest.mark.slow),
+        pytest.param(make_impala, "gru", MASKED, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("backend", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_compiled_updates_equal_eager_ones(
+    make: Any, kind: str, space: spaces.Space[Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph serves minibatches of all sizes and chunks of all lengths."""
+    compile_, graphs = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if backend == "traced":
+        monkeypatch.setattr(torch, "compile", lambda function, *, options, **rest: compile_(function, backend=count))
+    settings: dict[str, Any] = {"recurrent": kind, "burn_in": 2, "num_steps": 2 * T}
+    if make is make_impala:
+        settings["rho_bar"] = 1.1  # whether weights of 1 are above 1 is a matter of rounding
+    learners = [make(DISCRETE, space, compile=compiled, **settings) for compiled in (False, True)]
+    for seed in range(3):
+        chunk = act_randomly(Policy(learners[0].module), seed, faults=seed > 0, space=space, num_steps=T + seed)
+        expected, got = (learner.update(Batch((chunk,), STATS)) for learner in learners)
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    np.testing.assert_allclose(*(learner.weights() for learner in learners), atol=1e-5)
+    assert len(graphs) == (backend == "traced")
 
 
 @pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
@@ -303,7 +349,6 @@ def test_a_network_that_the_settings_do_not_name_is_refused() -> None:
         (PPOConfig, {"num_steps": 64, "sequence_length": 65}, "sequence_length at most num_steps = 64"),
         (IMPALAConfig, {"num_steps": 32, "sequence_length": 33}, "sequence_length at most num_steps = 32"),
         (IMPALAConfig, {"burn_in": 16}, "burn_in below sequence_length = 16"),
-        (PPOConfig, {"compile": True}, "compile=False with recurrent"),
         (PPOConfig, {"minibatch_size": 15}, "minibatch_size at least .* = 16"),
         (PPOConfig, {"minibatch_size": 31, "num_learners": 2}, "minibatch_size at least .* = 32"),
         (PPOConfig, {"recurrent": "rnn"}, "'gru' | 'lstm' | None"),
