@@ -290,7 +290,7 @@ def test_compiled_updates_equal_eager_ones(
         chunk = act_randomly(Policy(learners[0].module), seed, faults=seed > 0, space=space, num_steps=T + seed)
         expected, got = (learner.update(Batch((chunk,), STATS)) for learner in learners)
         assert got == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    np.testing.assert_allclose(*(learner.weights() for learner in learners), atol=1e-5)
+    np.testing.assert_allclose(*(learner.weights() for learner in learners), atol=5e-5)
     assert len(graphs) == (backend == "traced")
 
 
