@@ -30,6 +30,10 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "entropy_coef": 0.0,
             "clip_value_loss": False,
         },
+        "CartPole": {
+            "learning_rate": 8e-3,
+            "num_epochs": 2,
+        },
         "Pendulum": {
             "total_steps": 200_000,
             "num_steps": 256,
