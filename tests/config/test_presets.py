@@ -33,7 +33,7 @@ CLEANRL = {
 @pytest.mark.parametrize(
     ("kind", "env_id", "preset"),
     [
-        (PPOConfig, "CartPole-v1", "classic"),
+        (PPOConfig, "Acrobot-v1", "classic"),
         (PPOConfig, "LunarLander-v3", "box2d"),
         (PPOConfig, "HalfCheetah-v5", "mujoco"),
         (PPOConfig, "gymnasium.envs.mujoco:Hopper-v4", "mujoco"),
@@ -60,6 +60,7 @@ def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kin
     assert PPOConfig(gamma=0.99).gamma == 0.99
     assert PPOConfig(env_id="Pendulum-v1").gamma == PRESETS["ppo"]["Pendulum"]["gamma"] == 0.9
     assert PPOConfig(env_id="Pendulum-v1", gamma=0.95).gamma == 0.95
+    assert PPOConfig().preset == "classic" and PPOConfig().num_epochs == PRESETS["ppo"]["CartPole"]["num_epochs"] == 2
     assert PPOConfig(env_id="Maze-v0", preset="classic").gamma == 0.98
     assert PPOConfig(env_id="Pendulum-v1", preset="mujoco").gamma == 0.99
 

@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = read_runs([runs / name for name in ("a1", "a2", "b1", "c1")])
     assert [(group.env_id, group.label, len(group.training)) for group in groups] == [
-        ("CartPole-v1", "PPO, learning_rate=0.004", 2),
+        ("CartPole-v1", "PPO, learning_rate=0.008", 2),
         ("CartPole-v1", "PPO, learning_rate=0.001", 1),
         ("Pendulum-v1", "PPO", 1),
     ]
