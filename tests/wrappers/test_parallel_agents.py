@@ -140,6 +140,7 @@ class TestBadInput:
         [
             ("reset", lambda obs, infos: obs, "2 dicts: observations, infos. Got: dict"),
             ("reset", lambda obs, infos: ({agent: np.zeros(7) for agent in obs}, infos), "an element of Box"),
+            ("step", lambda obs, *others: ({**obs, "agent_1": 3.0}, *others), r"Got: 3\.0 of 'agent_1'"),
             ("step", lambda *results: results[:4], "5 dicts: .*Got: dict, dict, dict, dict"),
             (
                 "step",

@@ -1,0 +1,117 @@
+"""Action masks as a part of observations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError, message
+
+__all__ = ["MASK_KEY", "ActionMask", "num_choices"]
+
+MASK_KEY = "action_mask"
+"""Under which key an info or a Dict observation says which actions are allowed."""
+
+
+class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Makes the action mask of infos a part of the observation, where PPO, IMPALA and SAC read it.
+
+    Observations become ``{"observation": obs, "action_mask": mask}``. The mask has a number for each choice of the next
+    action, ``int8 [P]``, 0 where it is not allowed. It is all 1 where an info has no ``"action_mask"``. An environment
+    whose observation is a Dict with that key keeps its observations. Every mask is checked.
+
+    :func:`rayvec.train` applies this wrapper itself where the first info has a mask.
+
+    Args:
+        env: An environment with a Discrete or MultiDiscrete action space.
+
+    Raises:
+        ConfigError: The action space is another one.
+        ValueError: A step or reset gave a mask that allows nothing, of another size, or of something else than numbers.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._sizes = num_choices(env.action_space)
+        if not self._sizes:
+            raise ConfigError(
+                "A mask says which of the choices of an action are allowed.",
+                expected="a Discrete or MultiDiscrete action space",
+                got=env.action_space,
+                remedy="Leave the wrapper out.",
+            )
+        space = env.observation_space
+        self._is_in_obs = isinstance(space, spaces.Dict) and MASK_KEY in space.spaces
+        if not self._is_in_obs:
+            mask = spaces.MultiBinary(sum(self._sizes))
+            self.observation_space = spaces.Dict({"observation": space, MASK_KEY: mask})
+        self._num_steps = 0
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode."""
+        obs, info = self.env.reset(**kwargs)
+        self._num_steps = 0
+        return self._with_mask(obs, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Takes a step. The mask of an episode's last observation may allow nothing."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._num_steps += 1
+        return self._with_mask(obs, info, is_last=terminated or truncated), reward, terminated, truncated, info
+
+    def _with_mask(self, obs: Any, info: dict[str, Any], *, is_last: bool = False) -> Any:
+        given = obs[MASK_KEY] if self._is_in_obs else info.get(MASK_KEY)
+        mask = np.ones(sum(self._sizes), np.int8) if given is None else self._flat(given)
+        firsts = np.cumsum((0, *self._sizes[:-1]))
+        if not is_last and not np.logical_or.reduceat(mask != 0, firsts).all():
+            raise ValueError(
+                message(
+                    "An action mask allows at least one choice of each component of an action.",
+                    expected=f"a number other than 0 among each of {list(self._sizes)} choices",
+                    got=f"{mask.tolist()} after {self._num_steps} steps of the episode",
+                    remedy="Correct the environment's mask, or end the episode where no action is left.",
+                )
+            )
+        return obs if self._is_in_obs else {"observation": obs, MASK_KEY: mask}
+
+    def _flat(self, given: Any) -> NDArray[np.int8]:
+        if isinstance(given, np.ndarray) and given.dtype.hasobject:
+            given = given.ravel().tolist()  # numbers, or arrays of numbers
+        parts = given if isinstance(given, tuple | list) else (given,)
+        mask = np.concatenate([np.ravel(part) for part in parts])
+        if mask.dtype.kind not in "biuf" or (mask.dtype.kind == "f" and np.isnan(mask).any()):
+            raise ValueError(
+                message(
+                    "An action mask is made of numbers.",
+                    expected="numbers or bools, 0 where a choice is not allowed",
+                    got=f"{mask.tolist()} after {self._num_steps} steps of the episode",
+                    remedy="Correct the environment's mask, or pass action_masks=False.",
+                )
+            )
+        given_sizes = [np.size(part) for part in parts]
+        ends, allowed_ends = set(np.cumsum(given_sizes)), set(np.cumsum(self._sizes))
+        if mask.shape != (sum(self._sizes),) or not (ends <= allowed_ends or allowed_ends <= ends):
+            raise ValueError(
+                message(
+                    "An action mask has one number for each choice of an action.",
+                    expected=f"{' + '.join(map(str, self._sizes))} numbers for {self.env.action_space}",
+                    got=f"{' + '.join(map(str, given_sizes))} after {self._num_steps} steps of the episode",
+                    remedy="Correct the environment's mask, or pass action_masks=False.",
+                )
+            )
+        allowed: NDArray[np.int8] = (mask != 0).astype(np.int8)
+        return allowed
+
+
+def num_choices(action_space: spaces.Space[Any]) -> tuple[int, ...]:
+    """Returns the number of choices of each component of a Discrete or MultiDiscrete; nothing for other spaces."""
+    match action_space:
+        case spaces.Discrete(n=n):
+            return (int(n),)
+        case spaces.MultiDiscrete(nvec=nvec):
+            return tuple(int(n) for n in nvec.flat)
+    return ()

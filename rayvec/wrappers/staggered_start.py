@@ -1,0 +1,70 @@
+"""First episodes of different lengths, so that environments do not all begin episodes in the same step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.wrappers import TimeLimit
+
+from rayvec.errors import ConfigError
+
+__all__ = ["StaggeredStart"]
+
+Env = gymnasium.Env[Any, Any]
+
+
+class StaggeredStart(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Truncates the first episode after a number of steps that is drawn from its seed.
+
+    Environments that all truncate after the same number of steps then do so at different times. The number is uniform
+    between 1 and the time limit of the environment. Only a reset with a seed below 2^30, as training gives, is
+    followed by such an episode; evaluations have larger seeds.
+
+    Args:
+        env: An environment with a time limit.
+
+    Raises:
+        ConfigError: The environment has no time limit.
+    """
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self._time_limit = _time_limit(env)
+        self._num_left = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode, which is short if a seed of training is given."""
+        self._num_left = 0
+        if seed is not None and seed < 2**30:
+            self._num_left = int(np.random.default_rng([seed, 1]).integers(1, self._time_limit, endpoint=True))
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Takes a step; truncates the episode if it was the last of a short one."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._num_left -= 1
+        return obs, reward, terminated, truncated or (self._num_left == 0 and not terminated), info
+
+
+def _time_limit(env: Env) -> int:
+    """Returns the steps after which an environment truncates an episode.
+
+    Raises:
+        ConfigError: It has no time limit.
+    """
+    layer = env
+    while isinstance(layer, gymnasium.Wrapper):
+        if isinstance(layer, TimeLimit):
+            return layer._max_episode_steps
+        layer = layer.env
+    if layer.spec is not None and layer.spec.max_episode_steps is not None:
+        return layer.spec.max_episode_steps
+    raise ConfigError(
+        "stagger_starts spreads the ends of the first episodes over the time limit of the environment.",
+        expected="an environment with a time limit (max_episode_steps)",
+        got=f"{layer.spec.id if layer.spec else layer}, which has none",
+        remedy="Leave stagger_starts out, or wrap the environment in gymnasium.wrappers.TimeLimit; for an id, pass "
+        "env_kwargs={'max_episode_steps': 1000}.",
+    )
