@@ -153,7 +153,7 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
 @pytest.mark.timeout(600)
 def test_a_run_killed_half_way_still_learns(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
-    arguments = ["train", "ppo", "--seed=3", "--total-steps=60000", "--checkpoint-interval-s=0.5", "--num-nodes=1"]
+    arguments = ["train", "ppo", "--seed=3", "--total-steps=100000", "--checkpoint-interval-s=0.5", "--num-nodes=1"]
     with running([*arguments, f"--run-dir={run_dir}"], tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 30)
