@@ -196,8 +196,11 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     import rayvec.node.worker  # noqa: F401  # imported once for all workers
 
     for name in preload:
-        with contextlib.suppress(Exception):  # the worker that imports it reports the error
+        try:
             importlib.import_module(name)
+        except Exception as error:  # workers that need the module raise it
+            got = f"{type(error).__name__}: {error}"
+            print(f"rayvec: preload can't import {name!r}: {got}. Workers start without it.", file=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if is_root:  # processes that it forks do the same in _run()
         os.register_at_fork(after_in_child=_default_sigterm)

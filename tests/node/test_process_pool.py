@@ -702,3 +702,9 @@ def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(mon
         batch = pool.recv(ids)
         worker.close()
         assert (batch.obs == first).all() and batch.truncated.all() and not batch.rew.any()
+
+
+def test_a_module_that_cannot_be_preloaded_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    pool = ProcessPool.of(factory([CountingEnv]), 1, preload=("no_such_module",))
+    pool.close()
+    assert "preload can't import 'no_such_module': ModuleNotFoundError" in capfd.readouterr().err
