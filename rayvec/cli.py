@@ -125,7 +125,7 @@ class Train:
         else:
             from rayvec.training.loop import resume
 
-            result = resume(run_dir, **values)
+            result = resume(run_dir, algorithm=self.settings.algorithm, **values)
         print(
             f"greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps "
             f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
@@ -186,13 +186,13 @@ class Eval:
 
 @dataclass(frozen=True)
 class Plot:
-    """Draw the curves of several runs as a PNG; runs that differ in their seed alone are one line with its spread."""
+    """Draw the curves of several runs; runs that differ in their seed alone are one line with its spread."""
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of runs."""
 
     out: Path = Path("curves.png")
-    """The PNG file."""
+    """The picture; the end of its name says its format, such as .png, .pdf or .svg."""
 
     def run(self, args: Sequence[str]) -> None:
         """Draws the picture and prints a line for each group of runs."""

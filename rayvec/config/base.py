@@ -369,7 +369,7 @@ class TrainConfig(metaclass=PresetMeta):
         """Returns the settings of the same run with changes of where and how fast it executes.
 
         Args:
-            changes: Some of the settings in `ADJUSTABLE`.
+            changes: Some of the settings in `ADJUSTABLE`. Others, and `algorithm`, may only have their value.
 
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
@@ -386,7 +386,7 @@ class TrainConfig(metaclass=PresetMeta):
             )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
-        return replace(self, **changes)
+        return replace(self, **{name: changes[name] for name in changes if name in ADJUSTABLE})
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""

@@ -112,10 +112,21 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
 
     Args:
         groups: The runs.
-        path: The PNG file.
+        path: The picture; its suffix names the format, by default PNG.
+
+    Raises:
+        ConfigError: matplotlib writes no such format.
     """
     env_ids = list(dict.fromkeys(each.env_id for each in groups))
     figure, panels = curves_figure(len(env_ids), height=4.2)
+    known, kind = figure.canvas.get_supported_filetypes(), path.suffix[1:].lower() or "png"
+    if kind not in known:
+        raise ConfigError(
+            "The end of a picture's name says its format.",
+            expected=f"a name that ends in one of {', '.join(f'.{each}' for each in sorted(known))}",
+            got=path,
+            remedy="Pass --out curves.png, for example.",
+        )
     for axes, env_id in zip(panels, env_ids, strict=True):
         for number, group in enumerate(each for each in groups if each.env_id == env_id):
             color = COLORS[number % len(COLORS)]
@@ -127,7 +138,7 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
         axes.legend(frameon=False, loc="best", fontsize=8)
     axes.set_xlabel("environment steps (solid: training; dashed: greedy evaluations during training)")
     with written_whole(path) as file:
-        figure.savefig(file, format="png")
+        figure.savefig(file, format=kind)
 
 
 def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], color: str, style: str, label: str | None) -> None:

@@ -49,11 +49,15 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
     # the third is what `rayvec plot runs/*` passes where a picture is beside the runs
     assert main(["plot", str(runs / "a1"), str(runs / "a2"), str(tmp_path / "one.png"), "--out", str(out)]) == 0
     assert "CartPole-v1 PPO (2 seeds): greedy" in capsys.readouterr().out and out.exists()
+    for name, begins in {"a.pdf": b"%PDF", "a.SVG": b"<?xml", "plain": b"\x89PNG"}.items():
+        plot_runs(groups, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begins)
 
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["plot", str(runs / "a1"), str(tmp_path)], "config.yaml")
     assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run")
+    assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
     assert_refused(["plot", str(tmp_path)], "episodes that have ended")
