@@ -42,10 +42,10 @@ def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) ->
     return make_recurrent_actor_critic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
 
 
-def make_learner(algorithm: str, both: Any, kind: Any) -> PPOLearner | IMPALALearner:
+def make_learner(algorithm: str, both: Any, kind: Any, compiled: bool = False) -> PPOLearner | IMPALALearner:
     module = make_module(both, kind).double()
     module.__class__ = DoubleRecurrent
-    common = {"recurrent": kind, "sequence_length": 4, "num_envs": N, "num_steps": T}
+    common = {"recurrent": kind, "sequence_length": 4, "num_envs": N, "num_steps": T, "compile": compiled}
     if algorithm == "ppo":
         config = ppo_config(**common, minibatch_size=20, target_kl=0.5, normalize_reward=True)
         return PPOLearner(*both, config, module=module)
@@ -59,9 +59,9 @@ def make_batches(both: Any, kind: Any, count: int) -> list[Batch]:
 
 
 def learn(
-    algorithm: str, both: Any, cell: str, bounds: list[int], **kwargs: Any
+    algorithm: str, both: Any, cell: str, bounds: list[int], *, compiled: bool = False, **kwargs: Any
 ) -> tuple[list[Tensor], list[list[dict[str, float]]]]:
-    make = partial(make_learner, algorithm, both, cell)
+    make = partial(make_learner, algorithm, both, cell, compiled)
     learners, metrics = learn_on_ranks(make, make_batches(both, cell, 4), bounds, **kwargs)
     return [learner.state_dict()["parameters"] for learner in learners], metrics
 
@@ -84,6 +84,18 @@ def test_ranks_together_equal_one(algorithm: str, kind: str, both: Any, bounds: 
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     start = make_learner(algorithm, both, kind).state_dict()["parameters"]
     assert distance(start, expected) > 0.01
+
+
+@LEARNERS
+@pytest.mark.parametrize("bounds", [[0, 3, N], [0, 0, N]], ids=["uneven", "one without environments"])
+def test_compiled_ranks_equal_one(algorithm: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be compiled runs as it is: its steps equal those of one rank that compiles nothing."""
+    monkeypatch.setattr("rayvec.learners.compiled_step.Compiled", lambda function, **options: function)
+    (expected,), _ = learn(algorithm, (MASKED, DISCRETE), "gru", [0, N])
+    for each in ([0, N], bounds):
+        parameters, _ = learn(algorithm, (MASKED, DISCRETE), "gru", each, compiled=True)
+        assert distance(parameters[0], expected) <= 1e-7
+        assert all(torch.equal(other, parameters[0]) for other in parameters)
 
 
 @LEARNERS
