@@ -450,7 +450,7 @@ def _explanation(error: Exception) -> str | None:
 def _what_and_where(text: str) -> str:
     """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback."""
     what, _, traceback = text.partition("\n\n")
-    of_worker = traceback.split("\n\n\n", 1)[0]  # what follows is how it came from there to here
+    of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process
     lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
     return ", ".join([" ".join(what.split()), *lines[-1:]])
 

@@ -13,6 +13,7 @@ import torch
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
@@ -178,18 +179,21 @@ def check_module(net: nn.Module) -> None:
     if changed := [name for name, each in whole if not torch.equal(each, each.float().to(each.dtype))]:
         raise ConfigError(
             "Buffers travel to workers as float32, too.",
-            expected="whole numbers up to 2**24 in buffers",
+            expected="integer buffers with values up to 2**24",
             got=", ".join(changed),
-            remedy="Keep larger numbers in attributes that are no buffers.",
+            remedy="Keep larger numbers in plain attributes.",
         )
     try:
         cloudpickle.dumps(net)
     except Exception as error:
+        is_parametrized = any(map(parametrize.is_parametrized, net.modules()))
         raise ConfigError(
             "A network travels to workers and ranks by pickling.",
             expected=f"a {type(net).__name__} that can be pickled",
             got=f"{type(error).__name__}: {error}",
-            remedy="Remove attributes such as locks, open files and generators from the module.",
+            remedy="Do in forward() what a torch.nn.utils.parametrizations does: torch can't pickle it."
+            if is_parametrized
+            else "Remove attributes such as locks, open files and generators from the module.",
         ) from error
 
 

@@ -86,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def _foreign(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
-        "A checkpoint is read only if it is whole.",
+        "A checkpoint must be complete and undamaged.",
         expected=f"a complete checkpoint of rayvec in {path}",
         got=got,
         remedy="Restore the file from a copy, or start a new run.",

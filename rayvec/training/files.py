@@ -32,7 +32,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     if is_other or not path.parent.is_dir():
         other = "a directory" if path.is_dir() else "a device or a pipe"
         raise ConfigError(
-            "What a run or a command writes is a file.",
+            "The output path must be a file.",
             expected=f"a file {path}, or none, in a directory that exists",
             got=other if is_other else f"no directory {path.parent}",
             remedy="Make the directory, or move away what has the name of the file, or pass another path.",

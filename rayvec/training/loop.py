@@ -142,7 +142,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
             if run.has_begun:
-                gc.collect()  # what the ranks before have left, above all figures, is megabytes of cycles
+                gc.collect()  # the ranks before left megabytes of reference cycles, mostly figures
             try:
                 opened = open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0, cores=cores)
                 with opened as trainer:
@@ -169,8 +169,8 @@ class _Run:
         config: Settings.
         run_dir: Its directory.
         state: The state to continue from; none for a new run.
-        callbacks: What sees it and can end it.
-        monitor: Shows it to other programs.
+        callbacks: Each may end the run.
+        monitor: Publishes the status and the metrics of the run.
 
     Attributes:
         context: What the callbacks see, with the progress of the run.
@@ -328,7 +328,7 @@ class _Run:
         """Returns the totals of the run, and keeps them in its directory."""
         context, evaluation = self.context, self.context.evaluation
         if context.progress.steps >= self._config.total_steps:
-            context.stop_reason = None  # given too late to end anything
+            context.stop_reason = None  # the run had taken all its steps
         wall_s = time.monotonic() - self._began_s
         returns = [] if evaluation is None else evaluation.returns.tolist()
         mean = math.nan if evaluation is None else evaluation.return_mean

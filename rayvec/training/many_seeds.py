@@ -33,7 +33,7 @@ _PIPE_BYTES = 1 << 16  # as many as Linux keeps in a pipe
 _END_S = 30.0
 """How long a run may take to end after a second Ctrl-C, before it is killed, in seconds."""
 _MOST_LISTED = 8
-"""With more seeds, the name of the directory has the first one and the count."""
+"""With more seeds, the directory is named after the first seed and their number."""
 
 
 def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
             "Each seed is one run.",
             expected="different seeds",
             got=seeds,
-            remedy="Leave out the seeds that are there twice.",
+            remedy="Remove the duplicate seeds.",
         )
     directory = config.run_dir or _free_directory(config, seeds)
     runs = {seed: directory / f"seed{seed}" for seed in seeds}
@@ -81,7 +81,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
     if failed:
         kind = ConfigError if set(codes.values()) == {2} else LearnerError
         raise kind(
-            "Every seed trains to its end.",
+            "The run of each seed must finish.",
             expected=f"{len(runs)} runs that finish",
             got=f"an error, printed above, with seed {', '.join(map(str, failed))}",
             remedy=f"Correct its cause; {again}.",

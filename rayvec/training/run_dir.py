@@ -122,7 +122,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield  # load_run says what is wrong with it
         return
     try:
-        with contextlib.suppress(OSError):  # a file system without locks, but:
+        with contextlib.suppress(OSError):  # some file systems have no locks: then another process goes unnoticed
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

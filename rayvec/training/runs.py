@@ -131,7 +131,7 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
     if not sizes or not getattr(config, "action_masks", False):
         return False
     mask_space = space.spaces.get(MASK_KEY) if isinstance(space, spaces.Dict) else None
-    if config.native is not None:  # which the wrapper of one environment can't wrap
+    if config.native is not None:  # ActionMask wraps single environments only
         if mask_space is None and MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]:
             raise ConfigError(
                 "The action mask of native sub-batches is a part of their observations.",

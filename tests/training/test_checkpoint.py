@@ -68,7 +68,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in [0, 1, *range(7, len(whole), len(whole) // 40), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="only if it is whole"):
+        with pytest.raises(CheckpointError, match="complete and undamaged"):
             checkpoint.load(path)
 
 
