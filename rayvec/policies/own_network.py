@@ -104,8 +104,7 @@ class OwnActorCritic(ActorCriticModule):
         if path not in self._places or self.obs_mean is None or self.obs_scale is None:
             return part
         start, shape = self._places[path]
-        moments = (each[start : start + math.prod(shape)].view(shape) for each in (self.obs_mean, self.obs_scale))
-        mean, scale = moments
+        mean, scale = (each[start : start + math.prod(shape)].view(shape) for each in (self.obs_mean, self.obs_scale))
         return ((part - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:

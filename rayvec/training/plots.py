@@ -68,12 +68,11 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
             remedy="Pass some, for example rayvec plot runs/*",
         )
     configs = {run_dir: load_config(run_dir) for run_dir in run_dirs}
-    groups: dict[str, list[Path]] = {}
+    groups: dict[tuple[str, str], list[Path]] = {}
     for run_dir, config in configs.items():
-        groups.setdefault(f"{config.env_id} {_label(config, list(configs.values()))}", []).append(run_dir)
+        groups.setdefault((config.env_id, _label(config, list(configs.values()))), []).append(run_dir)
     found = []
-    for members in groups.values():
-        config = configs[members[0]]
+    for (env_id, label), members in groups.items():
         read = [list(read_metrics(run_dir / "metrics.jsonl")) for run_dir in members]
         curves = [training_points(lines)[:2] for lines in read]
         for run_dir, points in zip(members, curves, strict=True):
@@ -87,7 +86,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
         evaluations = [_points(lines, "eval/return_mean") for lines in read]
         greedy = [load_result(run_dir).get("eval_return_mean") for run_dir in members]
         finals = [value for value in greedy if value is not None]
-        found.append(Curves(_label(config, list(configs.values())), config.env_id, curves, evaluations, finals))
+        found.append(Curves(label, env_id, curves, evaluations, finals))
     return found
 
 

@@ -153,7 +153,7 @@ def test_in_another_thread_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("where", "signum"),
     [
-        ("--num-nodes=0", signal.SIGINT),
+        pytest.param("--num-nodes=0", signal.SIGINT, marks=pytest.mark.slow),  # test_many_seeds presses Ctrl-C too
         ("--num-nodes=0", signal.SIGTERM),
         ("--learners=decentralized --num-learners=2", signal.SIGTERM),
         pytest.param("--num-nodes=1", signal.SIGINT, marks=pytest.mark.slow),
