@@ -219,10 +219,10 @@ class IMPALALearner(ActorCriticLearner):
 
         Returns:
             The weight of each of its B steps in the loss, ``[B]``; the rows of these steps, environment by environment
-            in the order of time, ``int64 [B]``; where among the values that the network returns is that of the
-            observation after each step, ``[B]``; and the observations to evaluate: those of the steps, and those after
-            a step that are none of these, each once. For a recurrent network the last are apart, and then come the
-            numbers of the sequences, and `slots` and `before` of `OverSequences`.
+            in the order of time, ``int64 [B]``; where the observation after each step is: the number of a step of
+            these, or -1 - i for the i-th of the other observations, ``int64 [B]``; and the rows of the others, each
+            once. For a recurrent network then come the numbers of the sequences, and `slots` and `before` of
+            `OverSequences`.
         """
         chunk, environments = trajectories.chunk, minibatch.environments
         steps = _rows_of_steps(chunk.valid, environments)
@@ -232,17 +232,15 @@ class IMPALALearner(ActorCriticLearner):
         place[steps] = np.arange(len(steps))
         is_other = place[following] < 0
         others = following[is_other]
-        place[others] = len(steps) + np.arange(len(others))
+        place[others] = -1 - np.arange(len(others))
         weight = self._flat.data.new_full((len(steps),), 1 / minibatch.size)
-        if self._recurrent is None:
-            arrays = [steps, place[following], np.concatenate([steps, others])]
-        else:
+        arrays = [steps, place[following], others]
+        if self._recurrent is not None:
             length = self._recurrent.sequence_length
-            happened = happened_by_sequence([chunk.valid[:, environments]], length)
             count = -(-chunk.num_steps // length)
             numbers = (environments[:, None] * count + np.arange(count)).ravel()
-            slots = np.flatnonzero(happened)
-            arrays = [steps, place[following], others, numbers, slots, slots[is_other]]
+            slots = np.flatnonzero(happened_by_sequence([chunk.valid[:, environments]], length))
+            arrays += [numbers, slots, slots[is_other]]
         return weight, *(torch.from_numpy(each).to(self._device) for each in arrays)
 
     def _loss_of_rows(
@@ -255,15 +253,17 @@ class IMPALALearner(ActorCriticLearner):
             fields: See `_fields`.
             rows: See `_rows`.
         """
-        weight, at, after, seen, *sequences = rows
+        weight, at, after, others, *sequences = rows
         obs, steps, recorded = fields
-        obs = tree_map(lambda leaf: leaf.index_select(0, seen), obs)
         if sequences:
             numbers, slots, before = sequences
-            params, values = call(Sequences(*recorded).at(numbers), slots, (obs, before))
+            following = tree_map(lambda leaf: leaf.index_select(0, others), obs)
+            params, values = call(Sequences(*recorded).at(numbers), slots, (following, before))
         else:
-            params, values = call(obs)
-        next_value = values.detach().index_select(0, after)
+            seen = torch.cat([at, others])
+            params, values = call(tree_map(lambda leaf: leaf.index_select(0, seen), obs))
+        place = torch.where(after < 0, len(weight) - 1 - after, after)
+        next_value = values.detach().index_select(0, place)
         outputs = params[: len(weight)], values[: len(weight)]
         return self._loss(outputs, next_value, Steps(*steps).at(at), weight)
 
