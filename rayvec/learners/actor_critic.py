@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,24 +102,19 @@ class ActorCriticLearner:
                 remedy="Collect with rayvec.Policy(learner.module)",
             )
 
-    def _learn(self, fields: tuple[Tree, ...], *rows: Tensor) -> Tensor:
-        """Takes a step along the gradient of a minibatch's loss.
+    def _learn(self, fields: tuple[Tree, ...], minibatches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+        """Takes a step along the gradient of the loss of each minibatch.
 
         Args:
             fields: What minibatches index.
-            rows: What this rank has of the minibatch, as `_loss_of_rows` takes it: weights, then what else it needs.
+            minibatches: What this rank has of each, as `_loss_of_rows` takes it: weights, then what else it needs.
 
         Returns:
-            This rank's statistics, and then the norm of the gradient, as `_metrics` reads them.
+            Of each, this rank's statistics, and then the norm of the gradient, as `_metrics` reads them.
         """
-        if self._compiled is None:
-            return self._step(self._gradients(fields, *rows))
-        if self.ranks.size == 1:
-            return self._compiled.step(*rows)
-        gradient, stats = self._compiled.gradient(*rows)
-        self._flat.grad.copy_(gradient)
-        self.ranks.sum_(self._flat.grad)
-        return self._step(stats)
+        if self._compiled is not None and self.ranks.size == 1:
+            return self._compiled.steps(minibatches)
+        return [self._step(self._gradients(fields, *rows)) for rows in minibatches]
 
     def _gradients(self, fields: tuple[Tree, ...], *rows: Tensor) -> Tensor:
         """Computes the gradient of a minibatch's loss into the flat buffer, summed over all ranks.
@@ -127,9 +122,13 @@ class ActorCriticLearner:
         Returns:
             This rank's statistics.
         """
-        loss, stats = self._loss_of_rows(self._network, fields, *rows)
-        self._flat.zero_grad()
-        torch.autograd.backward(loss)
+        if self._compiled is not None:
+            gradient, stats = self._compiled.gradient(*rows)
+            self._flat.grad.copy_(gradient)
+        else:
+            loss, stats = self._loss_of_rows(self._network, fields, *rows)
+            self._flat.zero_grad()
+            torch.autograd.backward(loss)
         self.ranks.sum_(self._flat.grad)
         return stats
 

@@ -53,20 +53,20 @@ class FlatOptimizer:
         assert grad is not None
         self._step(self._parameter.data, grad, self.param_groups[0]["lr"])
 
-    def step_in_graph(self, tensors: tuple[Tensor, ...], grad: Tensor, norm: Tensor, lr: Tensor) -> None:
-        """Takes the same step, in operations that a compiler fuses.
+    def stepped(self, tensors: tuple[Tensor, ...], grad: Tensor, norm: Tensor, lr: Tensor) -> tuple[Tensor, ...]:
+        """Returns what `tensors` are after the same step, in operations that a compiler fuses.
 
         Args:
-            tensors: Those of `tensors`.
+            tensors: Those of the attribute, or what this function returned.
             grad: ``[P]``.
             norm: Its norm before it was clipped, ``[1]``.
             lr: Step size, ``[1]``.
         """
         param, failed, *own = tensors
         is_healthy = (failed == 0) & norm.isfinite()
-        for old, new in zip((param, *own), self._stepped(param, own, grad, lr), strict=True):
-            old.copy_(torch.where(is_healthy, new, old))
-        failed.copy_(1 - is_healthy.to(failed))
+        pairs = zip((param, *own), self._stepped(param, own, grad, lr), strict=True)
+        param, *own = (torch.where(is_healthy, new, old) for old, new in pairs)
+        return param, 1 - is_healthy.to(failed), *own
 
     def _own_tensors(self) -> tuple[Tensor, ...]:
         raise NotImplementedError

@@ -29,8 +29,8 @@ each call, every constant that the function read when it was compiled: a hundred
 class Compiled:
     """A function of tensors as a compiled graph, from its first call on; one for each set of shapes, up to eight.
 
-    Its arguments are trees of tensors. Everything else that it reads is read at the first call only, and must not
-    change.
+    One graph serves all sizes above 1 of a dimension that was marked by ``torch._dynamo.maybe_mark_dynamic``. Arguments
+    are trees of tensors. Everything else that the function reads is read at the first call only, and must not change.
 
     On a CPU the code that calls the kernels is compiled too, as C++: for networks of 128 units that saved 8 %.
     Compiling takes ten to thirty seconds; loading what an earlier run compiled takes a few. torch keeps compiled code
@@ -40,12 +40,11 @@ class Compiled:
 
     Args:
         function: May change tensors in place.
-        any_shapes: Whether one graph serves dimensions of all sizes above 1 that were marked as dynamic.
         cpu_options: More of torch's options for where tensors are on a CPU.
     """
 
-    def __init__(self, function: Update, *, any_shapes: bool = False, **cpu_options: Any) -> None:
-        self._function, self._dynamic = function, None if any_shapes else False
+    def __init__(self, function: Update, **cpu_options: Any) -> None:
+        self._function = function
         self._cpu_options = {"cpp_wrapper": True, **_CONCATENATE_FIRST, **cpu_options}
         self._call: Update | None = None
         self._is_compiled = False
@@ -68,7 +67,7 @@ class Compiled:
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
             function = _with_own_code(self._function)
-            call: Update = torch.compile(function, fullgraph=True, dynamic=self._dynamic, options=options)
+            call: Update = torch.compile(function, fullgraph=True, dynamic=False, options=options)
             with warnings.catch_warnings():  # torch's own, about how it is made
                 warnings.simplefilter("ignore", DeprecationWarning)
                 result = call(*args)  # what fails to compile has changed nothing yet

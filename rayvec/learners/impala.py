@@ -157,9 +157,9 @@ class IMPALALearner(ActorCriticLearner):
             trajectories = self._trajectories(chunk)
             self._prepare(trajectories)
             generator = np.random.default_rng([self.config.seed, self._num_updates])
-            for minibatch in self._minibatches(chunk.valid, generator):
-                stats.append(self._learn(_fields(trajectories), *self._rows(trajectories, minibatch)))
-                self._num_steps += minibatch.size
+            minibatches = list(self._minibatches(chunk.valid, generator))
+            stats += self._learn(_fields(trajectories), [self._rows(trajectories, each) for each in minibatches])
+            self._num_steps += sum(each.size for each in minibatches)
             self._check_finite(stats)
             self._num_updates += 1
         return {**self._metrics(stats), "learning_rate": learning_rate}

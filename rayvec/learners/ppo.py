@@ -129,7 +129,8 @@ class PPOLearner(ActorCriticLearner):
             normalize_obs=config.normalize_obs,
         )
         parts = self._network, self._loss_of_rows, self._optimizer, config.max_grad_norm, len(_METRICS) - 1
-        self._compiled = CompiledStep(*parts) if config.compile is True else None
+        is_joining = self._recurrent is None
+        self._compiled = CompiledStep(*parts, is_joining=is_joining) if config.compile is True else None
 
     @explains_memory("minibatch_size, or num_envs and num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -160,7 +161,7 @@ class PPOLearner(ActorCriticLearner):
             self._compiled.begin(tuple(samples))
         stats: list[Tensor] = []
         for epoch in epochs:
-            stats += [self._learn(tuple(samples), *minibatch.rows) for minibatch in epoch]
+            stats += self._learn(tuple(samples), [minibatch.rows for minibatch in epoch])
             if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
                 break
         self._check_finite(stats)

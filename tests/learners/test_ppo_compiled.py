@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def test_what_fills_a_minibatch_up_is_not_too_likely(count: int, uncompiled: Non
     learner.module.log_std.data.fill_(-6.0)
     before = learner.weights()
     compiled, rows = begin(learner, torch.arange(count), count)
-    assert compiled.step(*rows).isfinite().all()
+    assert torch.stack(compiled.steps([rows])).isfinite().all()
     assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
 
 
@@ -143,8 +144,7 @@ def test_nothing_is_read_back_before_the_end(compiled: bool, uncompiled: None, m
     if learner._compiled is not None:
         learner._compiled.begin(tuple(samples))
     for epoch in epochs:
-        for minibatch in epoch:
-            learner._learn(tuple(samples), *minibatch.rows)
+        learner._learn(tuple(samples), [minibatch.rows for minibatch in epoch])
 
 
 @pytest.mark.slow
@@ -161,6 +161,25 @@ def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, re
         learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True, num_epochs=1, seed=seed))
         learner.update(make_batch(Policy(learner.module)))
     assert len(graphs) == 10 and not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
+
+
+@pytest.mark.slow
+def test_the_cache_on_disk_tells_settings_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are constants of the graph, which is found again by what is in it."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for settings in ({"clip_coef": 0.01}, {"clip_coef": 0.3}, {"max_grad_norm": 0.05}, {"clip_coef": 0.01}):
+        counters.clear()
+        weights = []
+        for compiled in (False, True):
+            learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=compiled, **settings))
+            learner.update(make_batch(Policy(learner.module), 0))
+            weights.append(learner.weights())
+        np.testing.assert_allclose(weights[1], weights[0], atol=2e-5)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 0, 1]
 
 
 def test_a_graph_too_many_is_computed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
