@@ -17,6 +17,8 @@ from rayvec import cli
 from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.config.schema import field_names
 
+pytestmark = pytest.mark.filterwarnings("ignore:precision='bf16' is slower")  # which depends on the machine
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [

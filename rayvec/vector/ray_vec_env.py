@@ -63,7 +63,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             the least and the greatest number, lets environments move as nodes join and leave: see docs/elastic.md.
         workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
             one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
-            for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` has no meaning then.
+            for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` is an error then.
         groups: 1, or 2 so that the policy acts on one half while the other half steps. ``"auto"`` tries both,
             alternately, in the first four chunks for which the policy acts in the driver, and keeps the faster.
         step_timeout_s: How long a worker may take for one step of its environments, in seconds, also within a chunk.
