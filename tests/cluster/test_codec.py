@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.cluster import codec, frames, stream

@@ -12,8 +12,7 @@ import torch
 from helpers.examples import examples
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from helpers.training_kit import assert_same
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.distributed.rank_actor import pack

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 from helpers.vtrace import vtrace_by_definition
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from rayvec.learners.returns import gae, n_step, vtrace
