@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,23 +27,11 @@ from rayvec.pools.weight_store import WeightStore
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Collector", "CollectorProtocol", "EpisodeTracker"]
+__all__ = ["Collector", "EpisodeTracker"]
 
 logger = logging.getLogger(__name__)
 _MOST_DROPPED = 100
 """Episodes that may be dropped for each one requested; with more, an environment counts as one without good ones."""
-
-
-class CollectorProtocol(Protocol):
-    """What a training loop may use of a collector, this one or :class:`rayvec.tianshou.Collector`."""
-
-    def collect(self, n_step: int | None = None, n_episode: int | None = None) -> Any:
-        """Collects that many steps or episodes; what it returns, or its ``stats``, counts ``n_collected_steps``."""
-        ...
-
-    def reset(self) -> Any:
-        """Begins new episodes everywhere."""
-        ...
 
 
 @dataclass
