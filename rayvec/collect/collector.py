@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.collect.asynchronous import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.by_node import node_stats
 from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
-from rayvec.collect.parts import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves

@@ -23,7 +23,7 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
-from rayvec.collect.parts import PartChunk, PartsPipeline, in_rounds
+from rayvec.collect.asynchronous import PartChunk, PartsPipeline, in_rounds
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Chunk, Rollout, tree_map
