@@ -101,8 +101,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
         workers = divided_workers(config.workers_per_node, len(os.sched_getaffinity(0)), count)
         return _Places(ProcessHost(), count, workers)
     from rayvec.cluster.session import RaySession  # these import Ray
-    from rayvec.distributed.rank_nodes import RankNodes
-    from rayvec.distributed.rank_placement import ResourceRequest, rank_share
+    from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
     session = RaySession(config.address)
