@@ -16,7 +16,7 @@ from typing import NamedTuple
 import ray
 
 from rayvec.cluster.placement import FreeNode, choose_nodes, free_nodes, look_until
-from rayvec.cluster.reachability import head_answers, raylets, unreachable
+from rayvec.cluster.reachability import check_head, head_answers, raylets, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range
@@ -250,8 +250,10 @@ class ElasticPlacement:
             error: The error that reported the loss.
 
         Raises:
-            NodeLostError: Fewer than the least number of nodes are left; `error` is its cause.
+            NodeLostError: Fewer than the least number of nodes are left, or the head of the cluster is gone; `error` is
+                its cause.
         """
+        check_head(error)
         current = [None if k == number or each.node_id in excluded else each.node_id for k, each in enumerate(slices)]
         usable = partial(self._usable, [each.node_id for each in slices], excluded)
         nodes = look_until(usable, self._are_enough, _REPLACE_S)

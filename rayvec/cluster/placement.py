@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 
-from rayvec.cluster.reachability import alive_nodes
+from rayvec.cluster.reachability import alive_nodes, check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count
@@ -200,8 +200,9 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) ->
         error: The error that reported the loss.
 
     Raises:
-        NodeLostError: No other node has a free core; `error` is its cause.
+        NodeLostError: No other node has a free core; `error` is its cause. Or the head of the cluster is gone.
     """
+    check_head(error)
 
     def look() -> list[FreeNode]:
         candidates = free_nodes(claimed_too=lost.num_cpus == 0)

@@ -34,7 +34,6 @@ from rayvec.cluster.nodes import (
     join_node_parts,
 )
 from rayvec.cluster.placement import place_again
-from rayvec.cluster.reachability import check_head
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.session import RaySession
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
@@ -348,10 +347,6 @@ class RayPool(PartedPool):
 
         The driver's own node is never excluded: it is alive while the driver runs, so only its actor can have died.
         """
-        try:
-            check_head()
-        except NodeLostError as headless:
-            raise headless from error
         lost = excluded - {ray.get_runtime_context().get_node_id()}
         if self._elastic is not None:
             place = self._elastic.replacement(number, self._slices, lost, error)
