@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import tyro
 from measure import interleaved
-from stragglers import run as run_slowly
-from stragglers import seconds
+from stragglers import run as run_slowly, seconds
 
 import rayvec
 from rayvec.bench.terminal import show_table, spread

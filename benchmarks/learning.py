@@ -39,9 +39,10 @@ from rayvec.collect.collector import Collector
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.files import written_whole
+from rayvec.training.from_settings import make_env
 from rayvec.training.learning_curve import episode_mean
+from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_env
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
 INTERRUPTED = 130
@@ -149,7 +150,7 @@ def interquartile_mean(values: NDArray[np.float64]) -> float:
 
 def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the mean return of the episodes that ended around each point of `grid`, in steps; NaN without any."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir / "metrics.jsonl")
     points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]
     steps, returns, episodes = np.array(points, np.float64).reshape(-1, 3).T
     near = np.abs(steps - grid[:, None]) <= grid[-1] / 40

@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec import errors as errors
     from rayvec.collect.collector import Collector as Collector
-    from rayvec.config import IMPALAConfig as IMPALAConfig
-    from rayvec.config import PPOConfig as PPOConfig
-    from rayvec.config import SACConfig as SACConfig
-    from rayvec.config import TrainConfig as TrainConfig
-    from rayvec.data import Batch as Batch
-    from rayvec.data import Chunk as Chunk
-    from rayvec.data import StepBatch as StepBatch
+    from rayvec.config import (
+        IMPALAConfig as IMPALAConfig,
+        PPOConfig as PPOConfig,
+        SACConfig as SACConfig,
+        TrainConfig as TrainConfig,
+    )
+    from rayvec.data import Batch as Batch, Chunk as Chunk, StepBatch as StepBatch
     from rayvec.distributed.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies.policy import Policy as Policy
-    from rayvec.training.agent import Agent as Agent
-    from rayvec.training.agent import load as load
-    from rayvec.training.callbacks import BestModel as BestModel
-    from rayvec.training.callbacks import CheckpointHistory as CheckpointHistory
-    from rayvec.training.callbacks import RunContext as RunContext
-    from rayvec.training.callbacks import StopAtReturn as StopAtReturn
-    from rayvec.training.loop import TrainResult as TrainResult
-    from rayvec.training.loop import resume as resume
-    from rayvec.training.loop import train as train
+    from rayvec.training.agent import Agent as Agent, load as load
+    from rayvec.training.callbacks import (
+        BestModel as BestModel,
+        CheckpointHistory as CheckpointHistory,
+        RunContext as RunContext,
+        StopAtReturn as StopAtReturn,
+    )
+    from rayvec.training.loop import TrainResult as TrainResult, resume as resume, train as train
     from rayvec.vector.make_vec import make_vec as make_vec
     from rayvec.vector.ray_vec_env import RayVecEnv as RayVecEnv
 

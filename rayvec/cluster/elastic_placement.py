@@ -253,13 +253,9 @@ class ElasticPlacement:
             NodeLostError: Fewer than the least number of nodes are left, or the head of the cluster is gone; `error` is
                 its cause.
         """
-        try:
-            check_head()
-        except NodeLostError as headless:
-            raise headless from error
-        gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
-        current = [None if k == number or each.node_id in gone else each.node_id for k, each in enumerate(slices)]
-        usable = partial(self._usable, [each.node_id for each in slices], gone)
+        check_head(error)
+        current = [None if k == number or each.node_id in excluded else each.node_id for k, each in enumerate(slices)]
+        usable = partial(self._usable, [each.node_id for each in slices], excluded)
         nodes = look_until(usable, self._are_enough, _REPLACE_S)
         if not self._are_enough(nodes):
             nodes = usable(lost_too=True)
@@ -270,7 +266,7 @@ class ElasticPlacement:
                 got=f"{len(nodes)} after a loss ({error})",
                 remedy="Start more nodes, or lower min.",
             ) from error
-        for node_id in gone:
+        for node_id in excluded:
             self.distrust(node_id)
         node_of = assign_parts(current, self._weights(nodes))
         return self._places({number: node_of[number]}, nodes)[number]

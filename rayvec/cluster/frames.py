@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.cluster import codec
+from rayvec.cluster import plain_values
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
 from rayvec.node.protocol import action_leaves
 from rayvec.pools.base import Autoreset
@@ -218,8 +218,8 @@ class FrameFormat:
     ) -> tuple[bytes, bool]:
         """Returns the frame that requests a reset, and whether Ray must transfer the seeds and options."""
         try:
-            payload = codec.encode([list(seeds), options])
-        except codec.NOT_PLAIN:
+            payload = plain_values.encode([list(seeds), options])
+        except plain_values.NOT_PLAIN:
             payload = b""
         return self._request(Kind.RESET, env_ids, loose, payload), not payload
 
@@ -254,7 +254,7 @@ class FrameFormat:
         env_ids = np.frombuffer(frame, np.int64, count, _REQUEST.size)
         seeds = options = None
         if payload_bytes:
-            seeds, options = codec.decode(frame[at:])
+            seeds, options = plain_values.decode(frame[at:])
             are_seeds = len(seeds) == count and all(type(seed) in (int, NoneType) for seed in seeds)
             if not are_seeds or type(options) not in (dict, NoneType):
                 raise ValueError(f"no seeds and options for {count} environments")
@@ -267,8 +267,8 @@ class FrameFormat:
         form, extra = _Form.PLAIN, b""
         if batch.info:
             try:
-                form, extra = _Form.INFOS, codec.encode([list(info) for info in batch.info])
-            except codec.NOT_PLAIN:
+                form, extra = _Form.INFOS, plain_values.encode([list(info) for info in batch.info])
+            except plain_values.NOT_PLAIN:
                 return self.pack_kept(batch.env_ids), True
         frames, count = self._answer, len(batch.env_ids)
         ids, rew, *leaves, terminated, truncated = frames.own(count, len(extra))
@@ -318,7 +318,7 @@ class FrameFormat:
         if form != _Form.INFOS:
             raise ValueError(f"an answer of the form {form}")
         assert answer.batch is not None
-        fields_of = codec.decode(frame[at:])
+        fields_of = plain_values.decode(frame[at:])
         infos: tuple[Any, ...]
         if fields_of and len(fields_of[0]) == len(SubBatchInfo._fields):
             infos = tuple(SubBatchInfo(*fields) for fields in fields_of)

@@ -11,9 +11,19 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRef, ChunkSummary, NodeSlice, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data import (
+    Chunk,
+    ChunkRef,
+    ChunkRequest,
+    ChunkSummary,
+    NodeSlice,
+    Rollout,
+    RolloutTimes,
+    StepBatch,
+    Topology,
+    Tree,
+)
 from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
-from rayvec.data.chunk_request import ChunkRequest
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces

@@ -167,7 +167,6 @@ def plan_topology(
 
 def _limit(workers: list[int], num_envs: int) -> list[int]:
     """Removes workers from the nodes with the most workers until every worker has an environment."""
-    workers = list(workers)
     while sum(workers) > num_envs:
         fullest = max(range(len(workers)), key=workers.__getitem__)
         workers[fullest] -= 1
@@ -193,8 +192,7 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
 def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) -> NodeSlice:
     """Finds a node for the environments of a lost node: the one with the most free cores.
 
-    It waits at most 8 s for a node to return or for cores to become free. The driver's own node is never excluded:
-    it is alive while the driver runs, so only its actor can have died.
+    It waits at most 8 s for a node to return or for cores to become free.
 
     Args:
         lost: Slice of the lost node.
@@ -204,15 +202,11 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) ->
     Raises:
         NodeLostError: No other node has a free core; `error` is its cause. Or the head of the cluster is gone.
     """
-    try:
-        check_head()
-    except NodeLostError as headless:
-        raise headless from error
-    gone = set(excluded) - {ray.get_runtime_context().get_node_id()}
+    check_head(error)
 
     def look() -> list[FreeNode]:
         candidates = free_nodes(claimed_too=lost.num_cpus == 0)
-        return [node for node in candidates if node.node_id not in gone and node.cpus >= 1]
+        return [node for node in candidates if node.node_id not in excluded and node.cpus >= 1]
 
     nodes = look_until(look, bool, _PLACE_AGAIN_S)
     if not nodes:

@@ -343,11 +343,15 @@ class RayPool(PartedPool):
                 error, start_s = again, time.monotonic() - began_s
 
     def _start_elsewhere(self, number: int, excluded: set[str], error: NodeLostError | WorkerLostError) -> None:
-        """Starts the environments of a lost node again, in the state that they last showed."""
+        """Starts the environments of a lost node again, in the state that they last showed.
+
+        The driver's own node is never excluded: it is alive while the driver runs, so only its actor can have died.
+        """
+        lost = excluded - {ray.get_runtime_context().get_node_id()}
         if self._elastic is not None:
-            place = self._elastic.replacement(number, self._slices, excluded, error)
+            place = self._elastic.replacement(number, self._slices, lost, error)
         else:
-            place = place_again(self._slices[number], excluded, error)
+            place = place_again(self._slices[number], lost, error)
         member, envs = self._nodes[number], self.parts[number]
         what = "node %s is lost" if isinstance(error, NodeLostError) else "a worker of node %s did not start"
         logger.warning(

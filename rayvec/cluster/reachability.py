@@ -87,8 +87,8 @@ def can_call_ray() -> bool:
     return time.monotonic() - silent_s > _SILENCE_S and head_answers()
 
 
-def check_head() -> None:
-    """Raises ``NodeLostError`` if the network does not reach the head of the cluster."""
+def check_head(cause: Exception | None = None) -> None:
+    """Raises ``NodeLostError`` because of `cause` if the network does not reach the head of the cluster."""
     if not head_answers():
         if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
             sys.excepthook = worker.normal_excepthook
@@ -97,7 +97,7 @@ def check_head() -> None:
             expected=f"{ray.get_runtime_context().gcs_address} to accept a connection within {_ANSWER_S:g} s",
             got="no answer",
             remedy="Start the cluster again; a training resumes from its last checkpoint.",
-        )
+        ) from cause
 
 
 class NodeWatch:

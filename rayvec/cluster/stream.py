@@ -160,7 +160,7 @@ def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-class FrameSocket:
+class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
     """Sends and receives frames over a connected socket. A frame starts with its length in bytes, as a uint64.
 
     Usually one system call sends a frame and one receives it.
@@ -276,10 +276,6 @@ class FrameSocket:
     def close(self) -> None:
         """Closes the connection."""
         self._sock.close()
-
-    def __enter__(self) -> FrameSocket:
-        """Returns itself; leaving the block closes the connection."""
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Closes the connection."""

@@ -110,10 +110,6 @@ def preset_of(env_id: str, algorithm: str) -> str:
     return next((each for each in _NAMES if each in known and re.fullmatch(rf"({_NAMES[each]})-v\d+", name)), "none")
 
 
-def _base_name(env_id: str) -> str:
-    return re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
-
-
 class PresetMeta(type):
     """Lets the settings of a preset take the place of defaults: what is passed to the constructor counts first."""
 
@@ -124,7 +120,8 @@ class PresetMeta(type):
         if preset == "auto":  # native sub-batches are not the environment of the default id
             preset = "none" if given.get("native") and "env_id" not in given else fitting
         presets = PRESETS.get(algorithm, {})
-        own = presets.get(_base_name(env_id), {}) if preset == fitting else {}
+        base_name = re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
+        own = presets.get(base_name, {}) if preset == fitting else {}
         settings = super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})
         object.__setattr__(settings, "_given", given)
         return settings

@@ -9,8 +9,7 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
-from rayvec.data.chunk import Chunk, ChunkRef
-from rayvec.data.chunk_request import ChunkRequest
+from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
 from rayvec.data.sub_batch_infos import SubBatchInfo

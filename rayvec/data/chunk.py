@@ -1,11 +1,11 @@
-"""Many steps of many environments, as arrays or as a reference to them."""
+"""Many steps of many environments, as arrays or as a reference to them, and the request for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["AXES", "Chunk", "ChunkRef"]
+__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest"]
 
 _STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
 _STATES = {"axes": "K, N"}  # array [K, N, ...]
@@ -141,3 +141,19 @@ class ChunkRef:
     env_ids: NDArray[np.int64]
     num_steps: int
     ref: Any
+
+
+class ChunkRequest(NamedTuple):
+    """A request for a chunk.
+
+    Attributes:
+        num_steps: The number of steps T.
+        first_step: The number of steps that the environments took in earlier chunks.
+        noise_seed: The seed of the policy's noise.
+        by_reference: Whether the chunk stays in Ray's object store. The driver then receives only the summary.
+    """
+
+    num_steps: int
+    first_step: int = 0
+    noise_seed: int = 0
+    by_reference: bool = False

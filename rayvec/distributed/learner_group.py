@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +27,7 @@ __all__ = ["LearnerGroup"]
 logger = logging.getLogger(__name__)
 
 
-class LearnerGroup:
+class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     """A learner on several ranks, Ray actors or processes of this machine, which divide every batch among themselves.
 
     All ranks together compute what one learner computes from the whole batch. They begin with the weights of rank 0,
@@ -180,9 +181,6 @@ class LearnerGroup:
     def close(self) -> None:
         """Ends the ranks. May be called again."""
         self._group.close()
-
-    def __enter__(self) -> LearnerGroup:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

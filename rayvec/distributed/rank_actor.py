@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.distributed.allreduce_hierarchical import TwoLevelRanks
+from rayvec.distributed.allreduce import open_ranks
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
-from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
+from rayvec.distributed.allreduce_torch import check_device
 from rayvec.distributed.rank_host import MakeStore, RankPlacement
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
@@ -92,27 +92,15 @@ class RankActor:
             share_memory: Whether all ranks can share memory.
             make: Pickled function of this rank's `Ranks` that returns the object.
         """
-        self._ranks = self._connect(make_store, path, share_memory)
+        self._ranks = open_ranks(
+            self._placement,
+            make_store,
+            self._block or path,
+            share_memory,
+            device=self._device,
+            timeout_s=self._timeout_s,
+        )
         self._object = pickle.loads(make)(self._ranks)
-
-    def _connect(self, make_store: MakeStore, path: str | None, share_memory: bool) -> ClosableRanks:
-        place, timeout_s = self._placement, self._timeout_s
-
-        def collective(rank: int, size: int) -> CollectiveRanks:
-            store = make_store(timeout_s)
-            return CollectiveRanks(rank, size, store, host=place.host, device=self._device, timeout_s=timeout_s)
-
-        if place.size == 1:
-            return ALONE
-        if self._device == "cuda" or not share_memory or place.num_nodes == place.size:
-            return collective(place.rank, place.size)
-        on_node: ClosableRanks = ALONE
-        if place.node_size > 1:
-            on_node = self._block or SharedMemoryRanks(place.node_rank, place.node_size, path, timeout_s=timeout_s)
-        if place.num_nodes == 1:
-            return on_node
-        leaders = collective(place.node, place.num_nodes) if place.node_rank == 0 else None
-        return TwoLevelRanks(place.rank, place.size, on_node, leaders)
 
     @_returning_failures
     def call(self, name: str, *args: Any) -> Any:

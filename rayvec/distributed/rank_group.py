@@ -30,6 +30,7 @@ it was before the call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -59,7 +60,7 @@ _Call = tuple[str, Sequence[tuple[Any, ...]] | None]
 logger = logging.getLogger(__name__)
 
 
-class RankGroup:
+class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
     """One object on each of several ranks, called together; see the module for the rules.
 
     Args:
@@ -76,6 +77,10 @@ class RankGroup:
         num_nodes: 0 runs the ranks as processes of this machine, without Ray; the settings of cores and nodes have no
             effect then. Unset: as Ray actors.
         address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_starts: Number of times that all ranks were started: 1, and 1 more for each restart.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without capacity for the ranks. The group looks for 10 s;
@@ -110,7 +115,7 @@ class RankGroup:
         self._waited_s = 0.0
         self._kept_s = -math.inf
         self._num_losses = 0
-        self._num_starts = 0
+        self.num_starts = 0
         self._closed = False
         cpus = threads if num_cpus is None else num_cpus
         self._host: RankHost
@@ -145,11 +150,6 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         """Processes of the ranks, each on its own node."""
         return tuple(rank.pid for rank in self._set.ranks)
-
-    @property
-    def num_starts(self) -> int:
-        """Number of times that all ranks were started: 1, and 1 more for each restart."""
-        return self._num_starts
 
     def put(self, value: Any) -> Any:
         """Returns what stands for a value in the arguments of several ranks."""
@@ -276,7 +276,7 @@ class RankGroup:
                 self._set.gather(self._set.post(*call))
             if self._calls_since_checkpoint:
                 self._pending_checkpoint = self._state_of_rank_0()
-            self._num_starts += 1
+            self.num_starts += 1
         except BaseException:
             self._end_ranks()
             raise
@@ -304,9 +304,6 @@ class RankGroup:
             self._end_ranks()
             self._keep(None)
             self._host.close()
-
-    def __enter__(self) -> RankGroup:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

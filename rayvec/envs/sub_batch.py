@@ -43,7 +43,8 @@ class SubBatch:
                 got=f"{type(env).__module__}.{type(env).__qualname__}",
                 remedy="Leave native out, so that each callable makes one environment.",
             )
-        self.env: Any = _EnvPool(env) if _is_envpool(env) else env
+        is_envpool = any(kind.__module__.startswith("envpool.") for kind in type(env).__mro__)
+        self.env: Any = _EnvPool(env) if is_envpool else env
         self.num_envs = int(self.env.num_envs)
         if self.num_envs < 1:
             raise ConfigError(
@@ -237,10 +238,6 @@ def _mode_of(env: Any) -> AutoresetMode:
             got=repr((env.metadata or {}).get("autoreset_mode")),
             remedy="Set it in the metadata of the vector environment.",
         ) from error
-
-
-def _is_envpool(env: Any) -> bool:
-    return any(kind.__module__.startswith("envpool.") for kind in type(env).__mro__)
 
 
 class _EnvPool:

@@ -201,16 +201,14 @@ class ReplayBuffer:
         """Returns a copy of what is stored, as tensors: only the part of the rings that was ever filled."""
         if self.env_ids is None:
             return {}
-        used = min(int((self._heads.max(initial=-1) if self._never_full() else self.capacity_steps) + 1), len(self.rew))
+        was_full = (self.sizes != self._heads).any()
+        used = min(int((self.capacity_steps if was_full else self._heads.max(initial=-1)) + 1), len(self.rew))
         arrays = {name: getattr(self, name)[:used] for name in _ARRAYS}
         others = {"env_ids": self.env_ids, "sizes": self.sizes, "heads": self._heads}
         return {
             name: torch.from_numpy(array.copy())
             for name, array in {**arrays, **others, "finals": self._finals.obs, "free": self._finals.free}.items()
         }
-
-    def _never_full(self) -> bool:
-        return bool((self.sizes == self._heads).all())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken.

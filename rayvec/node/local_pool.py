@@ -70,20 +70,11 @@ class LocalPool:
         self.native_mode = self._pool.native_mode
         self.topology = Topology.of_driver((0, self.num_envs))
 
-    @property
-    def layout(self) -> ArrayLayout | None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return self._pool.layout
-
-    @property
-    def action_layout(self) -> ArrayLayout | None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        return self._pool.action_layout
-
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays for these spaces."""
-        self._pool.action_layout = ArrayLayout.of(action)
-        self._pool.attach_own(ArrayLayout.of(observation))
+        self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
+        self._pool.action_layout = self.action_layout
+        self._pool.attach_own(self.layout)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""

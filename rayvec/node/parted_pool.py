@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from rayvec.pools.shared_memory import ArrayLayout
 __all__ = ["PartedPool"]
 
 
-class PartedPool:
+class PartedPool(ABC):
     """What the pools of several owners have in common.
 
     Args:
@@ -41,25 +42,25 @@ class PartedPool:
         self._pending = np.zeros(num_envs, bool)
 
     @property
+    @abstractmethod
     def event_fds(self) -> Sequence[int]:
         """File descriptors of which one is readable once a command completes. Call :meth:`completed_ids` then."""
-        raise NotImplementedError
 
+    @abstractmethod
     def completed_ids(self) -> NDArray[np.int64]:
         """Returns the ids whose results :meth:`take` returns, ``int64 [k]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
         """Waits until the commands of some environments have completed.
 
         Raises:
             NotReady: The `deadline`, a ``time.monotonic`` time, was reached. The commands stay pending.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
         """Returns the results of completed commands. The commands are no longer pending."""
-        raise NotImplementedError
 
     def recv(
         self,
@@ -86,15 +87,15 @@ class PartedPool:
                 raise NotReady(f"{len(env_ids)} of {min_completed} environments have answered in time")
             readable(self.event_fds, min(LOOK_S, seconds_until(deadline)))
 
+    @abstractmethod
     def _first_finished(self, parts: Sequence[int]) -> int | None:
         """Returns the first of some parts that has finished its oldest pending chunk; None if none of them has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish_rollout(
         self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None
     ) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
-        raise NotImplementedError
 
     def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
         """See :class:`~rayvec.pools.base.ActingPool`."""
@@ -115,8 +116,8 @@ class PartedPool:
         collect = self._call_owners(plan, name, args, kwargs)
         return lambda timeout_s: plan.in_order(collect(timeout_s))
 
+    @abstractmethod
     def _call_owners(
         self, plan: Plan, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[float | None], Sequence[Sequence[Any]]]:
         """Starts a call. The returned function waits, and returns the results of each part of the plan."""
-        raise NotImplementedError

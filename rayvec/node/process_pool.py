@@ -18,7 +18,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
-from rayvec.node.protocol import NodeBlock, Op, action_leaves
+from rayvec.node.protocol import NodeBlock, Op
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference
@@ -134,7 +134,6 @@ class ProcessPool(PartedPool):
             raise
         self.layout, self.action_layout = block.layout, block.action_layout
         self._arrays = block.arrays
-        self._action_rows = block.actions(slice(None))
         self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
         self._clients = [
             WorkerClient(block, k, process, workers.where(k), self._reports)
@@ -155,7 +154,8 @@ class ProcessPool(PartedPool):
         plan = self._plans.of(env_ids)
         plan.check_whole()
         self.acting.own.note_absence()
-        codes = self._write_actions(plan, actions)
+        assert self._block is not None
+        codes = self._block.write_actions(plan.select, actions, len(plan.ids))
         resets = autoreset == Autoreset.SAME_STEP
         if codes is not None:
             self._start(plan, resets, lambda client, part: client.post_step(part, autoreset, codes))
@@ -397,15 +397,6 @@ class ProcessPool(PartedPool):
             return [reply.value for reply in replies]
 
         return collect
-
-    def _write_actions(self, plan: Plan, actions: Tree) -> list[int] | None:
-        """Writes actions into the block. Returns the codes of their data types, or None if they don't fit."""
-        leaves = action_leaves(actions, self.action_layout, len(plan.ids))
-        if leaves is None:
-            return None
-        for rows, leaf in zip(self._action_rows, leaves, strict=True):
-            rows.view(leaf.dtype.char)[plan.select] = leaf
-        return [ord(leaf.dtype.char) for leaf in leaves]
 
     def _batch(self, plan: Plan) -> StepBatch:
         arrays, select = self._arrays, plan.select

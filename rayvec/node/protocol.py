@@ -218,6 +218,7 @@ class NodeBlock:
         self.block = SharedBlock(fields, None if fds is None else fds[0])
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fds is None else fds[1]
         self.arrays = self.block.arrays
+        self._action_rows = self.actions(slice(None))
         addresses = [(self.block.address("go", k), self.block.address("done", k)) for k in range(workers)]
         self.go = [Semaphore(go, initialise=fds is None) for go, _ in addresses]
         self.done = [Semaphore(done, initialise=fds is None) for _, done in addresses]
@@ -240,6 +241,19 @@ class NodeBlock:
             ActionRows(self.arrays[f"act.{i}"][rows], leaf_shape)
             for i, (_, leaf_shape) in enumerate(self.action_layout.leaves)
         ]
+
+    def write_actions(self, select: slice | NDArray[np.int64], actions: Tree, count: int) -> list[int] | None:
+        """Writes the actions of `count` environments into their rows.
+
+        Returns:
+            The codes of their data types, for the command; None if the actions don't fit and nothing was written.
+        """
+        leaves = action_leaves(actions, self.action_layout, count)
+        if leaves is None:
+            return None
+        for rows, leaf in zip(self._action_rows, leaves, strict=True):
+            rows.view(leaf.dtype.char)[select] = leaf
+        return [ord(leaf.dtype.char) for leaf in leaves]
 
     def results(self, rows: slice) -> Mapping[str, Any]:
         """Returns the arrays, restricted to `rows`, into which a worker writes its results."""

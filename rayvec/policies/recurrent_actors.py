@@ -153,11 +153,7 @@ class MaskedRecurrentActor:
 
 def unencoded(num_features: int) -> Encoder:
     """Returns the encoder of what is encoded already."""
-    return Encoder((((), _unchanged),), num_features)
-
-
-def _unchanged(rows: Float) -> Float:
-    return rows
+    return Encoder((((), np.asarray),), num_features)
 
 
 def _gru(inputs: Float, recurrent: Float, state: Float) -> Float:

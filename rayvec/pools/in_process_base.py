@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any
@@ -85,7 +86,7 @@ class EnvsFailed(Exception):
         self.failures = tuple(failures)
 
 
-class InProcessPool:
+class InProcessPool(ABC):
     """Executes the commands of a pool in this process, inside :meth:`recv`, and restarts what raises.
 
     A *unit* is what fails and restarts as a whole: an environment, or a native sub-batch.
@@ -144,47 +145,47 @@ class InProcessPool:
 
     # What a pool defines. Rows are indices of its environments.
 
+    @abstractmethod
     def _make(self, unit: int) -> Any:
         """Makes a unit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _set_up(self) -> None:
         """Reads the spaces of the units that have been made, and allocates the arrays."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _identify(self, unit: int) -> tuple[int, str]:
         """Returns the row of a unit's first environment, and the name of the unit and its seed, for errors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end_episodes(self, unit: int) -> None:
         """Takes note that a unit is restarted: its episodes are cut, and its next reset has another seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step_rows(self, rows: Sequence[int], actions: Iterable[Any], autoreset: Autoreset) -> list[Any]:
         """Steps some environments. Writes results into the arrays and returns raw infos."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset_rows(
         self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> list[Any]:
         """Resets some environments, each with its seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_rows(self, rows: Sequence[int]) -> list[Any]:
         """Resets, without a seed, those of the given environments that are between two episodes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_rows(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[int]) -> list[Any]:
         """Calls a method or reads an attribute of some environments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_rows(self, name: str, values: Sequence[Any], rows: Sequence[int]) -> None:
         """Sets an attribute of some environments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rows_of(self, env_ids: NDArray[np.int64]) -> Any:
         """Returns what names some environments in :meth:`step_rows`, :meth:`reset_rows` and :meth:`begin_rows`."""
-        raise NotImplementedError
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
         """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.

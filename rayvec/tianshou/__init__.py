@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from rayvec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rayvec.tianshou.agents import AgentPolicy as AgentPolicy
-    from rayvec.tianshou.agents import load_critic as load_critic
-    from rayvec.tianshou.agents import load_policy as load_policy
-    from rayvec.tianshou.agents import save_policy as save_policy
+    from rayvec.tianshou.agents import (
+        AgentPolicy as AgentPolicy,
+        load_critic as load_critic,
+        load_policy as load_policy,
+        save_policy as save_policy,
+    )
     from rayvec.tianshou.collect.buffers import add_chunk as add_chunk
-    from rayvec.tianshou.collect.collector import Collector as Collector
-    from rayvec.tianshou.collect.collector import PrefetchCollectStats as PrefetchCollectStats
+    from rayvec.tianshou.collect.collector import Collector as Collector, PrefetchCollectStats as PrefetchCollectStats
     from rayvec.tianshou.collect.highlevel import RayCollectorFactory as RayCollectorFactory
-    from rayvec.tianshou.env.vector_env import RayVectorEnv as RayVectorEnv
-    from rayvec.tianshou.env.vector_env import RayVectorEnvType as RayVectorEnvType
+    from rayvec.tianshou.env.vector_env import RayVectorEnv as RayVectorEnv, RayVectorEnvType as RayVectorEnvType
     from rayvec.tianshou.learn.data_parallel import data_parallel as data_parallel
-    from rayvec.tianshou.learn.impala import IMPALA as IMPALA
-    from rayvec.tianshou.learn.impala import IMPALATrainingStats as IMPALATrainingStats
+    from rayvec.tianshou.learn.impala import IMPALA as IMPALA, IMPALATrainingStats as IMPALATrainingStats
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
 
 _HOMES = {

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,14 +36,6 @@ _VERBS = {"gauge": "set", "counter": "inc"}
 """What the metrics of Ray and of prometheus_client call it to record a value."""
 logger = logging.getLogger(__name__)
 Labels = tuple[str, ...]
-
-
-class _Sink(Protocol):
-    """Where metrics go."""
-
-    def record(self, name: str, value: float, labels: dict[str, str]) -> None:
-        """Sets a gauge, or adds to a counter, more than 0."""
-        ...
 
 
 class _RaySink:
@@ -65,6 +57,7 @@ class _RaySink:
         self.board = StatusBoard()
 
     def record(self, name: str, value: float, labels: dict[str, str]) -> None:
+        """Sets a gauge, or adds to a counter, more than 0."""
         getattr(self._metrics[name], _VERBS[METRICS[name].kind])(value, labels)
 
 
@@ -107,6 +100,7 @@ class _PortSink:
         print(f"rayvec: metrics at http://{address}:{self._server.server_port}/metrics", file=sys.stderr)
 
     def record(self, name: str, value: float, labels: dict[str, str]) -> None:
+        """Sets a gauge, or adds to a counter, more than 0."""
         getattr(self._metrics[name].labels(**labels), _VERBS[METRICS[name].kind])(value)
 
     def close(self) -> None:
@@ -217,15 +211,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._ray is not None and state == "running":
             self._ray.board.put(status.to_json())
 
-    def _sinks(self) -> list[_Sink]:
+    def _sinks(self) -> list[_RaySink | _PortSink]:
         if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
             context = ray.get_runtime_context()
             if (key := (context.gcs_address, context.get_job_id())) != self._ray_key:
                 self._ray, self._ray_key = _RaySink(), key
         else:
             self._ray = self._ray_key = None
-        found: list[_Sink | None] = [self._ray, self._port]
-        return [sink for sink in found if sink is not None]
+        return [sink for sink in (self._ray, self._port) if sink is not None]
 
     def _status(self, state: str) -> tuple[RunStatus, list[tuple[str, Labels, float]]]:
         """Returns the status, and the values of gauges."""

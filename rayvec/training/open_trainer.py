@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
-from rayvec.training.decentralized import open_decentralized
+from rayvec.training.from_settings import choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.initial import initial_state
+from rayvec.training.rank_trainer import open_decentralized
 from rayvec.training.run_state import Progress, restore
-from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 
@@ -101,8 +101,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
         workers = divided_workers(config.workers_per_node, len(os.sched_getaffinity(0)), count)
         return _Places(ProcessHost(), count, workers)
     from rayvec.cluster.session import RaySession  # these import Ray
-    from rayvec.distributed.rank_nodes import RankNodes
-    from rayvec.distributed.rank_placement import ResourceRequest, rank_share
+    from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
     session = RaySession(config.address)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
 from rayvec.training.run_state import Progress
 

@@ -225,16 +225,12 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise _bad_result(path, error) from None
+        result = error
     if not isinstance(result, dict):
-        raise _bad_result(path, result)
+        raise ConfigError(
+            "The result of a run is a JSON object.",
+            expected=f"a readable file {path}, or none",
+            got=result,
+            remedy="Restore the file from a copy, or remove it.",
+        )
     return result
-
-
-def _bad_result(path: Path, got: Any) -> ConfigError:
-    return ConfigError(
-        "The result of a run is a JSON object.",
-        expected=f"a readable file {path}, or none",
-        got=got,
-        remedy="Restore the file from a copy, or remove it.",
-    )

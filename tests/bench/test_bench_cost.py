@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.bench.cost_model.cost import Instance, Mix, cheapest, read_prices, suffices
 from rayvec.bench.cost_model.model import Cluster, Costs, Fit

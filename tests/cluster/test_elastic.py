@@ -18,8 +18,7 @@ from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, wit
 from helpers.examples import examples
 from helpers.native_envs import counting
 from helpers.waiting import wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 

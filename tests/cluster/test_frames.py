@@ -9,8 +9,7 @@ import pytest
 from gymnasium.vector.utils import batch_space
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, OBJECT_SPACES, sample_actions
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.data import RawInfo, StepBatch, tree_leaves, tree_map

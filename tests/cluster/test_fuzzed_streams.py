@@ -18,8 +18,7 @@ import pytest
 import ray
 from helpers.examples import examples
 from helpers.waiting import alive, wait_until
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from rayvec.cluster.frames import FrameFormat
 from rayvec.cluster.node_actor import NodeActor

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.cluster import placement
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology, wait_for_topology

@@ -25,8 +25,7 @@ from helpers.kinds import (
     sample_actions,
     within,
 )
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from rayvec.cluster import remote_node
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology

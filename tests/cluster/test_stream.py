@@ -19,8 +19,7 @@ import psutil
 import pytest
 from helpers.examples import examples
 from helpers.waiting import wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.cluster import stream
 from rayvec.cluster.stream import LENGTH_BYTES, FrameSocket, Listener, connect

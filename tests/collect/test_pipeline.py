@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from helpers.exact import TablePolicy
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.collect.collector import Collector
 from rayvec.collect.pipeline import ChunkPipeline

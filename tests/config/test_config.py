@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import ADJUSTABLE, CONFIGS

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, NodeSlice, Topology, tree_leaves, tree_map
 from rayvec.data.chunk_ops import join_chunks

@@ -18,8 +18,7 @@ from helpers.rank_objects import Owner
 from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_impala, make_learner, make_lonely
 from helpers.thread_ranks import on_ranks
 from helpers.waiting import alive, wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayvec

@@ -17,8 +17,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError

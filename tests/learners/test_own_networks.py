@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers import actor_critic_kit as kit
-from helpers import own_parts, sac_kit
+from helpers import actor_critic_kit as kit, own_parts, sac_kit
 from torch import Tensor, nn
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig

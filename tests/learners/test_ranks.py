@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.thread_ranks import ThreadRanks, on_ranks
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from rayvec.learners.ranks import ALONE, global_moments, stratified_shuffle

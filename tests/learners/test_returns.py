@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from helpers.n_step import n_step
 from helpers.vtrace import vtrace_by_definition
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from rayvec.learners.returns import gae, n_step, vtrace
+from rayvec.learners.returns import gae, vtrace
 
 Array = NDArray[Any]
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from helpers.examples import examples
 from helpers.waiting import shm_names, wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.testing import assert_identical

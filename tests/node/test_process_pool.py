@@ -48,8 +48,7 @@ from helpers.odd_envs import (
     WritesWhenClosed,
 )
 from helpers.waiting import alive, shm_names, wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.partition import even_bounds

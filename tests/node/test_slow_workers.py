@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
 

@@ -16,8 +16,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
 from gymnasium.vector.utils import batch_space, iterate
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from torch import nn
 

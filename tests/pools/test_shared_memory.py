@@ -15,8 +15,7 @@ from gymnasium.vector.utils import batch_space, create_empty_array
 from helpers.examples import examples
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
 from helpers.waiting import shm_names, wait_until
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.data import tree_map

@@ -10,8 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec import Collector, RayVecEnv
 from rayvec.data import Batch, Chunk

@@ -18,8 +18,7 @@ from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk, tree_map

@@ -12,8 +12,7 @@ import pytest
 import torch
 from helpers.examples import examples
 from helpers.tianshou_buffers import assert_same_buffer, assert_same_values
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -36,7 +36,6 @@ from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-from rayvec.collect.collector import CollectorProtocol
 from rayvec.errors import ConfigError
 from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
@@ -435,6 +434,18 @@ class TestTrainers:
         assert stats.pred_dist_std_array.shape == (50, 1)
         torch_std = policy(Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
         assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
+
+
+class CollectorProtocol(Protocol):
+    """What a training loop may use of a collector, rayvec's or Tianshou's."""
+
+    def collect(self, n_step: int | None = None, n_episode: int | None = None) -> Any:
+        """Collects that many steps or episodes; what it returns, or its ``stats``, counts ``n_collected_steps``."""
+        ...
+
+    def reset(self) -> Any:
+        """Begins new episodes everywhere."""
+        ...
 
 
 def test_it_is_a_collector(venvs: dict[str, RayVectorEnv]) -> None:

@@ -16,9 +16,8 @@ from helpers.training_kit import SMALL
 from helpers.waiting import wait_until
 
 import rayvec
-from rayvec.distributed import rank_nodes
-from rayvec.distributed.rank_nodes import RankNodes
-from rayvec.distributed.rank_placement import ResourceRequest
+from rayvec.distributed import rank_placement
+from rayvec.distributed.rank_placement import RankNodes, ResourceRequest
 from rayvec.errors import ConfigError
 from rayvec.training.loggers import read_metrics
 
@@ -41,7 +40,7 @@ def test_settings_that_can_not_be_elastic(changes: dict[str, Any], expected: str
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_nodes, "_WAIT_S", 0.1)
+    monkeypatch.setattr(rank_placement, "_WAIT_S", 0.1)
     settings = {**ELASTIC, "num_nodes": (3, 4), "num_learners": 4, "run_dir": tmp_path / "a"}
     with pytest.raises(ConfigError, match=r"3 such node\(s\) with 1 core\(s\) within 0.1 s"):
         rayvec.train(rayvec.PPOConfig(**settings))
@@ -66,12 +65,12 @@ def test_ranks_are_as_many_as_nodes_allow() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second node has 8 cores."""
-    monkeypatch.setattr(rank_nodes, "_LOOK_S", 0.0)
+    monkeypatch.setattr(rank_placement, "_LOOK_S", 0.0)
     nodes = RankNodes((1, 2), 2, {}, ResourceRequest(9, 0))
     here = ray.get_runtime_context().get_node_id()
     assert nodes.node_ids == (here,) and nodes.num_ranks == 1
     assert not nodes.has_changed([here])
-    monkeypatch.setattr(rank_nodes, "_WAIT_S", 0.1)
+    monkeypatch.setattr(rank_placement, "_WAIT_S", 0.1)
     with pytest.raises(ConfigError, match=r"2 such node\(s\) with 9 core\(s\) within 0.1 s. Got: .*: 8 free"):
         RankNodes((2, 2), 2, {}, ResourceRequest(9, 0))
 
@@ -79,7 +78,7 @@ def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_chosen_node_without_ranks_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node that joins is still used; but ranks that are lost end in an error first."""
-    monkeypatch.setattr(rank_nodes, "_LOOK_S", 0.0)
+    monkeypatch.setattr(rank_placement, "_LOOK_S", 0.0)
     with without_cores_elsewhere() as free:
         nodes = RankNodes((1, 2), 2, {}, ResourceRequest(1, 0))
         here = ray.get_runtime_context().get_node_id()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tianshou.data import (
     Batch,
@@ -29,7 +30,6 @@ from rayvec.data import Chunk, Tree, tree_leaves, tree_map
 from rayvec.data.chunk_ops import counted_ends
 from rayvec.errors import ConfigError
 from rayvec.tianshou.collect.infos import info_columns, info_rows
-from rayvec.tianshou.collect.rows import Place, assign, clear, lacks
 
 __all__ = ["Added", "ChunkInsertion", "add_chunk"]
 
@@ -243,7 +243,7 @@ class ChunkInsertion:
         if not buffer._meta.get_keys():
             template.rew = template.rew.astype(float)
             buffer._meta = cast(Any, create_value(template, buffer.maxsize, stack=False))
-        elif lacks(buffer._meta, template):
+        elif _lacks(buffer._meta, template):
             alloc_by_keys_diff(buffer._meta, template, buffer.maxsize, False)
         else:
             return
@@ -257,15 +257,15 @@ class ChunkInsertion:
         return {**self._fields, "obs": tree_map(lambda leaf: leaf[:, :, -1], self._fields["obs"])}
 
     def _write(self, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        place = Place(index, keep)
+        place = _Place(index, keep)
         fields = tree_map(lambda leaf: leaf[start:stop], self._stored())
         for key, held in self._buffer._meta.items():
             if key == "obs_next" and self._saves_next:
                 self._write_next(held, start, stop, index, keep)
             elif key in fields:
-                assign(held, fields[key], place)
+                _assign(held, fields[key], place)
             else:
-                clear(held, place.index)
+                _clear(held, place.index)
 
     def _write_next(self, held: Any, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
         """Writes the observations after steps from the chunk's arrays, without an array of all of them."""
@@ -273,17 +273,17 @@ class ChunkInsertion:
         inner = min(stop, chunk.num_steps - 1) - start
         if inner > 0:
             following = tree_map(lambda leaf: self._frame(leaf[start + 1 : start + 1 + inner], 2), chunk.obs)
-            assign(held, following, Place(index[:inner], keep[:inner]))
+            _assign(held, following, _Place(index[:inner], keep[:inner]))
         if stop == chunk.num_steps:
             last = tree_map(lambda leaf: self._frame(leaf, 1)[None], chunk.last_obs)
-            assign(held, last, Place(index[-1:], keep[-1:]))
+            _assign(held, last, _Place(index[-1:], keep[-1:]))
         t, n = self._chunk.final_index[:, 0], self._chunk.final_index[:, 1]
         among = np.flatnonzero((t >= start) & (t < stop))
         among = among[keep[t[among] - start, n[among]]]
         if len(among):
             finals = tree_map(lambda leaf: self._frame(leaf[among], 1), self._chunk.final_obs)
             at = index[t[among] - start, n[among]]
-            assign(held, finals, Place(at, np.ones(len(at), bool)))
+            _assign(held, finals, _Place(at, np.ones(len(at), bool)))
 
     def _frame(self, leaf: NDArray[Any], axis: int) -> NDArray[Any]:
         """The last of the frames that are stacked on this axis, if only that is stored."""
@@ -368,3 +368,50 @@ def _check_tree(obs: Tree) -> None:
             got="tuples",
             remedy="Turn the Tuple space into a Dict space with a wrapper.",
         )
+
+
+class _Place:
+    """Where rows ``[S, N]`` go, and which of them."""
+
+    def __init__(self, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+        self.rows = None if keep.all() else np.flatnonzero(keep)
+        self.index = index.reshape(-1) if self.rows is None else index.reshape(-1)[self.rows]
+        self.num_axes = index.ndim
+
+
+def _assign(held: Any, value: Any, place: _Place) -> None:
+    """Writes rows of `value` at any places; a key that it lacks becomes 0 or None, as in ``Batch.__setitem__``."""
+    if isinstance(held, Batch):
+        for key, part in held.items():
+            if key in value:
+                _assign(part, value[key], place)
+            else:
+                _clear(part, place.index)
+        return
+    rows = value.reshape(-1, *value.shape[place.num_axes :])
+    if isinstance(held, torch.Tensor):
+        rows = torch.as_tensor(rows)
+        held[torch.from_numpy(place.index)] = rows if place.rows is None else rows[torch.from_numpy(place.rows)]
+    else:
+        held[place.index] = rows if place.rows is None else rows[place.rows]
+
+
+def _clear(held: Any, index: NDArray[np.int64]) -> None:
+    """Writes 0 or None."""
+    if isinstance(held, Batch):
+        held.empty_(index)
+    else:
+        held[index] = None if isinstance(held, np.ndarray) and held.dtype == object else 0
+
+
+def _lacks(held: Any, template: Any) -> bool:
+    """Says whether a batch has not got every key of another."""
+    for key, part in template.items():
+        if key not in held:
+            return True
+        if isinstance(held[key], Batch):
+            if isinstance(part, Batch) and _lacks(held[key], part):
+                return True
+            if not isinstance(part, Batch) and not held[key].get_keys():
+                return True
+    return False

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import ALONE, Ranks, gather_counts
-from rayvec.tianshou.learn.algorithm_state import AlgorithmState, load_algorithm, stepped
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState, equal, load_algorithm, stepped
 from rayvec.tianshou.learn.draws import Cut, SlicedDraws
 from rayvec.tianshou.learn.impala import IMPALA
 from rayvec.tianshou.learn.shards import (
@@ -184,7 +184,9 @@ class AlgorithmRank:
             self.draws.cut = None
         if self._ranks.rank:
             return Reply(weight)
-        changed = {place: value for place, value in self._state.numbers().items() if _differs(value, before.get(place))}
+        changed = {
+            place: value for place, value in self._state.numbers().items() if not equal(value, before.get(place))
+        }
         return Reply(weight, changed, Generators.capture(), stats)
 
     # What takes the place of Tianshou's own; see `patched_tianshou`.
@@ -343,7 +345,3 @@ class AlgorithmRank:
         for parameter, total, anywhere in zip(parameters, sums[:-1], sums[-1].tolist(), strict=True):
             if anywhere:
                 parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True)
-
-
-def _differs(value: Any, before: Any) -> bool:
-    return type(value) is not type(before) or bool(value != before)

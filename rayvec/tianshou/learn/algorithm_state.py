@@ -19,7 +19,7 @@ from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.utils import RunningMeanStd
 from torch import Tensor, nn
 
-__all__ = ["AlgorithmState", "Numbers", "load_algorithm", "stepped"]
+__all__ = ["AlgorithmState", "Numbers", "equal", "load_algorithm", "stepped"]
 
 Numbers = dict[tuple[str, str], Any]
 """Plain numbers, and tuples of them, by place: a part of the algorithm, and a name."""
@@ -69,8 +69,8 @@ class AlgorithmState:
         """Says whether tensors and optimizers still hold what was captured."""
         now = self.capture()
         entries = zip(_flat(now["optimizers"]), _flat(state["optimizers"]), strict=True)
-        return all(map(_equal, now["tensors"], state["tensors"])) and all(
-            mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+        return all(map(equal, now["tensors"], state["tensors"])) and all(
+            mine.keys() == theirs.keys() and all(equal(mine[name], theirs[name]) for name in mine)
             for mine, theirs in entries
         )
 
@@ -121,7 +121,8 @@ def _flat(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [each for one in lists for each in one]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two tensors or plain values are of one type and equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other.to(one.device))
     return type(one) is type(other) and bool(one == other)

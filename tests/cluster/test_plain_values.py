@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
-from rayvec.cluster import codec, frames, stream
+from rayvec.cluster import frames, plain_values, stream
 from rayvec.testing import assert_identical
 
 dtypes = st.one_of(
@@ -53,11 +52,11 @@ plain = st.recursive(
 @given(value=plain)
 def test_plain_values_come_back_with_type_and_data_type(value: Any) -> None:
     try:
-        data = codec.encode(value)
-    except codec.NOT_PLAIN:  # a scalar text of no characters has no data type that NumPy reads back
+        data = plain_values.encode(value)
+    except plain_values.NOT_PLAIN:  # a scalar text of no characters has no data type that NumPy reads back
         assert has_empty_text(value)
         return
-    assert_identical(codec.decode(data), value)
+    assert_identical(plain_values.decode(data), value)
 
 
 def has_empty_text(value: Any) -> bool:
@@ -70,8 +69,8 @@ def has_empty_text(value: Any) -> bool:
 
 @given(array=arrays.filter(lambda array: array.dtype.itemsize > 0))
 def test_arrays_come_back_in_memory_of_their_own(array: Any) -> None:
-    data = codec.encode(array)
-    first, second = codec.decode(data), codec.decode(data)
+    data = plain_values.encode(array)
+    first, second = plain_values.decode(data), plain_values.decode(data)
     assert first.flags.writeable and first.flags.aligned and not np.shares_memory(first, second)
 
 
@@ -124,19 +123,19 @@ REFUSED = {
 def test_what_is_not_plain_is_refused_wherever_it_stands(what: str, place: str) -> None:
     value = REFUSED[what]
     placed = {"alone": value, "in a list": [1, value], "in a tuple": (value,), "in a dict": {"x": {"y": value}}}[place]
-    with pytest.raises(codec.NOT_PLAIN):
-        codec.encode(placed)
+    with pytest.raises(plain_values.NOT_PLAIN):
+        plain_values.encode(placed)
 
 
 @examples(200)
 @given(data=st.binary(max_size=64))
 def test_garbage_is_a_value_or_an_error_never_more(data: bytes) -> None:
     try:
-        value = codec.decode(data)
+        value = plain_values.decode(data)
     except Exception as error:
         assert not isinstance(error, (MemoryError, SystemError))
     else:
-        assert_identical(codec.decode(codec.encode(value)), value)
+        assert_identical(plain_values.decode(plain_values.encode(value)), value)
 
 
 def test_what_arrives_is_never_unpickled(tmp_path: Any) -> None:
@@ -144,13 +143,13 @@ def test_what_arrives_is_never_unpickled(tmp_path: Any) -> None:
         def __reduce__(self) -> Any:
             return open, (str(tmp_path / "owned"), "w")
 
-    for data in (pickle.dumps(Evil()), codec.encode([pickle.dumps(Evil())])):
+    for data in (pickle.dumps(Evil()), plain_values.encode([pickle.dumps(Evil())])):
         try:
-            codec.decode(data)
+            plain_values.decode(data)
         except Exception as error:
             assert not isinstance(error, pickle.UnpicklingError)
     assert not (tmp_path / "owned").exists()
-    for module in (codec, frames, stream):
+    for module in (frames, plain_values, stream):
         names = set(vars(module)) | set(
             inspect.getsource(module).replace("unpickled", "").replace("pickled", "").split()
         )
