@@ -45,7 +45,7 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
     at_most = [row for row in rows if row["nodes"] == most]
     ways = sorted({series(row) for row in at_most if row["way"] != "floor"}) or ["floor"]
     figures: dict[str, tuple[str, float, Callable[[Any, float], None]]] = {
-        "efficiency": (f"Efficiency: steps/s as a share of cores / step duration{hollow}", 3.6, partial(_efficiency, rows)),
+        "efficiency": (f"Efficiency: steps/s / (cores / step duration){hollow}", 3.6, partial(_efficiency, rows)),
         "steps": (f"Steps/s over nodes{hollow}", 3.6, partial(_steps, rows)),
         "split": (f"Where the time goes, nodes: {most}", 2.1 + 0.45 * len(ways), partial(_split, at_most, ways)),
     }
