@@ -15,7 +15,7 @@ from rayvec.data.batch import join_episodes
 from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["PartChunk", "PartsPipeline", "in_rounds", "join_parts"]
@@ -116,14 +116,14 @@ class PartsPipeline:
         """How many chunks each part has pending, by its environments."""
         return {part.envs: len(part.pending) for part in self._parts}
 
-    def start(self, published: PublishedPolicy, num_steps: int, *, ahead: bool) -> None:
+    def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
         """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
         for number, part in enumerate(self._parts):
             if not part.pending or (ahead and part.is_prompt and len(part.pending) < MOST_CHUNKS):
-                self._start(number, published, num_steps)
+                self._start(number, store, num_steps)
 
     def finish(
-        self, published: PublishedPolicy, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
+        self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
     ) -> PartChunk | None:
         """Waits for a chunk that belongs to the present batch, and starts the next one of its part.
 
@@ -131,7 +131,7 @@ class PartsPipeline:
         order of time, and one of a slow part not at all.
 
         Args:
-            published: The weights of the policy.
+            store: The weights of the policy.
             num_steps: T of the chunk to start.
             num_columns: How many columns the batch has so far.
             ahead: Whether to start one. If not, all pending chunks belong to the batch.
@@ -142,7 +142,7 @@ class PartsPipeline:
         """
         open_parts = [each for each in self._parts if each.pending and each.envs not in full]
         by_age = sorted(open_parts, key=lambda each: each.pending[0].due)
-        due = [each for each in by_age if not ahead or each.pending[0].due <= published.version]
+        due = [each for each in by_age if not ahead or each.pending[0].due <= store.version]
         if num_columns + sum(len(each.envs) for each in due) < self._num_envs:
             due = by_age
         if not due:
@@ -151,18 +151,18 @@ class PartsPipeline:
         part = self._parts[number]
         chunk = part.pending.popleft()  # after the wait: an interrupted one leaves it pending
         part.first_step += chunk.num_steps
-        part.is_prompt = published.version - chunk.version <= _PROMPT
+        part.is_prompt = store.version - chunk.version <= _PROMPT
         if ahead and not part.pending:
-            self._start(number, published, num_steps)
+            self._start(number, store, num_steps)
         part.has_begun = bool(part.pending)
         return PartChunk(replace(rollout, topology=chunk.topology), part.envs)
 
-    def _start(self, number: int, published: PublishedPolicy, num_steps: int) -> None:
+    def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
         part = self._parts[number]
         first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
-        self._env.rollout_async(published, num_steps, first_step, self.noise_seed, part=number)
-        due = published.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
-        part.pending.append(_PendingChunk(num_steps, published.version, due, self._env.topology))
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, part=number)
+        due = store.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
+        part.pending.append(_PendingChunk(num_steps, store.version, due, self._env.topology))
         part.has_begun = True
 
     def drain(self) -> Iterator[Rollout]:

@@ -23,7 +23,7 @@ from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -95,9 +95,9 @@ class Collector:
         )
         self._env = env
         self._policy = as_policy(policy)
-        self._published: PublishedPolicy | None = None
+        self._store: WeightStore | None = None
         if inference != "driver":
-            self._published = env.publish(self._policy, on_node=inference == "node")
+            self._store = env.publish(self._policy, on_node=inference == "node")
         self._on_node = inference == "node"
         self._seed = seed
         self._prefetch = prefetch
@@ -144,11 +144,11 @@ class Collector:
             The version of the weights, which every chunk records that was taken with them.
         """
         check_open(self._closed)
-        if self._published is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
+        if self._store is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
             self._policy.load_weights(weights)
             self._version += 1
         else:
-            self._version = self._published.publish(weights)
+            self._version = self._store.publish(weights)
         return self._version
 
     def collect(
@@ -189,9 +189,9 @@ class Collector:
             return self._batch(list(self._episodes(n_episode)), begin)
         assert n_step is not None
         num_steps = -(-n_step // self._env.num_envs)
-        if self._parts is not None and self._published is not None:
-            self._parts.start(self._published, num_steps, ahead=ahead)
-            return self._parts_batch(self._parts, self._published, num_steps, begin, ahead=ahead)
+        if self._parts is not None and self._store is not None:
+            self._parts.start(self._store, num_steps, ahead=ahead)
+            return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
         start_next = self._prefetch and ahead
         num_pending = len(self._pipeline.pending)  # more than one after an interrupted wait in the call before
         kept_steps = sum(rollout.summary.num_steps for rollout, _ in self._kept)
@@ -233,9 +233,9 @@ class Collector:
         The environments are free after it, for example for an evaluation.
         """
         begin = time.monotonic()
-        if self._parts is not None and self._published is not None:
+        if self._parts is not None and self._store is not None:
             is_empty = not (self._kept_parts or self._parts.pending)
-            return None if is_empty else self._parts_batch(self._parts, self._published, 1, begin, ahead=False)
+            return None if is_empty else self._parts_batch(self._parts, self._store, 1, begin, ahead=False)
         for rollout in self._pipeline.drain():
             self._keep(self._checked(rollout))
         return self._kept_batch(begin) if self._kept else None
@@ -249,12 +249,12 @@ class Collector:
         return self._batch(kept, begin)
 
     def _parts_batch(
-        self, parts: PartsPipeline, published: PublishedPolicy, num_steps: int, begin: float, *, ahead: bool
+        self, parts: PartsPipeline, store: WeightStore, num_steps: int, begin: float, *, ahead: bool
     ) -> Batch:
         """Waits for the chunks of a batch, and joins them."""
         while True:
             num_columns = sum(chunk.rollout.summary.valid.shape[1] for chunk in self._kept_parts)
-            taken = parts.finish(published, num_steps, num_columns, ahead=ahead)
+            taken = parts.finish(store, num_steps, num_columns, ahead=ahead)
             if taken is None:
                 break
             self._kept_parts.append(taken._replace(rollout=self._checked(taken.rollout)))
@@ -291,7 +291,7 @@ class Collector:
 
     def _rollout(self, num_steps: int, cut: Cut | None = None) -> Rollout:
         """Takes a chunk from start to end."""
-        if self._published is not None:
+        if self._store is not None:
             self._start(num_steps)
             return self._checked(self._pipeline.finish(cut))
         pipeline = self._pipeline
@@ -302,8 +302,8 @@ class Collector:
         return self._checked(rollout)
 
     def _start(self, num_steps: int) -> None:
-        assert self._published is not None
-        self._pipeline.start(self._published, num_steps)
+        assert self._store is not None
+        self._pipeline.start(self._store, num_steps)
 
     def _checked(self, rollout: Rollout) -> Rollout:
         """Applies `on_bad_obs` to a finished chunk; returns what of it is to be used."""
@@ -365,7 +365,7 @@ class Collector:
         counts, self._counts = self._counts, _Counts()
         elapsed_s = time.monotonic() - begin
         env, everyone = self._env, range(self._env.num_envs)
-        is_measured = "local" in env.transports or (self._published is not None and not self._on_node)
+        is_measured = "local" in env.transports or (self._store is not None and not self._on_node)
         stats = CollectStats(
             returns=returns,
             lens=np.concatenate([stats.lens for _, stats in collected]),
@@ -395,14 +395,14 @@ class Collector:
 
         It waits for pending chunks and drops them. An error in one of them is logged.
         """
-        if self._published is not None and not self._env.closed:
+        if self._store is not None and not self._env.closed:
             try:
                 self._drop_pending()
             except Exception:  # which has closed the environments
                 logger.exception("a pending chunk failed")
             else:
-                self._published.drop()
-        self._published = None
+                self._store.drop()
+        self._store = None
         self._closed = True
         self._source.forget()
 
@@ -427,9 +427,9 @@ class Collector:
         self._drop_pending()
         self._source.noise_seed, self._source.first_step = state["noise_seed"], state["first_step"]
         self._version = state["version"]
-        if self._published is not None:
-            self._published.drop()
-            self._published = self._env.publish(self._policy, self._version, on_node=self._on_node)
+        if self._store is not None:
+            self._store.drop()
+            self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
 
 
 def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["ChunkPipeline", "PendingChunk"]
@@ -19,12 +19,12 @@ class PendingChunk(NamedTuple):
     """A chunk that has been started and not finished.
 
     Attributes:
-        published: The weights of the policy that takes it.
+        store: The weights of the policy that takes it.
         num_steps: T.
         topology: Where the environments take it.
     """
 
-    published: PublishedPolicy
+    store: WeightStore
     num_steps: int
     topology: Topology
 
@@ -57,11 +57,11 @@ class ChunkPipeline:
         """How many steps each environment takes in the pending chunks."""
         return sum(chunk.num_steps for chunk in self.pending)
 
-    def start(self, published: PublishedPolicy, num_steps: int) -> None:
-        """Starts a chunk of `num_steps` steps, taken with the newest weights of `published`."""
+    def start(self, store: WeightStore, num_steps: int) -> None:
+        """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
         first_step = self.first_step + self.pending_steps
-        self._env.rollout_async(published, num_steps, first_step, self.noise_seed, by_reference=self._by_reference)
-        self.pending.append(PendingChunk(published, num_steps, self._env.topology))
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference)
+        self.pending.append(PendingChunk(store, num_steps, self._env.topology))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""

@@ -17,7 +17,7 @@ from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.pools.base import ActingPool, Cut, NotReady
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.open_pool import open_pool
 
@@ -89,8 +89,8 @@ class PoolAdapter:
         self._assert_idle("worker_pids")
         return self._pool.worker_pids()
 
-    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> PublishedPolicy:
-        """Sends a policy to every worker; returns the handle that publishes its weights.
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights.
 
         Args:
             policy: Pickled as it is now.
@@ -100,13 +100,14 @@ class PoolAdapter:
         self._assert_idle("publish")
         return self._publish(policy, first_version, on_node=on_node)
 
-    def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> PublishedPolicy:
-        guarded = partial(self._guarded, fatal=LOSSES)  # a policy's error is no loss
-        return PublishedPolicy(self._pool, as_policy(policy), first_version, guarded, on_node=on_node)
+    def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+        guarded = partial(self._guarded, fatal=LOSSES)
+        acting = as_policy(policy)
+        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
     def rollout_async(
         self,
-        policy: PublishedPolicy,
+        weights: WeightStore,
         num_steps: int,
         first_step: int,
         noise_seed: int,
@@ -123,7 +124,7 @@ class PoolAdapter:
         then go from one to the other by themselves.
 
         Args:
-            policy: The published policy.
+            weights: Of the policy.
             num_steps: T.
             first_step: How many steps the environments had taken in chunks before.
             noise_seed: Of the noise.
@@ -136,7 +137,7 @@ class PoolAdapter:
         check_count("num_steps", num_steps)
 
         def start() -> Wait:
-            self._pool.begin_rollout(policy.key, ChunkRequest(num_steps, first_step, noise_seed, by_reference), part)
+            self._pool.begin_rollout(weights.key, ChunkRequest(num_steps, first_step, noise_seed, by_reference), part)
             return self._pool.finish_rollout
 
         self._start("rollout", start)

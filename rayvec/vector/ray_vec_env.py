@@ -21,8 +21,8 @@ from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
-from rayvec.pools.published_policy import PublishedPolicy
 from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -141,7 +141,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
-        self._local_policy: tuple[Any, str, PublishedPolicy] | None = None
+        self._local_policy: tuple[Any, str, WeightStore] | None = None
 
     def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
@@ -338,10 +338,10 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         return taken.chunk
 
     def rollout_workers(
-        self, policy: PublishedPolicy, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
+        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
     ) -> Rollout:
         """Lets the workers act with a published policy; arguments as of :meth:`rollout_async`."""
-        self.rollout_async(policy, num_steps, first_step, noise_seed, by_reference=by_reference)
+        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
         return self.rollout_wait()
 
     def _finish_chunk(self, finish: Callable[[], _T]) -> _T:

@@ -29,7 +29,7 @@ from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Chunk, Rollout, tree_map
 from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.collect.absent import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
@@ -126,9 +126,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._prefetch = prefetch
         self._in_mid_episode = self._bad_obs_reported = self._state_in_driver = False
         self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
-        self._published: PublishedPolicy | None = None
-        self._random_published: PublishedPolicy | None = None
-        self._published_weights = np.zeros(0, np.float32)
+        self._store: WeightStore | None = None
+        self._random_store: WeightStore | None = None
+        self._published = np.zeros(0, np.float32)
         noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
         self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
         self._max_staleness = max_staleness
@@ -253,20 +253,20 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _publish(self) -> bool:
         """Gives the workers the policy as it is now; returns whether it can be given."""
         weights = self._acting.weights()
-        if self._published is not None and len(weights) != len(self._published_weights):  # another structure
-            self._published.drop()
-            self._published = None
-        if self._published is None:
+        if self._store is not None and len(weights) != len(self._published):  # another structure
+            self._store.drop()
+            self._store = None
+        if self._store is None:
             try:
                 cloudpickle.dumps(self._acting)
             except Exception as error:
                 logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
                 self._inference = "driver"
                 return False
-            self._published = self._pool_env.publish(self._acting)
-        elif weights.tobytes() != self._published_weights.tobytes():
-            self._published.publish(weights)
-        self._published_weights = weights
+            self._store = self._pool_env.publish(self._acting)
+        elif weights.tobytes() != self._published.tobytes():
+            self._store.publish(weights)
+        self._published = weights
         return True
 
     @property
@@ -280,14 +280,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         else:
             schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode or 0, self.env_num)
         stats = self.collect_stats_class()
-        published = self._random() if random else self._published
-        assert published is not None
+        store = self._random() if random else self._store
+        assert store is not None
         self._in_mid_episode = True
         num_next = StepCount(n_step, self.env_num).next_steps() if n_step and self._prefetch and not random else 0
-        for chunk, at_random in self._chunks(published, schedule, num_next):
+        for chunk, at_random in self._chunks(store, schedule, num_next):
             self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
-                stats.staleness = max(stats.staleness, published.version - chunk.weights_version)
+                stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
         if n_episode:
@@ -296,7 +296,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._keep_last(chunk, random)
         return stats
 
-    def _chunks(self, published: PublishedPolicy, schedule: Schedule, num_next: int) -> Iterator[tuple[Chunk, bool]]:
+    def _chunks(self, store: WeightStore, schedule: Schedule, num_next: int) -> Iterator[tuple[Chunk, bool]]:
         """Yields the pending chunk, then new ones, until everything has been taken that the schedule asks for.
 
         Before the last, which is yet to be inserted, the workers start to take `num_next` steps for the next call.
@@ -307,19 +307,19 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         pipeline, is_last = self._pipeline, False
         while not is_last:
             if not pipeline.pending:
-                pipeline.start(published, schedule.next_steps())
-            at_random = pipeline.pending[0].published is self._random_published
+                pipeline.start(store, schedule.next_steps())
+            at_random = pipeline.pending[0].store is self._random_store
             taken = self._chunk_of(pipeline.finish())
             chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
             is_last = not schedule.next_steps()
             if num_next and is_last:
-                pipeline.start(published, num_next)
+                pipeline.start(store, num_next)
             yield chunk, at_random
 
     def _collect_parts(self, parts: PartsPipeline, n_step: int) -> Any:
         """Stores chunks of parts until there are as many as environments, and every chunk that is due."""
-        published, num_steps = self._published, -(-n_step // self.env_num)
-        assert published is not None and self._max_staleness is not None
+        store, num_steps = self._store, -(-n_step // self.env_num)
+        assert store is not None and self._max_staleness is not None
         self._in_mid_episode = True
         kept_steps = (part.rollout.summary.valid.shape[0] for part in self._kept_parts)
         longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending), *kept_steps])
@@ -331,12 +331,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 got=f"room for {steps_per_env(self.buffer)} steps of each",
                 remedy="Double the size of the buffer, or pass max_staleness=1.",
             )
-        parts.start(published, num_steps, ahead=True)
+        parts.start(store, num_steps, ahead=True)
         while True:
             num_columns = sum(len(part.envs) for part in self._kept_parts)
             counts = Counter(part.envs for part in self._kept_parts)
             full = [envs for envs, count in counts.items() if count >= most]
-            taken = parts.finish(published, num_steps, num_columns, ahead=True, full=full)
+            taken = parts.finish(store, num_steps, num_columns, ahead=True, full=full)
             if taken is None:
                 break
             self._kept_parts.append(taken)
@@ -345,7 +345,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         for members in in_rounds(kept):
             chunk = join_chunks([self._chunk_of(part.rollout) for part in members])
             self._insert(chunk, stats, random=False, with_episodes=False)
-        ages = [published.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
+        ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
         if hasattr(stats, "staleness"):
             stats.staleness = max(ages)
         if hasattr(stats, "staleness_counts"):
@@ -354,10 +354,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self.collect_episode += stats.n_collected_episodes
         return stats
 
-    def _random(self) -> PublishedPolicy:
-        if self._random_published is None:
-            self._random_published = self._pool_env.publish(RandomActions(self._action_space[0]))
-        return self._random_published
+    def _random(self) -> WeightStore:
+        if self._random_store is None:
+            self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
+        return self._random_store
 
     def _chunk_of(self, rollout: Rollout) -> Chunk:
         """Returns the chunk of a rollout in the form in which it is stored."""

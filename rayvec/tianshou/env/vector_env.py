@@ -16,8 +16,8 @@ from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
-from rayvec.pools.published_policy import PublishedPolicy
 from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
@@ -327,7 +327,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
         return self._pool.layout is not None and not self._assembler.any_apart
 
-    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> PublishedPolicy:
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """See :class:`~rayvec.vector.pool_adapter.PoolAdapter`; a chunk may be pending."""
         self._assert_is_not_closed()
         return self._publish(policy, first_version, on_node=on_node)

@@ -18,7 +18,7 @@ from ray.experimental import get_object_locations
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.published_policy import PublishedPolicy
+from rayvec.pools.weight_store import WeightStore
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -38,8 +38,8 @@ class Weighs:
         return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
 
 
-def rollout(env: RayVecEnv, published: PublishedPolicy, num_steps: int) -> Chunk:
-    chunk = env.rollout_workers(published, num_steps, 0, 0).chunk
+def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
+    chunk = env.rollout_workers(store, num_steps, 0, 0).chunk
     assert chunk is not None
     return chunk
 
@@ -47,70 +47,70 @@ def rollout(env: RayVecEnv, published: PublishedPolicy, num_steps: int) -> Chunk
 @pytest.mark.parametrize("size", [1, pytest.param(17, marks=pytest.mark.slow), 300_000])
 def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
     env = make_vec([CountingEnv] * 4, 2, 2)
-    published = env.publish(Weighs())
+    store = env.publish(Weighs())
     for version in range(1, 4):
-        assert published.publish(np.full(size, version, np.float32)) == published.version == version
-        chunk = rollout(env, published, 3)
+        assert store.publish(np.full(size, version, np.float32)) == store.version == version
+        chunk = rollout(env, store, 3)
         assert chunk.weights_version == version
         assert (chunk.extras["sum"] == np.full(size, version, np.float32).sum()).all()
 
 
 def test_versions_may_be_published_without_a_rollout_between(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2)
-    published = env.publish(Weighs())
+    store = env.publish(Weighs())
     for value in (1.0, 2.0, 3.0):
-        published.publish(np.array([value], np.float32))
-    chunk = rollout(env, published, 1)
+        store.publish(np.array([value], np.float32))
+    chunk = rollout(env, store, 1)
     assert (chunk.weights_version, chunk.extras["sum"].tolist()) == (3, [[3.0, 3.0]])
 
 
 def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2)
-    published = env.publish(Weighs())
+    store = env.publish(Weighs())
     for wrong in (np.zeros(3), np.zeros((3, 1), np.float32), [1.0], np.zeros(2, np.int64)):
         with pytest.raises(ConfigError) as caught:
-            published.publish(wrong)  # type: ignore[arg-type]
+            store.publish(wrong)  # type: ignore[arg-type]
         for word in ("Expected:", "Got:", "Remedy:"):
             assert word in str(caught.value)
-    assert published.version == 0
-    published.publish(np.ones(3, np.float32))
+    assert store.version == 0
+    store.publish(np.ones(3, np.float32))
     for wrong in (np.zeros(2, np.float32), np.zeros(4, np.float32), np.zeros(0, np.float32)):
         with pytest.raises(ConfigError, match="Remedy"):
-            published.publish(wrong)
-    chunk = rollout(env, published, 1)
-    assert (published.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
+            store.publish(wrong)
+    chunk = rollout(env, store, 1)
+    assert (store.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
 
 
 def test_weights_may_be_views_of_anything(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2)
-    published = env.publish(Weighs())
+    store = env.publish(Weighs())
     buffer = np.arange(12, dtype=np.float32)
-    published.publish(buffer[::3])
+    store.publish(buffer[::3])
     buffer[:] = 0
-    chunk = rollout(env, published, 1)
+    chunk = rollout(env, store, 1)
     assert chunk.extras["sum"].tolist() == [[18.0, 18.0]]
 
 
-def test_policies_do_not_mix(make_vec: MakeVec) -> None:
+def test_stores_do_not_mix(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 3, 2)
-    policies = [env.publish(Weighs()) for _ in range(3)]
-    for k, published in enumerate(policies[:2]):
-        published.publish(np.full(5, k + 1, np.float32))
-    sums = [rollout(env, published, 1).extras["sum"][0, 0] for published in policies]
+    stores = [env.publish(Weighs()) for _ in range(3)]
+    for k, store in enumerate(stores[:2]):
+        store.publish(np.full(5, k + 1, np.float32))
+    sums = [rollout(env, store, 1).extras["sum"][0, 0] for store in stores]
     assert sums == [5.0, 10.0, 0.0]
 
 
 def test_a_node_fetches_once_and_its_workers_read_the_same_memory(make_vec: MakeVec) -> None:
     """A million parameters for 2 nodes of 8 workers: a copy on each node, and one block for all of its workers."""
     env = make_vec([CountingEnv] * 16, 2, 8)
-    published = env.publish(Weighs())
+    store = env.publish(Weighs())
     size = 1_000_000
     for version in (1, 2):
-        published.publish(np.full(size, version, np.float32))
-        assert (rollout(env, published, 1).extras["sum"] == version * size).all()
+        store.publish(np.full(size, version, np.float32))
+        assert (rollout(env, store, 1).extras["sum"] == version * size).all()
         until = time.monotonic() + 60
         nodes = sorted(node.node_id for node in env.topology.nodes)
-        ref = env._pool.acting._weights[published.key].ref
+        ref = env._pool.acting._weights[store.key].ref
         while sorted(get_object_locations([ref])[ref]["node_ids"]) != nodes:
             assert time.monotonic() < until, "Ray reports after a while where a copy lies"
     for pids in env.worker_pids().values():
@@ -131,9 +131,9 @@ def large_memory(pid: int, num_bytes: int) -> set[int]:
 
 def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv])
-    published = PublishedPolicy(env._pool, Weighs(), first_version=7)
-    assert published.publish(np.zeros(1, np.float32)) == 8
-    assert rollout(env, published, 1).weights_version == 8
+    store = WeightStore(env._pool, Weighs(), first_version=7)
+    assert store.publish(np.zeros(1, np.float32)) == 8
+    assert rollout(env, store, 1).weights_version == 8
 
 
 def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(tmp_path: Path) -> None:
@@ -141,15 +141,15 @@ def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(tmp_path
     gate = tmp_path / "gate"
     with RayVecEnv([partial(GatedEnv, gate)], num_nodes=0, workers_per_node=1) as env:
         env.reset(seed=0)
-        published = env.publish(Weighs())
+        store = env.publish(Weighs())
         for version in (1, 2):
-            published.publish(np.full(3, version, np.float32))
-            env.rollout_async(published, 5, 5 * (version - 1), 0)
+            store.publish(np.full(3, version, np.float32))
+            env.rollout_async(store, 5, 5 * (version - 1), 0)
         for version in (3, 4):
-            published.publish(np.full(3, version, np.float32))
+            store.publish(np.full(3, version, np.float32))
         gate.touch()
         chunks = [env.rollout_wait().chunk for _ in range(2)]
-        chunks.append(env.rollout_workers(published, 5, 10, 0).chunk)
+        chunks.append(env.rollout_workers(store, 5, 10, 0).chunk)
     for version, chunk in zip((1, 2, 4), chunks, strict=True):
         assert chunk is not None and chunk.weights_version == version
         assert (chunk.extras["sum"] == 3 * version).all()

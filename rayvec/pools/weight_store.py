@@ -1,4 +1,4 @@
-"""A policy on all nodes of a pool: the driver publishes weights once, each node fetches them once for its workers."""
+"""Versioned policy weights. The driver publishes them once, each node fetches them once, and workers share a copy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from rayvec.errors import ConfigError
 from rayvec.pools.base import ActingPool
 
-__all__ = ["PublishedPolicy"]
+__all__ = ["WeightStore"]
 
 _keys = itertools.count()
 
 
-class PublishedPolicy:
+class WeightStore:
     """One policy on all nodes of a pool, and the versions of its weights.
 
     Args:
@@ -69,5 +69,5 @@ class PublishedPolicy:
         return self.version
 
     def drop(self) -> None:
-        """Removes the policy and its weights from the workers. Nothing can be published afterwards."""
+        """Removes the policy and its weights from the workers. The store can't be used afterwards."""
         self._guarded(lambda: self._pool.acting.drop(self.key))
