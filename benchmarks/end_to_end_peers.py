@@ -45,7 +45,7 @@ def rayvec(task: str, seed: int, judge: Judge, **settings: Any) -> None:
     from rayvec.learners.ppo import PPOLearner
     from rayvec.learners.sac import SACLearner
     from rayvec.training.evaluation import greedy_policy
-    from rayvec.training.from_settings import register
+    from rayvec.training.runs import register
 
     config_class: Any = {"cartpole": PPOConfig, "pendulum": SACConfig}[task]
     learner_class: Any = {"cartpole": PPOLearner, "pendulum": SACLearner}[task]

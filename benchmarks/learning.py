@@ -39,10 +39,10 @@ from rayvec.collect.collector import Collector
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.files import written_whole
-from rayvec.training.from_settings import make_env
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
 INTERRUPTED = 130

@@ -25,7 +25,7 @@ lap = lambda: laps.append(time.monotonic())
 import rayvec.training.loop
 from rayvec.cluster.session import RaySession
 from rayvec.config import PPOConfig
-from rayvec.training.from_settings import make_env, make_learner
+from rayvec.training.runs import make_env, make_learner
 lap()
 session = RaySession()
 lap()

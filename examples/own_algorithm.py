@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import rayvec
 from rayvec.policies.networks import flat_weights, make_actor_critic
-from rayvec.training.from_settings import register
+from rayvec.training.runs import register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,7 +218,7 @@ class TrainConfig(metaclass=PresetMeta):
     """Modules that the workers import once for each node."""
 
     plugin: tuple[str, ...] = ()
-    """Modules to import first, which register algorithms with rayvec.training.from_settings.register."""
+    """Modules to import first, which register algorithms with rayvec.training.runs.register."""
 
     def __post_init__(self) -> None:
         check(self)

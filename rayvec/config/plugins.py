@@ -11,7 +11,7 @@ __all__ = ["import_plugins", "split_plugins"]
 
 
 def import_plugins(modules: Iterable[str]) -> None:
-    """Imports modules, each of which calls :func:`rayvec.training.from_settings.register`.
+    """Imports modules, each of which calls :func:`rayvec.training.runs.register`.
 
     Raises:
         ConfigError: One of them can't be imported.

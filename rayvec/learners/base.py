@@ -35,7 +35,7 @@ class Learner(Protocol):
     """Turns batches into new weights.
 
     :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
-    :func:`rayvec.training.from_settings.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes
+    :func:`rayvec.training.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes
     ``weights()`` after every update that learned something.
     """
 

@@ -20,9 +20,9 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
-from rayvec.training.from_settings import LEARNERS, make_env
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_config
+from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.saved_spaces import space_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
-from rayvec.training.from_settings import choose_engine, make_env, make_learner, open_env
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_weights
+from rayvec.training.runs import choose_engine, make_env, make_learner, open_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "Evaluator", "evaluate", "evaluate_run", "greedy_policy", "open_evaluator", "time_limit"]

@@ -15,8 +15,8 @@ from rayvec.config import TrainConfig
 from rayvec.config.references import is_unnamed
 from rayvec.errors import ConfigError
 from rayvec.training.agent import load_spaces
-from rayvec.training.from_settings import LEARNERS
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import LEARNERS
 from rayvec.training.space_checks import parts_of
 
 __all__ = ["initial_state"]

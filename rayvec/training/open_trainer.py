@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
-from rayvec.training.from_settings import choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.initial import initial_state
 from rayvec.training.rank_trainer import open_decentralized
 from rayvec.training.run_state import Progress, restore
+from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 

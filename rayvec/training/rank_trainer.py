@@ -38,9 +38,9 @@ from rayvec.learners.base import Learner
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.from_settings import LEARNERS, make_env
 from rayvec.training.initial import initial_state
 from rayvec.training.run_state import Progress, restore
+from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 

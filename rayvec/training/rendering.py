@@ -18,8 +18,8 @@ from rayvec.config import TrainConfig
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 from rayvec.training.agent import load
-from rayvec.training.from_settings import env_parts
 from rayvec.training.run_dir import load_config
+from rayvec.training.runs import env_parts
 
 __all__ = ["check_video", "show"]
 

@@ -18,9 +18,9 @@ from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.distributed.rank_actor import pack
 from rayvec.distributed.rank_state import shared_state
 from rayvec.distributed.stragglers import SharedArrivals, Stragglers, shared_arrivals
-from rayvec.training.from_settings import LEARNERS
 from rayvec.training.rank_trainer import RankTrainer
 from rayvec.training.run_state import Progress
+from rayvec.training.runs import LEARNERS
 
 COMMON: dict[str, Any] = {"num_envs": 6, "num_nodes": 0, "workers_per_node": 0, "learners": "decentralized"}
 CONFIGS: list[TrainConfig] = [

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rayvec import PPOConfig
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training.from_settings import register
+from rayvec.training.runs import register
 
 
 @dataclass(frozen=True, kw_only=True)

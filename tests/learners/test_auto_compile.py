@@ -11,7 +11,7 @@ from gymnasium import spaces
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.learners.auto_compile import choice_of, compiles
-from rayvec.training.from_settings import wait_limit_s
+from rayvec.training.runs import wait_limit_s
 
 NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
 FRAMES = spaces.Dict(sight=spaces.Box(0, 255, (84, 84, 4), np.uint8), touch=NUMBERS)

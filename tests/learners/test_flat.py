@@ -94,7 +94,7 @@ def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -
     code = (
         "import sys, gymnasium, rayvec.training.loop\n"
         "from rayvec.config import PPOConfig\n"
-        "from rayvec.training.from_settings import LEARNERS\n"
+        "from rayvec.training.runs import LEARNERS\n"
         "env = gymnasium.make('CartPole-v1')\n"
         "LEARNERS[PPOConfig](env.observation_space, env.action_space, PPOConfig())._optimizer.step()\n"
         "print(*{'torch._dynamo', 'sympy', 'matplotlib'} & set(sys.modules))"

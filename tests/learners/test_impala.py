@@ -38,7 +38,7 @@ from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.training.from_settings import torch_threads
+from rayvec.training.runs import torch_threads
 
 
 def double(module: ActorCritic) -> ActorCritic:

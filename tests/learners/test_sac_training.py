@@ -14,9 +14,9 @@ import torch
 import rayvec
 from rayvec import SACConfig
 from rayvec.errors import EnvError
-from rayvec.training.from_settings import make_env, make_learner
 from rayvec.training.run_dir import load_run
 from rayvec.training.run_state import Progress, begin_collecting
+from rayvec.training.runs import make_env, make_learner
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

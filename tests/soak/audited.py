@@ -13,7 +13,7 @@ from rayvec import PPOConfig
 from rayvec.data import Batch
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.ranks import gather_counts
-from rayvec.training.from_settings import register
+from rayvec.training.runs import register
 from soak.auditor import Auditor
 from soak.witness import Act, Witness
 

@@ -19,8 +19,8 @@ from rayvec.errors import ConfigError, EnvError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.from_settings import make_env, make_learner
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env, make_learner
 from rayvec.wrappers import ActionMask
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}

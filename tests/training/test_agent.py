@@ -22,8 +22,8 @@ from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.agent import Agent
 from rayvec.training.evaluation import greedy_policy
-from rayvec.training.from_settings import LEARNERS, make_env, make_learner
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.saved_spaces import space_from_plain, space_to_plain
 
 HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium

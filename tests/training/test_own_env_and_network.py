@@ -20,8 +20,8 @@ from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.cli import main
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.from_settings import make_env, make_learner
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env, make_learner
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 

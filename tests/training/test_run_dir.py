@@ -17,10 +17,10 @@ from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
 import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.training.from_settings import make_env, make_learner
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint
 from rayvec.training.run_state import Progress, begin_collecting, restore
+from rayvec.training.runs import make_env, make_learner
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:

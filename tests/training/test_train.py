@@ -19,10 +19,10 @@ from rayvec import PPOConfig, TrainConfig
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch
 from rayvec.training.evaluation import evaluate, evaluate_run, greedy_policy
-from rayvec.training.from_settings import LEARNERS, make_env, make_learner
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.training.run_state import Progress
+from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.trainer import Trainer
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}

@@ -22,7 +22,7 @@ from rayvec.config import CONFIGS
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
-from rayvec.training.from_settings import LEARNERS
+from rayvec.training.runs import LEARNERS
 
 __all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
 

@@ -13,12 +13,12 @@ from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.config import ADJUSTABLE
-from rayvec.training.from_settings import make_env
+from rayvec.training.runs import make_env
 
 DECISIONS = """
 import os, sys
 from rayvec import PPOConfig
-from rayvec.training.from_settings import choose_engine
+from rayvec.training.runs import choose_engine
 def chosen(**settings):
     return choose_engine(PPOConfig(**settings)).num_nodes
 assert chosen() == 0
