@@ -123,6 +123,13 @@ class Train:
 
             result = train(config)
         else:
+            if "run_dir" in mentioned:
+                raise ConfigError(
+                    "A run that is resumed stays in its directory.",
+                    expected="--resume with a directory, and no --run-dir",
+                    got=f"--run-dir {values['run_dir']}",
+                    remedy="Leave --run-dir out. To begin another run with the weights of this one, pass --init-from.",
+                )
             from rayvec.training.loop import resume
 
             result = resume(run_dir, algorithm=self.settings.algorithm, **values)

@@ -71,6 +71,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("--env-id no_such_module:Env-v0", ["no_such_module"]),
         ("--resume nowhere", ["config.yaml"]),
+        ("--resume a --run-dir b", ["Got: --run-dir b", "--init-from"]),
         ("--num-nodes 1 --workers-per-node 0", ["workers_per_node", "Got: 0"]),
         ("--wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
         ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Tree, tree_map
+from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import message
 
 __all__ = [
@@ -249,34 +249,18 @@ def _build(space: Space[Any], arrays: Iterator[Any]) -> Tree:
 
 
 def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
-    """Returns a function that writes one environment's value into a given row of every array of `tree`."""
-    if isinstance(tree, dict):
-        writers = [(key, tree_writer(value)) for key, value in tree.items()]
+    """Returns a function that writes one environment's value into a given row of every array of `tree`.
 
-        def write_dict(row: int, value: Any) -> None:
-            for key, write in writers:
-                try:
-                    part = value[key]
-                except (KeyError, TypeError, IndexError):
-                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
-                write(row, part)
+    A value that does not fit raises an error, and changes no array.
+    """
+    if isinstance(tree, dict | tuple):
+        fit, arrays = _fitter(tree), list(tree_leaves(tree))
 
-        return write_dict
-    if isinstance(tree, tuple):
-        places = [tree_writer(value) for value in tree]
+        def write(row: int, value: Any) -> None:
+            for array, part in zip(arrays, fit(value), strict=True):
+                array[row] = part
 
-        def write_tuple(row: int, value: Any) -> None:
-            try:
-                fits = len(value) == len(places)
-            except TypeError:
-                fits = False
-            if not fits:
-                raise _other_parts(f"a tuple of {len(places)}", value)
-            for write, item in zip(places, value, strict=True):
-                write(row, item)
-
-        return write_tuple
-
+        return write
     array: NDArray[Any] = tree
     dtype, shape = array.dtype, array.shape[1:]
     if dtype.hasobject:
@@ -288,6 +272,41 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
         array[row] = value
 
     return write_array
+
+
+def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
+    """Returns a function from one environment's value to what to write into the arrays of `tree`, in their order."""
+    if isinstance(tree, dict):
+        children = [(key, _fitter(value)) for key, value in tree.items()]
+
+        def fit_dict(value: Any) -> list[Any]:
+            fitted: list[Any] = []
+            for key, fit in children:
+                try:
+                    part = value[key]
+                except (KeyError, TypeError, IndexError):
+                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
+                fitted += fit(part)
+            return fitted
+
+        return fit_dict
+    if isinstance(tree, tuple):
+        places = [_fitter(value) for value in tree]
+
+        def fit_tuple(value: Any) -> list[Any]:
+            try:
+                fits = len(value) == len(places)
+            except TypeError:
+                fits = False
+            if not fits:
+                raise _other_parts(f"a tuple of {len(places)}", value)
+            return [part for fit, item in zip(places, value, strict=True) for part in fit(item)]
+
+        return fit_tuple
+
+    if tree.dtype.hasobject:
+        return lambda value: (deepcopy(value),)
+    return lambda value: (_fitted(value, tree.dtype, tree.shape[1:]),)
 
 
 def _other_parts(expected: str, value: Any) -> ValueError:
@@ -308,7 +327,9 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
         ValueError: The value has another shape.
         TypeError: The value's data type can't be cast to `dtype`.
     """
-    fitted = np.asarray(value)
+    fitted: NDArray[Any] = np.asarray(value)
+    if fitted.dtype == dtype and fitted.shape == shape:
+        return fitted
     if fitted.shape != shape:
         raise ValueError(
             message(

@@ -67,6 +67,15 @@ class Interrupts:
         """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt."""
         self.check()
         self._deferred = True
+        try:
+            with self.taking_sigterm():
+                yield
+        finally:
+            self._deferred = False
+
+    @contextlib.contextmanager
+    def taking_sigterm(self) -> Iterator[None]:
+        """Makes SIGTERM an exception, which lets the block clean up."""
         before = signal.getsignal(signal.SIGTERM)
         is_taken = self._in_main_thread and (before == signal.SIG_DFL or _is_of_ray(before))
         if is_taken:
@@ -74,7 +83,6 @@ class Interrupts:
         try:
             yield
         finally:
-            self._deferred = False
             if is_taken and signal.getsignal(signal.SIGTERM) == self._pressed:
                 signal.signal(signal.SIGTERM, before)
 

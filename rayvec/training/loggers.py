@@ -141,8 +141,13 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._line = _Line()
         self._greedy: tuple[int, float] | None = None
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception as other:
+            if error is None:
+                raise
+            logger.warning("the metrics of the run are not complete: %s", other)  # and the error says what came first
 
     def log(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Logs one iteration, which `progress` counts already.

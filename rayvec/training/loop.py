@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,9 +136,10 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     if config.learner_device != "cpu" and config.learner_mode == "driver":
         check_gpu()
     is_done, checked = False, checked_callbacks(callbacks)
+    shown, run_dir = run_dir, Path(os.path.abspath(run_dir))  # a callback may change the working directory
     cores: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        run = _Run(config, run_dir, state, checked, stack.enter_context(Monitor(config, run_dir)))
+        run = _Run(config, run_dir, shown, state, checked, stack.enter_context(Monitor(config, run_dir)))
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         while not is_done and not interrupts.requested:
@@ -149,7 +151,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                     interrupts.check()
                     run.open_tracker(stack)
                     if run.state is None:
-                        run.begin(trainer.state())
+                        with interrupts.taking_sigterm():  # so that it leaves no half a directory
+                            run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
                     is_done = run.train(trainer, interrupts)
                 if not is_done and not interrupts.requested:
@@ -168,6 +171,7 @@ class _Run:
     Args:
         config: Settings.
         run_dir: Its directory.
+        shown: The same, as messages and the result name it.
         state: The state to continue from; none for a new run.
         callbacks: Each may end the run.
         monitor: Publishes the status and the metrics of the run.
@@ -184,6 +188,7 @@ class _Run:
         self,
         config: TrainConfig,
         run_dir: Path,
+        shown: Path,
         state: dict[str, Any] | None,
         callbacks: Sequence[Any],
         monitor: Monitor,
@@ -193,8 +198,8 @@ class _Run:
         self.state = state
         self.num_losses = 0
         self.has_begun = False
-        self.how_to_resume = f"resume with: {resume_command(config, run_dir)}"
-        self._config, self._run_dir = config, run_dir
+        self.how_to_resume = f"resume with: {resume_command(config, shown)}"
+        self._config, self._run_dir, self._shown = config, run_dir, shown
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None
         self._monitor = monitor
@@ -332,7 +337,8 @@ class _Run:
         wall_s = time.monotonic() - self._began_s
         returns = [] if evaluation is None else evaluation.returns.tolist()
         mean = math.nan if evaluation is None else evaluation.return_mean
-        context.result = TrainResult(self._run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
+        run_dir = self._shown if os.path.abspath(self._shown) == str(self._run_dir) else self._run_dir
+        context.result = TrainResult(run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
         save_result(self._run_dir, self._config, asdict(context.result), returns)
         self._call("on_end")
         return context.result

@@ -177,9 +177,36 @@ def _writer(path: Path | None, env: gymnasium.Env[Any, Any]) -> Iterator[Callabl
         yield lambda: None
         return
     imageio = importlib.import_module("imageio.v2")
-    fps = env.metadata.get("render_fps", 30)
-    writer = imageio.get_writer(path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2)
+    partial = path.with_name(f".{path.stem}.tmp.mp4")
+    settings = {"fps": env.metadata.get("render_fps", 30), "codec": "libx264", "macro_block_size": 2}
+    writer = imageio.get_writer(partial, format="FFMPEG", mode="I", **settings)
+
+    def show_frame() -> None:
+        frame = _frame(env)
+        with _explaining(path):
+            writer.append_data(frame)
+
     try:
-        yield lambda: writer.append_data(_frame(env))
+        try:
+            yield show_frame
+        finally:
+            writer.close()
+        with _explaining(path):
+            imageio.get_reader(partial, format="FFMPEG").close()  # ffmpeg does not say that the disk is full
+            partial.replace(path)
     finally:
-        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Names the file where a video can't be written."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "A video is written into a file.",
+            expected="a directory that you may write to, on a disk with free space",
+            got=f"{path}, which ffmpeg could not write",
+            remedy="Pass another path, or free space on the disk.",
+        ) from error

@@ -185,8 +185,9 @@ class PoolAdapter:
         num_pending = acting.num_pending
         try:
             rollout = self._guarded(finish, fatal)
-        except KeyboardInterrupt:
-            if not self.closed and acting.num_pending < num_pending:  # the chunk is lost
+        except BaseException as error:
+            is_lost = acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt)
+            if is_lost and not isinstance(error, Exception) and not self.closed:
                 self._close_failed()
             raise
         if not acting.num_pending:

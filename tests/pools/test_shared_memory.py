@@ -168,6 +168,13 @@ class TestLayout:
             with pytest.raises(ValueError, match="Remedy"):
                 tree_writer(places)(0, value)
 
+    def test_a_value_of_which_one_part_fits_changes_nothing(self) -> None:
+        places = {"a": np.zeros((2, 1)), "b": (np.zeros((2, 1)), np.full(2, None, object))}
+        for value in ({"a": np.ones(1), "b": (np.ones(5), "x")}, {"a": np.ones(1), "b": (np.ones(1),)}):
+            with pytest.raises(ValueError, match="Remedy"):
+                tree_writer(places)(0, value)
+        assert_identical(places, {"a": np.zeros((2, 1)), "b": (np.zeros((2, 1)), np.full(2, None, object))})
+
     def test_objects_are_kept_as_they_are_and_as_they_were(self) -> None:
         array = np.full(3, None, dtype=object)
         write = tree_writer(array)

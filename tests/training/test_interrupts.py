@@ -250,3 +250,9 @@ def test_an_interrupt_at_any_moment_of_a_run_ends_it(tmp_path: Path, num_nodes: 
         else:
             assert codes[-1] == 130 and "rayvec: " in said and "Traceback" not in said, said
     assert 130 in codes, codes
+
+
+def test_sigterm_is_an_exception_where_a_block_cleans_up() -> None:
+    with pytest.raises(Terminated), Interrupts() as interrupts, interrupts.taking_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

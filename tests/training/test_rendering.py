@@ -14,8 +14,11 @@ import rayvec
 from rayvec.cli import main
 from rayvec.training.rendering import show
 
+pytestmark = pytest.mark.filterwarnings(  # of imageio
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of imageio
+
 def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import imageio.v2 as imageio
 
@@ -39,6 +42,7 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
         ("unpictured", ["--video", "out.mp4"], ["'rgb_array'", "which has none"]),
         ("pictured", ["--video", "out.gif"], [".mp4", "out.gif"]),
         ("pictured", ["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
+        ("pictured", ["--video", "/proc/out.mp4"], ["/proc/out.mp4, which ffmpeg could not write"]),
         ("pictured", ["--render", "human"], ["DISPLAY", "Got: none"]),
         ("pictured", ["--checkpoint", "best.pt"], ["best.pt"]),
     ],

@@ -116,3 +116,11 @@ def test_a_policy_in_a_worker(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2, 0, 1)
     with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)"):
         env.rollout(lambda obs: sys.exit(3), 4, seed=4)
+
+
+def test_a_policy_of_the_driver_s_process_that_exits_closes_the_environments(make_vec: MakeVec) -> None:
+    """A later call would find its chunk pending."""
+    env = make_vec([CountingEnv] * 2, 0, 1)
+    with pytest.raises(SystemExit):
+        env.rollout(lambda obs: sys.exit(2), 4, "node", seed=0)
+    assert env.closed
