@@ -15,8 +15,8 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.cluster.frames import FrameFormat, Kind, Request
+from rayvec.cluster.software_versions import own_versions
 from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
-from rayvec.cluster.versions import own_versions
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes, StepBatch
 from rayvec.errors import RemoteFailure
 from rayvec.node.log_lines import LogLines

@@ -22,8 +22,8 @@ from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
+from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.stream import FrameSocket, connect
-from rayvec.cluster.versions import check_versions
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, carrying_path
 from rayvec.errors import NodeLostError, RemoteFailure

@@ -1,4 +1,4 @@
-"""How gradients of several ranks are summed: chooses the all-reduce by where the ranks are.
+"""Chooses how ranks sum their gradients, by where the ranks are.
 
 Ranks of one node sum in shared memory, ranks on several nodes or GPUs by a collective of torch. Where several ranks are
 on each of several nodes, those of a node sum first, then one rank of each node sums with the others.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rayvec.cluster.versions import is_incompatible
+from rayvec.cluster.software_versions import is_incompatible
 from rayvec.node.worker_set import FILES_OF_A_WORKER, SPARE_FILES
 
 __all__ = ["Finding", "Node", "of_network", "of_node", "of_versions"]

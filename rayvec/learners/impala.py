@@ -23,7 +23,7 @@ from rayvec.learners.base import explains_memory
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
-from rayvec.learners.torch_returns import num_rounds, vtrace_of_rows
+from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.policies.networks import ActorCriticModule
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
-from rayvec.node.protocol import NodeBlock, Op
+from rayvec.node.protocol import Op
+from rayvec.node.shared_block import NodeBlock
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference

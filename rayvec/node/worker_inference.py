@@ -15,7 +15,8 @@ from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.interrupts import Uninterrupted
 from rayvec.node.node_inference import NodeInference
-from rayvec.node.protocol import CHUNK_STEP_BITS, WeightsRef
+from rayvec.node.protocol import WeightsRef
+from rayvec.node.shared_block import CHUNK_STEP_BITS
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient, pack_call

@@ -21,7 +21,8 @@ from rayvec.errors import ConfigError, RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
-from rayvec.node.protocol import BlockShape, NodeBlock, Setup
+from rayvec.node.protocol import Setup
+from rayvec.node.shared_block import BlockShape, NodeBlock
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restarts import NodeState

@@ -15,7 +15,7 @@ from helpers.thread_ranks import learn_on_ranks
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.returns import vtrace
-from rayvec.learners.torch_returns import num_rounds, vtrace_of_rows
+from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
 
 UNEQUAL = spaces.MultiDiscrete([3, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rayvec
-from rayvec.cluster.versions import check_versions, own_versions
+from rayvec.cluster.software_versions import check_versions, own_versions
 from rayvec.errors import ConfigError
 
 
