@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import Op, Reply
@@ -76,7 +76,26 @@ class Reports:
 
 def pack_call(name: str, *args: Any) -> bytes:
     """Returns the message that calls a method of a worker."""
-    return dumps((name, args))
+    return _packed((name, args))
+
+
+def _packed(value: Any) -> bytes:
+    """Pickles what a worker gets.
+
+    Raises:
+        TypeError: A part of it can't be pickled.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                "Workers get actions, options and arguments by pickling.",
+                expected="objects that can be pickled",
+                got=f"{type(error).__name__}: {error}",
+                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
+            )
+        ) from error
 
 
 class WorkerClient:
@@ -140,7 +159,7 @@ class WorkerClient:
         command[AUTORESET] = autoreset
         command[COUNT] = len(rows)
         command[ROWS_AT] = self._write_rows(rows)
-        return self._post(_STEP if payload is None else _Posted(payload=dumps(payload)))
+        return self._post(_STEP if payload is None else _Posted(payload=_packed(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
         """Posts a step whose actions the pool has written into the shared block. Returns the command's number."""

@@ -349,6 +349,14 @@ class TestFailures:
                     within(DEADLINE_S, lambda: pool.call("lock", (), {}, ids)(None))
             assert not isinstance(caught.value, WorkerLostError)
 
+    def test_what_workers_can_not_get_is_explained(self) -> None:
+        with closing(process_pool([CountingEnv] * 2)) as pool:
+            ids = np.arange(2)
+            with pytest.raises(TypeError, match=r"by pickling.*cannot pickle.*workers_per_node=0"):
+                pool.call("get", (threading.Lock(),), {}, ids)
+            with pytest.raises(TypeError, match=r"by pickling.*cannot pickle"):
+                pool.reset(ids, [0, 1], {"lock": threading.Lock()})
+
     @pytest.mark.parametrize("fault", ["kill", "exit"])
     @pytest.mark.parametrize("when", ["init", "reset", "step"])
     def test_a_worker_that_ends_is_noticed(self, fault: Any, when: Any) -> None:
