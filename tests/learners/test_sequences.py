@@ -264,7 +264,7 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
     ("make", "kind", "space"),
     [
         (make_ppo, "gru", MASKED),
-        (make_impala, "lstm", OBS),
+        pytest.param(make_impala, "lstm", OBS, marks=pytest.mark.slow),
         pytest.param(make_ppo, "lstm", MIXED, marks=pytest.mark.slow),
         pytest.param(make_impala, "gru", MASKED, marks=pytest.mark.slow),
     ],

@@ -180,7 +180,13 @@ def tires() -> gymnasium.Env[Any, Any]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("places", [HERE, {"num_nodes": 2, "workers_per_node": 1}], ids=["here", "on nodes"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(HERE, id="here"),
+        pytest.param({"num_nodes": 2, "workers_per_node": 1}, marks=pytest.mark.slow, id="on nodes"),
+    ],
+)
 def test_what_ranks_log_is_logged_by_the_driver(
     tmp_path: Path, places: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
