@@ -40,7 +40,7 @@ from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.files import written_whole
 from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.run_state import Progress, check_state
+from rayvec.training.run_state import Progress, acting_weights, check_state
 
 __all__ = [
     "begin_run_dir",
@@ -192,7 +192,7 @@ def load_weights(run_dir: Path, name: str) -> tuple[TrainConfig, NDArray[np.floa
         CheckpointError: There is no such checkpoint, or it is damaged.
     """
     config, state = load_config(run_dir), checkpoint.load(run_dir / name)
-    return config, state["weights"].numpy()
+    return config, acting_weights(state)
 
 
 def load_config(run_dir: Path) -> TrainConfig:
