@@ -290,9 +290,11 @@ def _spec_of(env_id: str) -> EnvSpec:
             "An environment id must be registered with Gymnasium.",
             expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
             got=f"{env_id!r} ({error})",
-            remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
+            remedy="Check the spelling, or set PYTHONPATH to the directory of the module."
+            if ":" in env_id
+            else "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         module = env_id.partition(":")[0]
         raise ConfigError(
             f"The environment id {env_id!r} imports the module {module!r}, which registers the environment.",
