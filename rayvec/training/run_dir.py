@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.files import written_whole
+from rayvec.training.files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, acting_weights, check_state
 
@@ -55,6 +55,17 @@ __all__ = [
     "save_result",
     "versions",
 ]
+
+
+_RESULT = {
+    "total_steps": int,
+    "wall_s": float,
+    "eval_return_mean": float | None,
+    "eval_returns": list[float],
+    "stop_reason": str | None,
+    "versions": dict[str, str],
+}
+"""What other commands read of a result."""
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -217,7 +228,7 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     """Returns ``result.json``; nothing if the run has not ended.
 
     Raises:
-        ConfigError: The file is damaged.
+        ConfigError: The file is damaged, or has values of other types.
     """
     path = run_dir / "result.json"
     try:
@@ -226,11 +237,12 @@ def load_result(run_dir: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         result = error
-    if not isinstance(result, dict):
+    wrong = [name for name, hint in _RESULT.items() if isinstance(result, dict) and not is_of(result.get(name), hint)]
+    if not isinstance(result, dict) or (result and wrong):
         raise ConfigError(
             "The result of a run is a JSON object.",
             expected=f"a readable file {path}, or none",
-            got=result,
+            got=f"{wrong[0]}: {result.get(wrong[0])!r}"[:200] if wrong else result,
             remedy="Restore the file from a copy, or remove it.",
         )
     return result

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from rayvec.errors import CheckpointError, ConfigError, LearnerError, NodeLostEr
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.training.checkpoint import incomplete
+from rayvec.training.files import is_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_state", "restore"]
@@ -84,7 +84,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     progress, hints = state["progress"], get_type_hints(Progress)
     if not isinstance(progress, Mapping) or progress.keys() | _SINCE_WINDOWS != hints.keys():
         raise incomplete(f"progress: {', '.join(progress) if isinstance(progress, Mapping) else progress}")
-    if wrong := [f"{name}={value!r}"[:100] for name, value in progress.items() if not _is_of(value, hints[name])]:
+    if wrong := [f"{name}={value!r}"[:100] for name, value in progress.items() if not is_of(value, hints[name])]:
         raise incomplete(f"progress: {', '.join(wrong)}")
     for name, check in (("learner", dict), ("collector", check_collector_state)):
         try:
@@ -103,17 +103,6 @@ def acting_weights(state: Mapping[str, Any]) -> NDArray[np.float32]:
     if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32 or weights.ndim != 1:
         raise incomplete("no weights" if weights is None else f"weights: {weights!r}"[:200])
     return weights.numpy()
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a part of the progress has the type of its field; whole numbers are not negative."""
-    if hint is float:
-        return type(value) in (int, float)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_is_of(each, *get_args(hint)) for each in value)
-    if isinstance(hint, UnionType):
-        return any(_is_of(value, part) for part in get_args(hint))
-    return type(value) is hint and (hint is not int or value >= 0)
 
 
 def begin_collecting(
