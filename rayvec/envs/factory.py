@@ -16,7 +16,7 @@ import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
-from rayvec.errors import ConfigError, check_count, message
+from rayvec.errors import ConfigError, check_count, check_flag, message
 
 __all__ = ["EnvFactory", "EnvIdError", "carrying_path", "env_seeds", "registered_specs"]
 
@@ -146,7 +146,7 @@ class EnvFactory:
             EnvIdError: No environment of that id is registered.
             ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
-        if native and isinstance(env, str | EnvSpec):
+        if check_flag("native", native) and isinstance(env, str | EnvSpec):
             raise ConfigError(
                 "native=True takes callables that make vector environments.",
                 expected="a list of callables",

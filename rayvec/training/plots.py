@@ -59,12 +59,12 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     Raises:
         ConfigError: There are none, one is not the directory of a run, or no episode has ended in it.
     """
-    run_dirs = [run_dir for run_dir in run_dirs if not run_dir.is_file()]
+    paths, run_dirs = run_dirs, [run_dir for run_dir in run_dirs if not run_dir.is_file()]
     if not run_dirs:
         raise ConfigError(
             "A plot shows runs.",
             expected="at least one directory of a run",
-            got="none",
+            got=f"only files: {', '.join(map(str, paths))}"[:200] if paths else "none",
             remedy="Pass some, for example rayvec plot runs/*",
         )
     configs = {run_dir: load_config(run_dir) for run_dir in run_dirs}

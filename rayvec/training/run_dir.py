@@ -85,11 +85,12 @@ def free_run_dir(config: TrainConfig) -> Path:
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
+    resumes = f", or resume that run: {resume_command(config, run_dir)}" if (run_dir / "config.yaml").exists() else "."
     return ConfigError(
         "A run has a directory of its own.",
         expected="a path where there is nothing yet",
         got=f"{run_dir}, which exists",
-        remedy=f"Pass another run_dir, or resume that run: {resume_command(config, run_dir)}",
+        remedy=f"Pass another run_dir{resumes}",
     )
 
 
@@ -233,7 +234,7 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "result.json"
     try:
         result = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         result = error

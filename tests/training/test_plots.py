@@ -62,7 +62,7 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["plot", str(runs / "a1"), str(tmp_path)], "config.yaml")
-    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run")
+    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: only files: ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())

@@ -120,9 +120,12 @@ def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, plac
 
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir.*--resume"):
+    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir\.$"):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list((tmp_path / "a").iterdir())
+    (tmp_path / "a" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir, or resume.*--resume"):
+        rayvec.train(tiny(tmp_path / "a"))
 
 
 def test_a_path_that_can_not_be_a_directory(tmp_path: Path) -> None:

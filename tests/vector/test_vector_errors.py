@@ -362,6 +362,8 @@ class TestConstruction:
             {"first_id": 1.5},
             {"preload": "torch"},
             {"preload": [np]},
+            {"copy": "no"},
+            {"native": "yes"},
         ],
         ids=repr,
     )
