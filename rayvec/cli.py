@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import errno
 import itertools
+import math
 import os
 import select
 import signal
@@ -133,8 +134,9 @@ class Train:
             from rayvec.training.loop import resume
 
             result = resume(run_dir, algorithm=self.settings.algorithm, **values)
+        mean = result.eval_return_mean
         print(
-            f"greedy return {result.eval_return_mean:.1f} after {result.total_steps:,} steps "
+            f"greedy return {'none' if math.isnan(mean) else f'{mean:.1f}'} after {result.total_steps:,} steps "
             f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
         )
 

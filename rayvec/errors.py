@@ -40,6 +40,7 @@ __all__ = [
     "WorkerLostError",
     "check_choice",
     "check_count",
+    "check_flag",
     "check_node_range",
     "message",
 ]
@@ -62,6 +63,7 @@ class RayvecError(Exception):
     """
 
     raised_in: str | None = None
+    _remote_traceback: str | None = None
 
     def __init__(self, rule: object = "", *, expected: object = None, got: object = None, remedy: str = "") -> None:
         super().__init__(rule if not remedy else message(str(rule), expected=expected, got=got, remedy=remedy))
@@ -138,6 +140,25 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         )
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Returns `value`, which must be True or False.
+
+    Raises:
+        ConfigError: It is not.
+
+    >>> check_flag("copy", False)
+    False
+    """
+    if value not in (True, False):
+        raise ConfigError(
+            f"{name} is a switch.",
+            expected="True or False",
+            got=repr(value)[:200],
+            remedy=f"Pass {name}=True, {name}=False, or omit it.",
+        )
+    return bool(value)
+
+
 def check_node_range(value: Any) -> tuple[int, int]:
     """Returns `value`, which must be the least and the greatest number of nodes to use.
 
@@ -186,9 +207,10 @@ class RemoteFailure:
     def capture(cls, error: BaseException, where: str) -> RemoteFailure:
         """Describes `error`, which is being handled, for another process.
 
-        If it came from another process itself, the description keeps its first origin.
+        If it came from another process itself, the description keeps its first origin and traceback.
         """
         first = getattr(error if error.__cause__ is None else error.__cause__, "raised_in", None)
+        known = getattr(error.__cause__, "_remote_traceback", None)
         try:
             text = str(error)
         except Exception as unprintable:  # the exception's own __str__ raised
@@ -197,7 +219,7 @@ class RemoteFailure:
             type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             text=text,
             pickled=_pickled(error, text),
-            remote_traceback="".join(traceback.format_exception(error)),
+            remote_traceback=known or "".join(traceback.format_exception(error)),
             where=first or where,
             original=error,
         )
@@ -221,7 +243,7 @@ class RemoteFailure:
     def cause(self, cause_type: type[RayvecError] = EnvError) -> RayvecError:
         """Returns an error of `cause_type` that says where, with the remote traceback."""
         cause = cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
-        cause.raised_in = self.where
+        cause.raised_in, cause._remote_traceback = self.where, self.remote_traceback
         return cause
 
 

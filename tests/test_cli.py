@@ -94,7 +94,7 @@ def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_directory_that_exists(tmp_path: Path, assert_refused: AssertRefused) -> None:
-    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], f"{tmp_path}, which exists", "--resume")
+    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], f"{tmp_path}, which exists", "another run_dir.")
 
 
 def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -> None:
@@ -133,10 +133,18 @@ def make_without_licence(*args: object) -> None:
     raise BrokenPipeError("the licence server has closed the connection")
 
 
-def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(tmp_path: Path) -> None:
+def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     network = f"--network={__name__}:{make_without_licence.__name__}"
-    with pytest.raises(BrokenPipeError, match="licence"):
-        main(["train", "ppo", *TINY, network, f"--run-dir={tmp_path / 'a'}"])
+    assert main(["train", "ppo", *TINY, network, f"--run-dir={tmp_path / 'a'}"]) == 2
+    assert "BrokenPipeError from make_without_licence: the licence server" in capsys.readouterr().err
+
+
+def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = options({**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0, "run_dir": tmp_path / "a"})
+    assert main(["train", "ppo", *settings]) == 0
+    assert "greedy return none after 64 steps" in capsys.readouterr().out
 
 
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:

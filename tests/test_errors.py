@@ -11,7 +11,7 @@ import pytest
 from helpers.odd_envs import OwnError
 
 from rayvec import errors
-from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, message
+from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, check_flag, message
 
 OURS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
 
@@ -34,6 +34,13 @@ def test_a_message_has_four_parts() -> None:
 def test_what_is_no_count_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="apples is a count"):
         check_count("apples", value)
+
+
+@pytest.mark.parametrize("value", ["no", 2, None, []])
+def test_what_is_no_switch_is_refused(value: Any) -> None:
+    assert check_flag("lights", True) and not check_flag("lights", False)
+    with pytest.raises(ConfigError, match="lights is a switch"):
+        check_flag("lights", value)
 
 
 class Twice(Exception):
@@ -107,6 +114,19 @@ class TestRemoteFailure:
     def test_what_fails_when_it_is_made_is_told_in_full(self, tmp_path: Path) -> None:
         failure = replace(captured(ValueError("x")), pickled=b"garbage")
         self.check_cause(failure.rebuild(), ValueError("x"))
+
+    @pytest.mark.parametrize("error", [Unpicklable(), ValueError("x")], ids=repr)
+    def test_on_its_way_through_two_processes_it_is_told_once(self, error: Exception) -> None:
+        try:
+            raise error
+        except Exception as raised:
+            first = RemoteFailure.capture(raised, "worker 2, environment 7, seed 9").rebuild()
+        try:
+            raise first
+        except Exception as raised:
+            cause: Any = RemoteFailure.capture(raised, "node n").cause()
+        self.check_cause(cause, error)
+        assert str(cause).count("Traceback") == str(cause).count("environment 7, seed 9") == 1
 
     def test_it_can_be_raised_and_keeps_its_cause(self) -> None:
         with pytest.raises(KeyError) as caught:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["check_env", "check_open", "check_seed", "check_settings", "check_state"]
@@ -65,7 +65,7 @@ def check_settings(
         check_count("max_staleness", max_staleness)
         _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
     for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
-        if value and inference != "worker":
+        if check_flag(name, value) and inference != "worker":
             raise ConfigError(
                 "`prefetch` and `by_reference` require `inference='worker'`.",
                 expected="inference='worker'",

@@ -427,7 +427,7 @@ class TrainConfig(metaclass=PresetMeta):
         """
         if isinstance(settings, dict):
             import_plugins(settings.get("plugin") or ())
-        if not isinstance(settings, dict) or settings.get("algorithm") not in CONFIGS:
+        if not isinstance(settings, dict) or settings.get("algorithm") not in list(CONFIGS):  # it may be unhashable
             raise ConfigError(
                 "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rayvec.errors import ConfigError
 
 __all__ = ["import_plugins", "split_plugins"]
 
 
-def import_plugins(modules: Iterable[str]) -> None:
+def import_plugins(modules: Sequence[str]) -> None:
     """Imports modules, each of which calls :func:`rayvec.training.runs.register`.
 
     Raises:
-        ConfigError: One of them can't be imported.
+        ConfigError: They are not a list of names, or one of them can't be imported.
     """
+    if not isinstance(modules, list | tuple) or not all(isinstance(module, str) for module in modules):
+        raise ConfigError(
+            "Plugins are modules that register algorithms.",
+            expected="a list of names",
+            got=f"plugin: {modules!r}"[:200],
+            remedy="Write plugin: [mine] in config.yaml.",
+        )
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 "A plugin is a module that registers an algorithm when it is imported.",
                 expected="a module that can be imported",

@@ -78,6 +78,7 @@ def resolve(setting: str, name: str) -> Any:
             remedy=f"Pass it again, as {argument}= of rayvec.resume, rayvec.load or evaluate_run. "
             "To use the command line, move it into a module and name it as module:function.",
         )
+    cause: BaseException | None = None
     try:
         target = imported(name)
         if callable(target):
@@ -85,12 +86,14 @@ def resolve(setting: str, name: str) -> Any:
         problem = f"it is no function or class but {type(target).__name__}"
     except (ImportError, AttributeError, ValueError) as error:
         problem = str(error)
+    except (Exception, SystemExit) as error:
+        problem, cause = f"its module raises {type(error).__name__}: {error}", error
     raise ConfigError(
         f"{setting} names a function or class.",
         expected="module:function or module:Class, which can be imported",
         got=f"{str(name)!r} ({problem})",
-        remedy="Correct the name, or set PYTHONPATH to the directory of the module.",
-    )
+        remedy="Correct the name or the module, or set PYTHONPATH to the directory of the module.",
+    ) from cause
 
 
 def imported(name: str) -> Any:

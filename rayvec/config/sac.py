@@ -64,7 +64,7 @@ class SACConfig(NetworkConfig):
     autotune: bool = True
     """Adjust the temperature so that the entropy of the policy approaches the target entropy."""
 
-    target_entropy: float | None = None
+    target_entropy: Annotated[float, Bounds(-math.inf)] | None = None
     """Target entropy in nats; unset: -C for a Box of C numbers scaled to [-1, 1], target_entropy_scale for Discrete."""
 
     target_entropy_scale: Fraction = 0.5

@@ -26,7 +26,7 @@ __all__ = ["Bounds", "FieldDoc", "check", "describe", "field_names", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The interval of allowed numbers; it includes `low` unless `above` is set."""
+    """The interval of allowed numbers, which are finite; it includes `low` unless `above` is set."""
 
     low: float
     high: float = math.inf
@@ -36,6 +36,8 @@ class Bounds:
         return (self.low < value if self.above else self.low <= value) and value <= self.high and math.isfinite(value)
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "finite" if self.high == math.inf else f"at most {self.high}"
         if self.high < math.inf:
             return f"{'above' if self.above else 'from'} {self.low} to {self.high}"
         return f"{'above' if self.above else 'at least'} {self.low}"

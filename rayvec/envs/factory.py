@@ -16,7 +16,7 @@ import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
-from rayvec.errors import ConfigError, check_count, message
+from rayvec.errors import ConfigError, check_count, check_flag, message
 
 __all__ = ["EnvFactory", "EnvIdError", "carrying_path", "env_seeds", "registered_specs"]
 
@@ -146,7 +146,7 @@ class EnvFactory:
             EnvIdError: No environment of that id is registered.
             ConfigError: Counts that are not positive or do not agree, or an environment's module that raises.
         """
-        if native and isinstance(env, str | EnvSpec):
+        if check_flag("native", native) and isinstance(env, str | EnvSpec):
             raise ConfigError(
                 "native=True takes callables that make vector environments.",
                 expected="a list of callables",
@@ -290,9 +290,11 @@ def _spec_of(env_id: str) -> EnvSpec:
             "An environment id must be registered with Gymnasium.",
             expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
             got=f"{env_id!r} ({error})",
-            remedy="Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
+            remedy="Check the spelling, or set PYTHONPATH to the directory of the module."
+            if ":" in env_id
+            else "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         module = env_id.partition(":")[0]
         raise ConfigError(
             f"The environment id {env_id!r} imports the module {module!r}, which registers the environment.",

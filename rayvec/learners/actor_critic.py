@@ -254,8 +254,8 @@ class ActorCriticLearner:
             )
         self._flat.data.copy_(state["parameters"])
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._num_updates = state["num_updates"]
-        self._num_steps = state["num_steps"]
+        self._num_updates = int(state["num_updates"])
+        self._num_steps = int(state["num_steps"])
         if self._obs_moments:
             self._obs_moments.load_state_dict(state["obs_moments"])
             self._normalize()

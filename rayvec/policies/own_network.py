@@ -142,11 +142,19 @@ def build_network(
         config: The settings; torch's generator begins with their seed, and is then as it was before.
 
     Raises:
-        ConfigError: The function returns no module.
+        ConfigError: The function raises, or returns no module.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        net = function(observation_space, action_space, config)
+        try:
+            net = function(observation_space, action_space, config)
+        except Exception as error:
+            raise ConfigError(
+                "network is a function of (observation space, action space, settings) that returns a torch module.",
+                expected=f"a module for {observation_space} and {action_space}",
+                got=f"{type(error).__name__} from {getattr(function, '__qualname__', function)}: {error}",
+                remedy="Correct the function, or let it take these three arguments.",
+            ) from error
     if not isinstance(net, nn.Module):
         raise ConfigError(
             "network is a function of (observation space, action space, settings) that returns a torch module.",

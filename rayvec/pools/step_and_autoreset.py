@@ -38,6 +38,15 @@ class SerialPool(InProcessPool):
                 got=f"{type(env).__qualname__}, a vector environment of {env.num_envs}",
                 remedy="Pass native=True, so that each callable makes a sub-batch.",
             )
+        if not (hasattr(env, "observation_space") and hasattr(env, "action_space")):
+            raise ConfigError(
+                "Each callable makes one environment.",
+                expected="a gymnasium.Env with an observation_space and an action_space",
+                got=f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins."),
+                remedy="Return the environment from the callable."
+                if env is None
+                else "Assign both spaces in the constructor of the environment.",
+            )
         return env
 
     def _set_up(self) -> None:

@@ -22,8 +22,9 @@ from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_config
+from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import LEARNERS, make_env
-from rayvec.training.saved_spaces import space_from_plain
+from rayvec.training.saved_spaces import spaces_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]
 
@@ -49,21 +50,20 @@ def load(
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
-        CheckpointError: The file is missing or damaged.
+        CheckpointError: The file is missing or damaged, or holds something else than a run.
     """
     run_dir = Path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = checkpoints.load(run_dir / checkpoint)
     described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
     observation_space, action_space = load_spaces(config, described)
-    return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)
+    return Agent(config, observation_space, action_space, acting_weights(state), seed=seed)
 
 
 def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
     """Returns the spaces that a checkpoint describes; where it does not, those of an environment that is made."""
     if described is not None:
-        observation_space, action_space = map(space_from_plain, described)
-        return observation_space, action_space
+        return spaces_from_plain(described)
     with make_env(replace(config, num_nodes=0, workers_per_node=0, address=None), 1) as env:
         return env.single_observation_space, env.single_action_space
 

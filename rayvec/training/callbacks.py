@@ -6,6 +6,7 @@ the :class:`RunContext` of the run, in the process that called :func:`rayvec.tra
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     """Returns callbacks as a list, also a single one.
 
     Raises:
-        ConfigError: One of them is a class, or has none of the methods of a callback.
+        ConfigError: One of them is a class, has none of the methods of a callback, or an asynchronous one.
     """
     found = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in found:
@@ -95,6 +96,13 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
                 expected=f"a list of objects with {', '.join(HOOKS[:-1])} or {HOOKS[-1]}",
                 got=f"the class {callback.__name__}" if is_class else f"{callback!r}, which has none of them",
                 remedy="Pass an instance of the class." if is_class else "Name a method on_iteration(self, context).",
+            )
+        if hooks := [hook for hook in HOOKS if inspect.iscoroutinefunction(getattr(callback, hook, None))]:
+            raise ConfigError(
+                "A run calls the methods of a callback, and does not await them.",
+                expected="plain functions",
+                got=f"async def {hooks[0]} of {type(callback).__name__}",
+                remedy="Write def in place of async def; asyncio.run in it runs a coroutine.",
             )
     return found
 

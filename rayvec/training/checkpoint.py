@@ -15,7 +15,7 @@ import torch
 from rayvec.errors import CheckpointError
 from rayvec.training.files import written_whole
 
-__all__ = ["FORMAT_VERSION", "load", "save"]
+__all__ = ["FORMAT_VERSION", "incomplete", "load", "save"]
 
 FORMAT_VERSION = 2
 _KIND = "rayvec checkpoint"
@@ -82,6 +82,16 @@ def load(path: Path) -> dict[str, Any]:
         )
     state: dict[str, Any] = content["state"]
     return state
+
+
+def incomplete(problem: str) -> CheckpointError:
+    """Returns the error of a checkpoint that is whole, but not the state of this run."""
+    return CheckpointError(
+        "A checkpoint holds the whole state of a run.",
+        expected="a checkpoint that this version of rayvec wrote with these settings",
+        got=f"an incomplete one ({problem})",
+        remedy="Use the version and the config.yaml that it was written with, or start a new run.",
+    )
 
 
 def _foreign(path: Path, got: str) -> CheckpointError:

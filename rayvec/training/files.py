@@ -7,11 +7,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, get_args, get_origin
 
 from rayvec.errors import ConfigError
 
-__all__ = ["finite", "written_whole"]
+__all__ = ["finite", "is_of", "written_whole"]
+
+_LARGEST = 2**63
+"""No count of a run reaches it."""
 
 
 @contextlib.contextmanager
@@ -26,7 +30,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         ConfigError: `path` is a directory or a device, or its directory does not exist.
-        OSError: The disk is full, or the directory can't be written.
+        OSError: The disk is full, or the directory can't be written. It names the file.
     """
     is_other = path.exists() and not path.is_file()
     if is_other or not path.parent.is_dir():
@@ -44,8 +48,10 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
     _sync_directory(path.parent)
 
@@ -57,6 +63,24 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return None if isinstance(value, float | int) and not math.isfinite(value) else value
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a plain value has a type; whole numbers are at least 0, and whole ones count as float.
+
+    >>> is_of([1, 2.5], list[float]), is_of(None, str | None), is_of({"a": "b"}, dict[str, int]), is_of(-1, int)
+    (True, True, False, False)
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(is_of(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(is_of(each, parts[0]) for each in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
+    if hint is float:
+        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+    return type(value) is hint and (hint is not int or 0 <= value < _LARGEST)
 
 
 def _sync_directory(directory: Path) -> None:

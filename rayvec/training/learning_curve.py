@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.training.figures import BLUE, ORANGE, curves_figure
-from rayvec.training.files import written_whole
+from rayvec.training.files import is_of, written_whole
 
-__all__ = ["episode_mean", "plot_learning_curve", "training_points"]
+__all__ = ["episode_mean", "plot_learning_curve", "sound", "training_points"]
 
 
 def plot_learning_curve(
@@ -30,7 +30,7 @@ def plot_learning_curve(
         title: The title.
         greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
-    lines = list(metrics)
+    lines = list(sound(metrics))
     steps, returns, line_means = training_points(lines)
     evaluations = [
         (line["steps"], line["eval/return_mean"]) for line in lines if line.get("eval/return_mean") is not None
@@ -53,6 +53,15 @@ def plot_learning_curve(
     axes.set_xlim(left=0)
     with written_whole(path) if isinstance(path, Path) else contextlib.nullcontext(path) as file:
         figure.savefig(file, format="png")
+
+
+def sound(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yields the lines of metrics but those with a value that no run writes, such as text."""
+    for line in lines:
+        numbers = {name: value for name, value in line.items() if name != "staleness_counts"}
+        has_mean = line.get("return_sum", line.get("return_mean")) is not None
+        if is_of(numbers, dict[str, float | None]) and (has_mean or not line.get("episodes")):
+            yield line
 
 
 def episode_mean(line: Mapping[str, Any]) -> float:

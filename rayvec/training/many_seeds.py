@@ -48,7 +48,8 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
         args: The command line that trains one run, without its seed and its directory.
 
     Raises:
-        ConfigError: A seed is there twice, a directory holds a run with other settings, or no run could begin.
+        ConfigError: A seed is there twice, the directory is a file or holds a run with other settings, or no run could
+            begin.
         LearnerError: A run failed.
         KeyboardInterrupt: Ctrl-C ended the runs.
     """
@@ -60,6 +61,13 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
             remedy="Remove the duplicate seeds.",
         )
     directory = config.run_dir or _free_directory(config, seeds)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(
+            "Runs with several seeds are in one directory.",
+            expected="a directory, or a path where there is nothing yet",
+            got=f"{directory}, which is a file",
+            remedy="Pass another run_dir.",
+        )
     runs = {seed: directory / f"seed{seed}" for seed in seeds}
     for seed, run_dir in runs.items():
         _check_same(replace(config, seed=seed), run_dir)

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from rayvec.config import TrainConfig
+from rayvec.config import CONFIGS, TrainConfig
 from rayvec.config.presets import with_env_id
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
 from rayvec.config.schema import field_names
@@ -32,8 +32,15 @@ def with_own_parts(
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
     Raises:
-        ConfigError: One of them is of another kind, or the run began with another one.
+        ConfigError: Settings of no learner, one of the others is of another kind, or the run began with another one.
     """
+    if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
+        raise ConfigError(
+            "The class of the settings decides which learner trains.",
+            expected=f"an object of {', '.join(each.__name__ for each in CONFIGS.values())}",
+            got=repr(config)[:200],
+            remedy='Pass rayvec.PPOConfig(env_id="CartPole-v1"); rayvec.training.runs.register adds a class.',
+        )
     parts: dict[str, str] = {}
     if env is not None:
         parts["env_id"] = _named_env(env)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.files import written_whole
-from rayvec.training.learning_curve import training_points
+from rayvec.training.learning_curve import sound, training_points
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config, load_result
 
@@ -59,12 +59,12 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     Raises:
         ConfigError: There are none, one is not the directory of a run, or no episode has ended in it.
     """
-    run_dirs = [run_dir for run_dir in run_dirs if not run_dir.is_file()]
+    paths, run_dirs = run_dirs, [run_dir for run_dir in run_dirs if not run_dir.is_file()]
     if not run_dirs:
         raise ConfigError(
             "A plot shows runs.",
             expected="at least one directory of a run",
-            got="none",
+            got=f"only files: {', '.join(map(str, paths))}"[:200] if paths else "none",
             remedy="Pass some, for example rayvec plot runs/*",
         )
     configs = {run_dir: load_config(run_dir) for run_dir in run_dirs}
@@ -73,7 +73,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
         groups.setdefault((config.env_id, _label(config, list(configs.values()))), []).append(run_dir)
     found = []
     for (env_id, label), members in groups.items():
-        read = [list(read_metrics(run_dir / "metrics.jsonl")) for run_dir in members]
+        read = [list(sound(read_metrics(run_dir / "metrics.jsonl"))) for run_dir in members]
         curves = [training_points(lines)[:2] for lines in read]
         for run_dir, points in zip(members, curves, strict=True):
             if not points.size:
@@ -90,7 +90,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     return found
 
 
-def _points(lines: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
     points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
     return np.array(points, np.float64).reshape(-1, 2).T
 

@@ -16,7 +16,7 @@ from rayvec.config.schema import describe, plain
 from rayvec.errors import ConfigError
 from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.files import written_whole
-from rayvec.training.learning_curve import plot_learning_curve
+from rayvec.training.learning_curve import plot_learning_curve, sound
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config, load_result, versions
 
@@ -47,7 +47,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     """
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    lines = list(read_metrics(metrics))
+    lines = list(sound(read_metrics(metrics)))
     if not lines:
         raise ConfigError(
             "A report shows the metrics of a run.",

@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.files import written_whole
+from rayvec.training.files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.run_state import Progress, check_state
+from rayvec.training.run_state import Progress, acting_weights, check_state
 
 __all__ = [
     "begin_run_dir",
@@ -55,6 +55,17 @@ __all__ = [
     "save_result",
     "versions",
 ]
+
+
+_RESULT = {
+    "total_steps": int,
+    "wall_s": float,
+    "eval_return_mean": float | None,
+    "eval_returns": list[float],
+    "stop_reason": str | None,
+    "versions": dict[str, str],
+}
+"""What other commands read of a result."""
 
 
 def free_run_dir(config: TrainConfig) -> Path:
@@ -74,11 +85,12 @@ def free_run_dir(config: TrainConfig) -> Path:
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
+    resumes = f", or resume that run: {resume_command(config, run_dir)}" if (run_dir / "config.yaml").exists() else "."
     return ConfigError(
         "A run has a directory of its own.",
         expected="a path where there is nothing yet",
         got=f"{run_dir}, which exists",
-        remedy=f"Pass another run_dir, or resume that run: {resume_command(config, run_dir)}",
+        remedy=f"Pass another run_dir{resumes}",
     )
 
 
@@ -192,7 +204,7 @@ def load_weights(run_dir: Path, name: str) -> tuple[TrainConfig, NDArray[np.floa
         CheckpointError: There is no such checkpoint, or it is damaged.
     """
     config, state = load_config(run_dir), checkpoint.load(run_dir / name)
-    return config, state["weights"].numpy()
+    return config, acting_weights(state)
 
 
 def load_config(run_dir: Path) -> TrainConfig:
@@ -217,20 +229,21 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     """Returns ``result.json``; nothing if the run has not ended.
 
     Raises:
-        ConfigError: The file is damaged.
+        ConfigError: The file is damaged, or has values of other types.
     """
     path = run_dir / "result.json"
     try:
         result = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         result = error
-    if not isinstance(result, dict):
+    wrong = [name for name, hint in _RESULT.items() if isinstance(result, dict) and not is_of(result.get(name), hint)]
+    if not isinstance(result, dict) or (result and wrong):
         raise ConfigError(
             "The result of a run is a JSON object.",
             expected=f"a readable file {path}, or none",
-            got=result,
+            got=f"{wrong[0]}: {result.get(wrong[0])!r}"[:200] if wrong else result,
             remedy="Restore the file from a copy, or remove it.",
         )
     return result

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rayvec.collect.checks import check_state as check_collector_state
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
-from rayvec.errors import CheckpointError, ConfigError
+from rayvec.errors import CheckpointError, ConfigError, LearnerError, NodeLostError, WorkerLostError
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
+from rayvec.training.checkpoint import incomplete
+from rayvec.training.files import is_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["WINDOW", "Progress", "begin_collecting", "check_state", "restore"]
+__all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_state", "restore"]
 
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
@@ -69,12 +76,33 @@ def check_state(state: Mapping[str, Any]) -> None:
     """Checks that `state`, which was read from a checkpoint, has all its parts.
 
     Raises:
-        CheckpointError: A part is missing.
+        CheckpointError: A part is missing, or has a value of another type.
     """
     if missing := sorted({"weights", "learner", "collector", "progress"} - state.keys()):
-        raise _incomplete(f"no {', '.join(missing)}")
-    if state["progress"].keys() | _SINCE_WINDOWS != {item.name for item in fields(Progress)}:
-        raise _incomplete(f"progress: {', '.join(state['progress'])}")
+        raise incomplete(f"no {', '.join(missing)}")
+    acting_weights(state)
+    progress, hints = state["progress"], get_type_hints(Progress)
+    if not isinstance(progress, Mapping) or progress.keys() | _SINCE_WINDOWS != hints.keys():
+        raise incomplete(f"progress: {', '.join(progress) if isinstance(progress, Mapping) else progress}")
+    if wrong := [f"{name}={value!r}"[:100] for name, value in progress.items() if not is_of(value, hints[name])]:
+        raise incomplete(f"progress: {', '.join(wrong)}")
+    for name, check in (("learner", dict), ("collector", check_collector_state)):
+        try:
+            check(state[name])
+        except (TypeError, ValueError) as error:
+            raise incomplete(f"{name}: {error}") from error
+
+
+def acting_weights(state: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Returns the acting weights of a checkpoint, ``float32 [P]``.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    weights = state.get("weights")
+    if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32 or weights.ndim != 1:
+        raise incomplete("no weights" if weights is None else f"weights: {weights!r}"[:200])
+    return weights.numpy()
 
 
 def begin_collecting(
@@ -149,14 +177,7 @@ def restore(part: Any, state: Mapping[str, Any]) -> None:
     """
     try:
         part.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error
-
-
-def _incomplete(problem: str) -> CheckpointError:
-    return CheckpointError(
-        "A checkpoint holds the whole state of a run.",
-        expected="a checkpoint that this version of rayvec wrote with these settings",
-        got=f"an incomplete one ({problem})",
-        remedy="Use the version and the config.yaml that it was written with, or start a new run.",
-    )
+    except (CheckpointError, LearnerError, WorkerLostError, NodeLostError, torch.OutOfMemoryError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-__all__ = ["space_from_plain", "space_to_plain"]
+from rayvec.training.checkpoint import incomplete
+
+__all__ = ["space_from_plain", "space_to_plain", "spaces_from_plain"]
 
 
 def space_to_plain(space: spaces.Space[Any]) -> dict[str, Any] | None:
@@ -54,6 +56,19 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
             parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
             # a plain dict would be sorted by key, and networks read the parts in the order of the space
             return spaces.Dict(OrderedDict(parts)) if kind == "Dict" else spaces.Tuple(list(parts.values()))
+
+
+def spaces_from_plain(described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """Returns the observation space and the action space that a checkpoint describes.
+
+    Raises:
+        CheckpointError: It describes something else.
+    """
+    try:
+        observation_space, action_space = map(space_from_plain, described)
+    except Exception as error:  # each space has checks of its own, some of them assertions
+        raise incomplete(f"spaces: {type(error).__name__}: {error}") from error
+    return observation_space, action_space
 
 
 def _packed(bounds: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.network import NetworkConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.encoders import leaf_spaces
-from rayvec.training.saved_spaces import space_from_plain
+from rayvec.training.saved_spaces import spaces_from_plain
 from rayvec.wrappers import MASK_KEY
 
 __all__ = ["check_kept_spaces", "check_same_spaces", "parts_of", "warn_of_wide_ranges"]
@@ -60,8 +60,8 @@ def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
     """Raises a ConfigError where the environments have other spaces than the run whose state is continued."""
     described = state.get("spaces")
-    for name, ours, plain in zip(("observations", "actions"), found, described or (), strict=False):
-        theirs = space_from_plain(plain)
+    kept = () if described is None else spaces_from_plain(described)
+    for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         if parts_of(ours) != parts_of(theirs):
             raise ConfigError(
                 "A resumed run has the spaces that it began with.",

@@ -6,14 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 
 from rayvec.errors import ConfigError
-from rayvec.training.files import finite
+from rayvec.training.files import finite, is_of
 
 __all__ = ["NodeStatus", "RunStatus", "read_status", "write_status"]
 
@@ -113,8 +113,12 @@ class RunStatus:
 
 
 def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {item.name for item in fields(cls)}
-    return {name: value for name, value in values.items() if name in names}
+    hints = get_type_hints(cls)
+    found = {name: value for name, value in values.items() if name in hints}
+    for name, value in found.items():
+        if name != "nodes" and not is_of(value, hints[name]):
+            raise TypeError(f"{name}: {value!r}"[:200])
+    return found
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:

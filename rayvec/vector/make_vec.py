@@ -14,14 +14,14 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, VectorizeMode
 
 from rayvec.data.partition import even_bounds
-from rayvec.errors import check_count, check_node_range
+from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["make_vec", "sub_batch_sizes"]
 
 
 def make_vec(
-    id: str | EnvSpec,
+    id: str | EnvSpec | Callable[..., Any],
     num_envs: int = 1,
     *,
     vectorization_mode: str | VectorizeMode | None = None,
@@ -32,7 +32,8 @@ def make_vec(
     """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
-        id: Id or spec. The spec of an environment that was made here makes another of the same kind and number.
+        id: Id, spec, or a class or function that makes an environment. The spec of an environment that was made here
+            makes another of the same kind and number.
         num_envs: How many environments.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
             point that the environment is registered with. All else makes single environments.
@@ -47,20 +48,30 @@ def make_vec(
     True
     >>> envs.close()
     """
+    mode = vectorization_mode.value if isinstance(vectorization_mode, VectorizeMode) else vectorization_mode
+    check_choice("vectorization_mode", mode, (None, *(each.value for each in VectorizeMode)))
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
     env_kwargs: dict[str, Any] = {}
     if isinstance(id, EnvSpec):
         id = deepcopy(id)
         env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
         num_envs = env_kwargs.pop("num_envs", num_envs)
-        ours = env_kwargs.pop("vector_kwargs", {}) | ours
+        kept = env_kwargs.pop("vector_kwargs", {})
+        was_native = kept.pop("native", False)
+        ours = kept | ours
         wrappers = env_kwargs.pop("wrappers", wrappers)
         made_by = env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec, or of ours
-        if made_by == _NATIVE and vectorization_mode is None and ours.pop("native", False):
-            vectorization_mode = made_by
+        if made_by == _NATIVE and mode is None and was_native:
+            mode = made_by
     env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
-    native = vectorization_mode is not None and VectorizeMode(vectorization_mode) == VectorizeMode.VECTOR_ENTRY_POINT
-    if native:
+    if mode == _NATIVE:
+        if not isinstance(id, str | EnvSpec):
+            raise ConfigError(
+                f"vectorization_mode={_NATIVE!r} makes environments by the entry point that they are registered with.",
+                expected="an id or an EnvSpec",
+                got=repr(id)[:200],
+                remedy="Leave vectorization_mode out; RayVecEnv(..., native=True) takes makers of vector environments.",
+            )
         make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)
         sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
         env = RayVecEnv(
@@ -75,8 +86,9 @@ def make_vec(
         ours = {**ours, "native": True}
     else:
         env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
+        if env.spec is None:  # of a class or function
+            return env
         env.spec = deepcopy(env.spec)
-    assert env.spec is not None
     env.spec.kwargs.update(env_kwargs)
     for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
         if value != usual:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, check_count, message
+from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.pools.weight_store import WeightStore
@@ -113,7 +113,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native)
         self.spec = factory.spec
-        self.copy = copy
+        self.copy = check_flag("copy", copy)
         mode = None if autoreset_mode is None else parse_autoreset_mode(autoreset_mode)
         self._open(
             factory,

@@ -325,6 +325,11 @@ class TestInput:
             with pytest.raises(ConfigError, match="Remedy"):
                 mistake()
 
+    @pytest.mark.parametrize("name", ["prefetch", "by_reference"])
+    def test_switches(self, counting: RayVecEnv, name: str) -> None:
+        with pytest.raises(ConfigError, match=f"{name} is a switch"):
+            Collector(counting, zeros, **{name: "yes"})  # type: ignore[arg-type]
+
     def test_a_closed_environment(self) -> None:
         env = local([CountingEnv])
         collector = Collector(env, zeros)

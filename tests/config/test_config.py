@@ -95,6 +95,13 @@ def test_what_cannot_work_is_refused(setting: str, value: Any, expected: str) ->
     assert expected in text.partition("Expected: ")[2].partition(" Got: ")[0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_setting_without_bounds_is_finite(value: float) -> None:
+    assert SACConfig(target_entropy=-7).target_entropy == -7
+    with pytest.raises(ConfigError, match=r"Expected: float \| None, finite. Got: (nan|-inf)"):
+        SACConfig(target_entropy=value)
+
+
 def test_a_minibatch_is_part_of_an_iteration() -> None:
     assert PPOConfig(num_envs=4, num_steps=8, minibatch_size=32).steps_per_iteration == 32
     with pytest.raises(ConfigError, match=r"at most num_envs \* num_steps = 32\. Got: 33\."):
@@ -115,6 +122,10 @@ def test_numbers_of_other_kinds_become_ours() -> None:
         ("num_envs: 3", "None"),
         ("a: [", "no YAML"),
         ("algorithm: ppo\nlerning_rate: 1.0", "lerning_rate"),
+        ("algorithm: [ppo]", r"\['ppo'\]"),
+        ("algorithm: {}", "{}"),
+        ("algorithm: ppo\nplugin: 3", "plugin: 3"),
+        ("algorithm: ppo\nplugin: os", "plugin: 'os'"),
     ],
 )
 def test_other_files_are_refused(text: str, got: str) -> None:

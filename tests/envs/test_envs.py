@@ -19,6 +19,8 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
 from hypothesis import given, strategies as st
 
+from rayvec.config.plugins import import_plugins
+from rayvec.config.references import resolve
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv
@@ -178,6 +180,20 @@ class TestFactory:
         for word in ("'rv_raises:Some-v0'", "'rv_raises'", "Expected:", "Got:", "Remedy:"):
             assert word in str(caught.value)
         assert type(caught.value.__cause__) is RuntimeError
+
+    def test_a_module_that_exits_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "rv_exits.py").write_text("import sys; sys.exit(3)")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError, match=r"'rv_exits', which registers.*SystemExit: 3"):
+            EnvFactory.build("rv_exits:Some-v0")
+        with pytest.raises(ConfigError, match="its module raises SystemExit: 3"):
+            resolve("network", "rv_exits:net")
+        with pytest.raises(ConfigError, match=r"rv_exits' \(SystemExit: 3\)"):
+            import_plugins(["rv_exits"])
+
+    def test_the_directory_of_a_module_is_a_remedy(self) -> None:
+        with pytest.raises(ConfigError, match="set PYTHONPATH to the directory of the module"):
+            EnvFactory.build("rv_absent:Env", 2)
 
     @pytest.mark.filterwarnings("ignore:.*latest:UserWarning")
     def test_an_id_without_a_version_is_what_gymnasium_makes_of_it(self) -> None:

@@ -122,6 +122,7 @@ class Detached(own_parts.TwoHeads):
         (own_parts.no_parameters, "with 0 parameters"),
         (own_parts.not_picklable, "can be pickled.*lock"),
         (lambda o, a, c: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3)), "Remedy: Do in forward"),
+        (lambda: torch.nn.Linear(3, 2), "Got: TypeError from .*take these three arguments"),
         (own_parts.no_module, "torch.nn.Module. Got: function"),
         (own_parts.raises, r"Linear is called with batches.*\(3, 3, 'torch.float32'\).*Got: RuntimeError"),
         (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "float32. Got: torch.float64"),

@@ -110,7 +110,12 @@ def test_an_exception_in_a_callback_says_how_to_resume(tmp_path: Path, hook: str
     assert rayvec.resume(config.run_dir).total_steps == 192
 
 
-@pytest.mark.parametrize("wrong", [object(), "on_iteration", 3, Witness, rayvec.BestModel])
+class Asynchronous:
+    async def on_iteration(self, context: rayvec.RunContext) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wrong", [object(), Asynchronous(), "on_iteration", 3, Witness, rayvec.BestModel])
 def test_what_is_no_callback(tmp_path: Path, wrong: Any) -> None:
     for callbacks in ([wrong], wrong):
         with pytest.raises(ConfigError, match="on_iteration"):

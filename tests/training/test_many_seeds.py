@@ -47,6 +47,12 @@ def test_seeds_train_as_they_do_alone_and_finished_ones_are_not_repeated(
     assert "gamma=0.5 after 0.98" in capfd.readouterr().err and not (together / "seed4").exists()
 
 
+def test_a_file_in_the_place_of_the_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").touch()
+    assert train(tmp_path / "a", "--seeds", "1", "2") == 2
+    assert f"{tmp_path / 'a'}, which is a file" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("args", [["1", "1"], ["1", "--seed", "2"], ["1", "--resume", "somewhere"], ["-1"], ["x"], []])
 def test_refused(tmp_path: Path, args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     try:

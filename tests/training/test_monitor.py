@@ -228,6 +228,10 @@ def test_a_status_survives_the_way_to_json_and_back() -> None:
     for text in ("", "[]", "{}", '{"nodes": 3}', '{"nodes": [{}]}'):
         with pytest.raises(ValueError):
             RunStatus.from_json(text)
+    wrong = [("steps", "abc"), ("total_steps", None), ("pid", -1), ("pid", 1.5), ("time_share", {"a": "b"})]
+    for name, value in [*wrong, ("restarts", 3), ("title", 3), ("return_mean", [1]), ("nodes", [{"num_envs": "a"}])]:
+        with pytest.raises(ValueError, match="nodes|num_envs" if name == "nodes" else name):
+            RunStatus.from_json(json.dumps({**dataclasses.asdict(status), name: value}))
 
 
 @pytest.mark.slow

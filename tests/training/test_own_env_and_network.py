@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers.training_kit import HERE, SMALL, assert_same, tiny
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.cli import main
+from rayvec.config import CONFIGS
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
@@ -144,9 +146,23 @@ def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_an_algorithm_whose_settings_have_no_network(tmp_path: Path) -> None:
+def test_an_algorithm_whose_settings_have_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, TrainConfig.algorithm, TrainConfig)
     with pytest.raises(ConfigError, match="no setting `network`"):
         rayvec.train(TrainConfig(), network=two_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRegistered(PPOConfig):
+    pass
+
+
+@pytest.mark.parametrize(
+    "config", ["CartPole-v1", {"env_id": "CartPole-v1"}, None, PPOConfig, TrainConfig(), NotRegistered()]
+)
+def test_what_is_no_settings_of_a_learner(config: Any) -> None:
+    with pytest.raises(ConfigError, match="object of PPOConfig"):
+        rayvec.train(config)
 
 
 @pytest.mark.parametrize("env", [["CartPole-v1"], 7])

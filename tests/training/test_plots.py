@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 from conftest import AssertRefused
 from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.cli import main
+from rayvec.training.learning_curve import sound
+from rayvec.training.loggers import read_metrics
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.report import write_report
 
@@ -56,7 +62,7 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["plot", str(runs / "a1"), str(tmp_path)], "config.yaml")
-    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run")
+    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: only files: ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
@@ -74,6 +80,41 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
         assert_refused(["report", str(tmp_path)], "result.json", "Remedy")
     (tmp_path / "config.yaml").write_bytes(b"\xff")
     assert_refused(["plot", str(tmp_path)], "config.yaml", "Remedy")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("total_steps", "abc"),
+        ("wall_s", None),
+        ("eval_return_mean", [1]),
+        ("eval_returns", -1),
+        ("eval_returns", ["a"]),
+        ("stop_reason", 3),
+        ("versions", "abc"),
+    ],
+)
+def test_a_result_with_another_type_is_refused(
+    runs: Path, tmp_path: Path, assert_refused: AssertRefused, name: str, value: Any
+) -> None:
+    run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
+    result = json.loads((run_dir / "result.json").read_text())
+    (run_dir / "result.json").write_text(json.dumps({**result, name: value}))
+    for command in ("plot", "report"):
+        assert_refused([command, str(run_dir)], f"Got: {name}: {value!r}", "Remedy: Restore the file")
+
+
+def test_lines_with_another_type_are_left_out(runs: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
+    lines = list(read_metrics(run_dir / "metrics.jsonl"))
+    changes = [{"return_mean": "abc"}, {"episodes": [1]}, {"learner/loss": {"a": 1}}, {"time_s/collect": ""}]
+    changes += [{"steps": 10**400}, {"return_sum": 10**400}, {"episodes": 2, "return_sum": None}, {"len_mean": True}]
+    damaged = [{**lines[-1], **change} for change in changes]
+    assert list(sound([*lines, *damaged])) == lines
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in damaged)
+    assert "256" in write_report(run_dir).read_text(encoding="utf-8")
+    np.testing.assert_array_equal(read_runs([run_dir])[0].training, read_runs([runs / "a1"])[0].training)
 
 
 class _Tags(HTMLParser):

@@ -65,11 +65,67 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, part: str) -> N
         rayvec.resume(run_dir)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny(tmp_path_factory.mktemp("whole") / "a", total_steps=64, eval_episodes=0)
+    return rayvec.train(config).run_dir
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("weights", None),
+        ("weights", [1.0]),
+        ("weights", torch.zeros(3, dtype=torch.float64)),
+        ("spaces", 3),
+        ("spaces", [{"kind": "Box"}, {}]),
+    ],
+    ids=str,
+)
+def test_parts_that_acting_needs_are_checked(whole: Path, tmp_path: Path, part: str, value: Any) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "a"))
+    save_checkpoint(run_dir, {**load_run(run_dir)[1], part: value})
+    for act in (rayvec.load, rayvec.resume):
+        with pytest.raises(CheckpointError, match=rf"{part}.*Remedy"):
+            act(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("progress",), 3),
+        (("progress", "steps"), "64"),
+        (("progress", "iterations"), -1),
+        (("progress", "recent_returns"), ["a"]),
+        (("progress", "best_return"), []),
+        (("learner",), None),
+        (("learner", "optimizer", "exp_avg"), torch.zeros(3)),
+        (("learner", "num_updates"), None),
+        (("collector",), 3),
+        (("collector", "version"), None),
+    ],
+    ids=str,
+)
+def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "a"))
+    state = part = load_run(run_dir)[1]
+    for name in place[:-1]:
+        part = part[name]
+    assert place[-1] in part
+    part[place[-1]] = value
+    save_checkpoint(run_dir, state)
+    with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*Remedy"):
+        rayvec.resume(run_dir)
+
+
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir.*--resume"):
+    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir\.$"):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list((tmp_path / "a").iterdir())
+    (tmp_path / "a" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir, or resume.*--resume"):
+        rayvec.train(tiny(tmp_path / "a"))
 
 
 def test_a_path_that_can_not_be_a_directory(tmp_path: Path) -> None:

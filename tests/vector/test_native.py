@@ -372,6 +372,9 @@ class TestMakeVec:
             again = rayvec.make_vec(env.spec)  # type: ignore[arg-type]
             with closing(again):
                 assert again.num_envs == 5 and again.get_attr("num_envs")[0] == 3
+            with closing(rayvec.make_vec(env.spec, vectorization_mode="sync")) as single:  # type: ignore[arg-type]
+                assert single.num_envs == 5 and single.spec is not None
+                assert "native" not in single.spec.kwargs["vector_kwargs"]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -362,6 +362,8 @@ class TestConstruction:
             {"first_id": 1.5},
             {"preload": "torch"},
             {"preload": [np]},
+            {"copy": "no"},
+            {"native": "yes"},
         ],
         ids=repr,
     )
@@ -373,6 +375,26 @@ class TestConstruction:
     def test_one_wrapper_in_place_of_a_list(self) -> None:
         with pytest.raises(ConfigError, match="a list of classes or functions"):
             rayvec.make_vec("CartPole-v1", 2, num_nodes=0, wrappers=FlattenObservation)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("mode", "expected"),
+        [("foo", "'sync' or 'vector_entry_point'"), ("vector_entry_point", "an id or an EnvSpec")],
+    )
+    def test_modes_of_make_vec_that_cannot_work(self, mode: str, expected: str) -> None:
+        with pytest.raises(ConfigError, match=expected):
+            rayvec.make_vec(CountingEnv, 2, num_nodes=0, workers_per_node=0, vectorization_mode=mode)
+
+    @pytest.mark.parametrize("env", [CountingEnv, "rayvec.testing:CountingEnv"])
+    def test_make_vec_of_a_class(self, env: Any) -> None:
+        with rayvec.make_vec(env, 2, num_nodes=0, workers_per_node=0) as envs:
+            assert envs.num_envs == 2 and envs.spec is None
+
+    @pytest.mark.parametrize(
+        ("env", "remedy"), [(None, "Return the environment"), (gymnasium.Env(), "Assign both spaces")], ids=repr
+    )
+    def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str) -> None:
+        with pytest.raises(ConfigError, match=f"observation_space and an action_space.*{remedy}"):
+            RayVecEnv([lambda: env], num_nodes=0, workers_per_node=0)
 
     def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
         kwargs = {"max_episode_steps": 7}
