@@ -216,6 +216,7 @@ class TestFactory:
             {"env": [CountingEnv, 3]},
             {"env": [CountingEnv], "num_envs": 2},
             {"env": [CountingEnv], "env_kwargs": {"x": 1}},
+            {"env": [CountingEnv], "native": "yes"},
         ],
         ids=repr,
     )

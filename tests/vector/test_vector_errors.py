@@ -363,7 +363,6 @@ class TestConstruction:
             {"preload": "torch"},
             {"preload": [np]},
             {"copy": "no"},
-            {"native": "yes"},
         ],
         ids=repr,
     )
@@ -390,7 +389,9 @@ class TestConstruction:
             assert envs.num_envs == 2 and envs.spec is None
 
     @pytest.mark.parametrize(
-        ("env", "remedy"), [(None, "Return the environment"), (gymnasium.Env(), "Assign both spaces")], ids=repr
+        ("env", "remedy"),
+        [(None, "Return the environment"), (gymnasium.Env(), "Assign both spaces")],
+        ids=["None", "Env"],
     )
     def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str) -> None:
         with pytest.raises(ConfigError, match=f"observation_space and an action_space.*{remedy}"):
