@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -63,7 +63,7 @@ class RayvecError(Exception):
     """
 
     raised_in: str | None = None
-    _remote_traceback: str | None = None
+    _failure: RemoteFailure | None = None
 
     def __init__(self, rule: object = "", *, expected: object = None, got: object = None, remedy: str = "") -> None:
         super().__init__(rule if not remedy else message(str(rule), expected=expected, got=got, remedy=remedy))
@@ -209,8 +209,10 @@ class RemoteFailure:
 
         If it came from another process itself, the description keeps its first origin and traceback.
         """
-        first = getattr(error if error.__cause__ is None else error.__cause__, "raised_in", None)
-        known = getattr(error.__cause__, "_remote_traceback", None)
+        origin = error if error.__cause__ is None else error.__cause__
+        known: RemoteFailure | None = getattr(origin, "_failure", None)
+        if known is not None and origin is error:  # it could not be rebuilt here
+            return known
         try:
             text = str(error)
         except Exception as unprintable:  # the exception's own __str__ raised
@@ -219,8 +221,8 @@ class RemoteFailure:
             type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             text=text,
             pickled=_pickled(error, text),
-            remote_traceback=known or "".join(traceback.format_exception(error)),
-            where=first or where,
+            remote_traceback=known.remote_traceback if known else "".join(traceback.format_exception(error)),
+            where=known.where if known else where,
             original=error,
         )
 
@@ -243,7 +245,7 @@ class RemoteFailure:
     def cause(self, cause_type: type[RayvecError] = EnvError) -> RayvecError:
         """Returns an error of `cause_type` that says where, with the remote traceback."""
         cause = cause_type(f"{self.type_name}: {self.text}\n  raised in {self.where}\n\n{self.remote_traceback}")
-        cause.raised_in, cause._remote_traceback = self.where, self.remote_traceback
+        cause.raised_in, cause._failure = self.where, replace(self, original=None)
         return cause
 
 

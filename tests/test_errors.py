@@ -118,13 +118,9 @@ class TestRemoteFailure:
     @pytest.mark.parametrize("error", [Unpicklable(), ValueError("x")], ids=repr)
     def test_on_its_way_through_two_processes_it_is_told_once(self, error: Exception) -> None:
         try:
-            raise error
+            raise captured(error).rebuild()
         except Exception as raised:
-            first = RemoteFailure.capture(raised, "worker 2, environment 7, seed 9").rebuild()
-        try:
-            raise first
-        except Exception as raised:
-            cause: Any = RemoteFailure.capture(raised, "node n").cause()
+            cause: Any = pickle.loads(pickle.dumps(RemoteFailure.capture(raised, "node n"))).cause()
         self.check_cause(cause, error)
         assert str(cause).count("Traceback") == str(cause).count("environment 7, seed 9") == 1
 

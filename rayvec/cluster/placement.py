@@ -166,7 +166,8 @@ def plan_topology(
 
 
 def _limit(workers: list[int], num_envs: int) -> list[int]:
-    """Removes workers from the nodes with the most workers until every worker has an environment."""
+    """Returns fewer workers for the nodes with the most workers, so that every worker has an environment."""
+    workers = list(workers)
     while sum(workers) > num_envs:
         fullest = max(range(len(workers)), key=workers.__getitem__)
         workers[fullest] -= 1

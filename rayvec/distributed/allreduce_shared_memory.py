@@ -40,6 +40,8 @@ _SMALL_BYTES = 64 * 1024
 _SLOT_BYTES = 16 * 1024 * 1024
 _LEFT = 1 << 62
 _NUM_READS = 400
+_MOVE_AFTER_S = 0.0002
+_SHORTEST_SLEEP_S = 1e-6
 _YIELD_S = 0.005
 _SLEEP_S = 0.0005
 _CHECK_AFTER_S = 0.05
@@ -197,6 +199,9 @@ class SharedMemoryRanks:
     def _wait_for(self, other: int, begin_s: float) -> float:
         """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
 
+        Two ranks that only yield to each other can share a core for good while another core is idle: Linux looks for
+        an idle core when a process wakes up. So there is one short sleep early in the wait.
+
         Args:
             other: The rank.
             begin_s: When this sum began to wait, by ``time.monotonic``; 0 if it has not yet.
@@ -206,9 +211,13 @@ class SharedMemoryRanks:
         """
         place = other * 8
         begin_s = begin_s or time.monotonic()
-        checked_s = begin_s
+        checked_s, has_slept = begin_s, False
         while (mark := self._marks[place]) < self._num_steps:
             now_s = time.monotonic()
+            if now_s - begin_s > _MOVE_AFTER_S and not has_slept:
+                has_slept = True
+                time.sleep(_SHORTEST_SLEEP_S)
+                continue
             if now_s - begin_s < _YIELD_S:
                 os.sched_yield()
                 continue

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.scan import scan
 from torch.func import grad
 
 from rayvec.data import Tree, tree_leaves, tree_map
@@ -38,8 +37,9 @@ class CompiledStep:
     On one rank that is one graph, which on a CPU takes the steps of a whole epoch. On several ranks the graph ends with
     the gradient of a minibatch, which the ranks then add up. Nothing is read back: where a gradient is not finite,
     ``optimizer.failed`` becomes 1. Parameters and gradients are one flat vector each, so that torch dispatches nothing
-    layer by layer. One graph serves minibatches of all lengths. On CUDA a graph is one step; it is captured for each
-    length, and launched as a whole, and minibatches are padded to few lengths.
+    layer by layer. One graph serves minibatches of all lengths, and on a CPU another one serves single minibatches. On
+    CUDA a graph is one step; it is captured for each length, and launched as a whole, and minibatches are padded to few
+    lengths.
 
     Args:
         module: What the loss calls.
@@ -80,7 +80,7 @@ class CompiledStep:
         """
         self._rate.fill_(self._optimizer.param_groups[0]["lr"])
         if not self._is_captured:
-            self._fields = tree_map(_of_any_length, fields)
+            self._fields = tree_map(_two_rows, fields)
         elif not _copied(fields, self._fields):  # a captured graph reads the same memory at every launch
             self._fields = tree_map(torch.clone, fields)
             self._captured.clear()
@@ -122,23 +122,23 @@ class CompiledStep:
 
     def _call(self, graph: Compiled, state: Any, minibatches: Sequence[tuple[Tensor, ...]]) -> Any:
         rows = self._joined(minibatches)
-        for each in rows:
-            torch._dynamo.maybe_mark_dynamic(each, (0, 1))
         if not self._is_warm:  # fills caches, such as tables of a distribution, outside of the graph
             self._compute_gradient((self._changed[0], self._fields), *rows)
             self._is_warm = True
         if not self._is_captured:
-            return graph(state, *rows)
+            return _call_for_any_length(graph, state, *rows)
         key = (graph, *(each.shape for each in rows))
         if key not in self._captured:
-            self._captured[key] = CUDAGraph(graph, self._pool)
+            self._captured[key] = CUDAGraph(functools.partial(_call_for_any_length, graph), self._pool)
         return self._captured[key](state, *rows)
 
     def _fit_together(self, minibatches: Sequence[tuple[Tensor, ...]]) -> bool:
         """Says whether minibatches may become one call, with little padding."""
-        lengths = [[len(part) for part in parts] for parts in zip(*minibatches, strict=True)]
-        filled, total = (sum(map(each, lengths)) for each in (lambda parts: max(parts) * len(parts), sum))
-        return self._is_joining and filled * _MOST_PADDING <= total * (_MOST_PADDING + 1)
+        if not self._is_joining or not minibatches:
+            return False
+        columns = [list(map(len, parts)) for parts in zip(*minibatches, strict=True)]
+        total, filled = sum(map(sum, columns)), sum(max(each) * len(each) for each in columns)
+        return filled * _MOST_PADDING <= total * (_MOST_PADDING + 1)
 
     def _joined(self, minibatches: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Returns what the loss reads as matrices, a minibatch in each row."""
@@ -172,6 +172,8 @@ class CompiledStep:
             return after, torch.cat([statistics, norm.to(statistics)])
 
         if torch.compiler.is_compiling() and len(rows[0]) > 1:  # one graph for any number of steps
+            from torch._higher_order_ops.scan import scan  # which not every torch has there
+
             after, result = scan(step, changed, rows)
         else:
             after, results = changed, []
@@ -196,11 +198,20 @@ class CompiledStep:
         return gradient, statistics
 
 
-def _of_any_length(field: Tensor) -> Tensor:
-    """Returns a field with two rows at least, marked so that one graph serves all lengths above 1."""
-    rows = field if len(field) > 1 else torch.cat([field, field.new_zeros(2 - len(field), *field.shape[1:])])
-    torch._dynamo.maybe_mark_dynamic(rows, 0)
-    return rows
+def _call_for_any_length(graph: Compiled, state: Any, *rows: Tensor) -> Any:
+    """Calls a graph with tensors that are marked, so that it serves other lengths too; copies have lost their marks."""
+    for field in tree_leaves(state[-1]):
+        torch._dynamo.maybe_mark_dynamic(field, 0)
+    for each in rows:
+        torch._dynamo.maybe_mark_dynamic(each, (0, 1))
+    return graph(state, *rows)
+
+
+def _two_rows(field: Tensor) -> Tensor:
+    """Returns a field with two rows at least: for fewer, torch would compile another graph."""
+    if len(field) > 1:
+        return field
+    return torch.cat([field, field.new_zeros(2 - len(field), *field.shape[1:])])
 
 
 def _copied(fields: Tree, into: Tree) -> bool:

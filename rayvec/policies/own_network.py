@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, RayvecError
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spaces
@@ -148,6 +148,8 @@ def build_network(
         torch.manual_seed(config.seed)
         try:
             net = function(observation_space, action_space, config)
+        except (RayvecError, MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise ConfigError(
                 "network is a function of (observation space, action space, settings) that returns a torch module.",

@@ -304,9 +304,15 @@ def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
 
         return fit_tuple
 
-    if tree.dtype.hasobject:
+    dtype, shape = tree.dtype, tree.shape[1:]
+    if dtype.hasobject:
         return lambda value: (deepcopy(value),)
-    return lambda value: (_fitted(value, tree.dtype, tree.shape[1:]),)
+
+    def fit_array(value: Any) -> tuple[Any]:
+        is_fit = type(value) is np.ndarray and value.dtype is dtype and value.shape == shape
+        return (value if is_fit else _fitted(value, dtype, shape),)
+
+    return fit_array
 
 
 def _other_parts(expected: str, value: Any) -> ValueError:
@@ -327,9 +333,7 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
         ValueError: The value has another shape.
         TypeError: The value's data type can't be cast to `dtype`.
     """
-    fitted: NDArray[Any] = np.asarray(value)
-    if fitted.dtype == dtype and fitted.shape == shape:
-        return fitted
+    fitted = np.asarray(value)
     if fitted.shape != shape:
         raise ValueError(
             message(

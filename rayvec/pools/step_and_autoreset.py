@@ -43,9 +43,9 @@ class SerialPool(InProcessPool):
                 "Each callable makes one environment.",
                 expected="a gymnasium.Env with an observation_space and an action_space",
                 got=f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins."),
-                remedy="Return the environment from the callable."
-                if env is None
-                else "Assign both spaces in the constructor of the environment.",
+                remedy="Assign both spaces in the constructor of the environment."
+                if isinstance(env, gymnasium.Env)
+                else "Return the environment from the callable.",
             )
         return env
 

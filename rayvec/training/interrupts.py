@@ -23,8 +23,8 @@ class Interrupts:
     of a C library), and libraries turn it into errors of their own. Therefore a press is remembered: the block ends
     with a KeyboardInterrupt in these cases too.
 
-    SIGTERM counts as Ctrl-C while a press is `deferred`, unless your program has a handler for it. The second signal of
-    the same kind ends the block at once: what ends a job may send several kinds.
+    SIGTERM counts as Ctrl-C while a press is `deferred` or in `taking_sigterm`, unless your program has a handler for
+    it. The second signal of the same kind ends the block at once: what ends a job may send several kinds.
 
     Signals belong to the main thread: in another one, nothing changes.
 
@@ -75,7 +75,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def taking_sigterm(self) -> Iterator[None]:
-        """Makes SIGTERM an exception, which lets the block clean up."""
+        """Handles SIGTERM as Ctrl-C, which lets the block clean up, unless your program has a handler for it."""
         before = signal.getsignal(signal.SIGTERM)
         is_taken = self._in_main_thread and (before == signal.SIG_DFL or _is_of_ray(before))
         if is_taken:

@@ -203,10 +203,10 @@ def _explaining(path: Path) -> Iterator[None]:
     """Names the file where a video can't be written."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError) as error:
         raise ConfigError(
             "A video is written into a file.",
             expected="a directory that you may write to, on a disk with free space",
-            got=f"{path}, which ffmpeg could not write",
+            got=f"{path}, which ffmpeg could not write: {str(error).splitlines()[0]}",
             remedy="Pass another path, or free space on the disk.",
         ) from error

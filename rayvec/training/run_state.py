@@ -14,7 +14,7 @@ from rayvec.collect.checks import check_state as check_collector_state
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
-from rayvec.errors import CheckpointError, ConfigError, LearnerError, NodeLostError, WorkerLostError
+from rayvec.errors import CheckpointError, ConfigError, EnvError, LearnerError, NodeLostError, WorkerLostError
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
 from rayvec.training.checkpoint import incomplete
@@ -177,7 +177,7 @@ def restore(part: Any, state: Mapping[str, Any]) -> None:
     """
     try:
         part.load_state_dict(state)
-    except (CheckpointError, LearnerError, WorkerLostError, NodeLostError, torch.OutOfMemoryError):
+    except (CheckpointError, EnvError, LearnerError, WorkerLostError, NodeLostError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ from helpers.actor_critic_kit import BOX, DISCRETE, MIXED, OBS, STATS, N, T, imp
 from helpers.ranks_kit import make_batches, make_impala
 from helpers.thread_ranks import learn_on_ranks
 
-from rayvec.data import Batch
+from rayvec.data import Batch, tree_map
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.returns import vtrace
 from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
@@ -69,6 +69,39 @@ def test_every_space_is_one_graph(
 
     monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
     learn_both_ways(obs, act, num_steps=2 * T + 1)
+    assert len(graphs) == 1
+    assert not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
+
+
+class ClonesItsInputs:
+    """`CUDAGraph` without a GPU: the function gets copies of what it is captured with."""
+
+    def __init__(self, function: Any, pool: Any) -> None:
+        self.function, self.inputs = function, []
+
+    def __call__(self, state: Any, *rows: torch.Tensor) -> Any:
+        if not self.inputs:
+            self.inputs = [each.clone() for each in rows]
+            self.function(tree_map(torch.clone, state), *self.inputs)
+        for each, new in zip(self.inputs, rows, strict=True):
+            each.copy_(new)
+        return self.function(state, *self.inputs).clone()
+
+
+def test_captures_of_all_lengths_share_one_graph(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A graph for each length would be refused by torch after eight."""
+    compile_, graphs = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
+    monkeypatch.setattr("rayvec.learners.compiled_step.CUDAGraph", ClonesItsInputs)
+    monkeypatch.setattr("rayvec.learners.compiled_step.can_capture", lambda device: True)
+    learn_both_ways(OBS, BOX, num_steps=2 * T + 1)
     assert len(graphs) == 1
     assert not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
 
