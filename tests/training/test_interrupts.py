@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from helpers.processes import assert_nothing_left, running
-from helpers.training_kit import SMALL, options
+from helpers.training_kit import SMALL, options, tiny
 
+import rayvec
 from rayvec.training.interrupts import Interrupts, Terminated
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
@@ -257,3 +258,12 @@ def test_sigterm_is_an_exception_where_a_block_cleans_up() -> None:
     with pytest.raises(Terminated), Interrupts() as interrupts, interrupts.taking_sigterm():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayvec.training.run_dir.save_checkpoint", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Terminated):
+        rayvec.train(tiny(tmp_path / "a"))
+    assert not list(tmp_path.iterdir())
