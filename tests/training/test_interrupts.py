@@ -156,7 +156,9 @@ def test_in_another_thread_nothing_changes() -> None:
     [
         pytest.param("--num-nodes=0", signal.SIGINT, marks=pytest.mark.slow),  # test_many_seeds presses Ctrl-C too
         ("--num-nodes=0", signal.SIGTERM),
-        ("--learners=decentralized --num-learners=2", signal.SIGTERM),
+        pytest.param(  # test_rank_trainer presses Ctrl-C
+            "--learners=decentralized --num-learners=2", signal.SIGTERM, marks=pytest.mark.slow
+        ),
         pytest.param("--num-nodes=1", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("--num-nodes=1", signal.SIGTERM, marks=pytest.mark.slow),  # Ray's own handler ends a process
     ],

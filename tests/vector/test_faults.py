@@ -149,7 +149,7 @@ ONE_NODE_IS_SLOW = [pytest.param(1, marks=pytest.mark.slow, id="shm"), pytest.pa
     ("fault", "slice_of", "nodes"),
     [
         pytest.param(RAISE, 1, 1, marks=pytest.mark.slow, id="raise-shm"),
-        pytest.param(RAISE, 1, 2, id="raise-shm+tcp"),
+        pytest.param(RAISE, 1, 2, marks=pytest.mark.slow, id="raise-shm+tcp"),
         pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
         pytest.param(HANG, 2, 2, id="hang-shm+tcp"),
         pytest.param(DIE, 2, 1, marks=pytest.mark.slow, id="die-shm"),
@@ -621,6 +621,7 @@ def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> N
     assert again and chunk.valid.all() and chunk.restarts.tolist() == [[-1, 1]]
 
 
+@pytest.mark.slow
 def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:
     """It has replaced a worker in the chunk: the driver, to which that is lent, finds the actor gone."""
     env = make_vec([EndlessEnv] * 4, nodes=2, workers=1, on_env_error="restart")
@@ -741,7 +742,7 @@ def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any
     assert env.get_attr("action_space") == (env.single_action_space,) * 2
 
 
-@pytest.mark.parametrize("inference", ["worker", "node"])
+@pytest.mark.parametrize("inference", ["worker", pytest.param("node", marks=pytest.mark.slow)])
 def test_another_node_finds_the_module_of_a_policy(
     make_vec: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
