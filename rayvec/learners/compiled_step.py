@@ -172,7 +172,7 @@ class CompiledStep:
             return after, torch.cat([statistics, norm.to(statistics)])
 
         if torch.compiler.is_compiling() and len(rows[0]) > 1:  # one graph for any number of steps
-            from torch._higher_order_ops.scan import scan  # which not every torch has there
+            from torch._higher_order_ops.scan import scan  # older versions of torch lack it
 
             after, result = scan(step, changed, rows)
         else:

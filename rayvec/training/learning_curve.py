@@ -56,8 +56,16 @@ def plot_learning_curve(
 
 
 def sound(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yields the lines of metrics but those with a value that no run writes, such as text."""
-    for line in lines:
+    """Yields the lines of metrics but those with a value that no run writes, such as text.
+
+    A metric of a learner may have any value. Where it is no number, the line is yielded without it.
+    """
+    for whole in lines:
+        line = {
+            name: value
+            for name, value in whole.items()
+            if not name.startswith("learner/") or is_of(value, float | None)
+        }
         numbers = {name: value for name, value in line.items() if name != "staleness_counts"}
         has_mean = line.get("return_sum", line.get("return_mean")) is not None
         if is_of(numbers, dict[str, float | None]) and (has_mean or not line.get("episodes")):

@@ -147,7 +147,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         except Exception as other:
             if error is None:
                 raise
-            logger.warning("the metrics of the run are not complete: %s", other)  # and the error says what came first
+            logger.warning("the metrics of the run are not complete: %s", other)  # `error` is raised
 
     def log(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Logs one iteration, which `progress` counts already.

@@ -151,7 +151,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                     interrupts.check()
                     run.open_tracker(stack)
                     if run.state is None:
-                        with interrupts.taking_sigterm():  # so that it leaves no half a directory
+                        with interrupts.taking_sigterm():  # so that no incomplete directory is left
                             run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
                     is_done = run.train(trainer, interrupts)

@@ -64,7 +64,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
         "<h2>Where the time went</h2>" + _times(lines),
         "<h2>Metrics of the learner</h2>" + _learner(lines),
         "<h2>Settings</h2><p class=note>Bold: not the default.</p>" + _settings(config),
-        "<h2>Versions</h2>" + _table([(name, value) for name, value in result.get("versions", versions()).items()]),
+        "<h2>Versions</h2>" + _table([(name, value) for name, value in (result.get("versions") or versions()).items()]),
     ]
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(config.title)}</title>'

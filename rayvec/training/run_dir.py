@@ -63,7 +63,7 @@ _RESULT = {
     "eval_return_mean": float | None,
     "eval_returns": list[float],
     "stop_reason": str | None,
-    "versions": dict[str, str],
+    "versions": dict[str, str] | None,
 }
 """What other commands read of a result."""
 

@@ -21,6 +21,19 @@ from rayvec.policies.policy import Policy
 UNEQUAL = spaces.MultiDiscrete([3, 5])
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs that torch traces, which it does not translate to C++."""
+    compile_, found = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
+    return found
+
+
 def learn_both_ways(obs: spaces.Space[Any], act: spaces.Space[Any], **settings: Any) -> None:
     """Updates from chunks with and without gaps, and of two lengths: the compiled ones equal the eager ones."""
     settings = {"rho_bar": 1.1, **settings}  # whether weights of 1 are above 1 is a matter of rounding
@@ -57,17 +70,10 @@ def test_compiled_updates_equal_eager_ones(optimizer: str) -> None:
 def test_every_space_is_one_graph(
     obs: spaces.Space[Any],
     act: spaces.Space[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    graphs: list[torch.fx.GraphModule],
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Traced whole, but not translated to C++; minibatches of all sizes need no second one."""
-    compile_, graphs = torch.compile, []
-
-    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
     learn_both_ways(obs, act, num_steps=2 * T + 1)
     assert len(graphs) == 1
     assert not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
@@ -89,16 +95,9 @@ class ClonesItsInputs:
 
 
 def test_captures_of_all_lengths_share_one_graph(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """A graph for each length would be refused by torch after eight."""
-    compile_, graphs = torch.compile, []
-
-    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
     monkeypatch.setattr("rayvec.learners.compiled_step.CUDAGraph", ClonesItsInputs)
     monkeypatch.setattr("rayvec.learners.compiled_step.can_capture", lambda device: True)
     learn_both_ways(OBS, BOX, num_steps=2 * T + 1)

@@ -104,13 +104,23 @@ def test_a_result_with_another_type_is_refused(
         assert_refused([command, str(run_dir)], f"Got: {name}: {value!r}", "Remedy: Restore the file")
 
 
+def test_an_older_result_has_no_versions(runs: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
+    result = json.loads((run_dir / "result.json").read_text())
+    del result["versions"]
+    (run_dir / "result.json").write_text(json.dumps(result))
+    assert "Versions" in write_report(run_dir).read_text(encoding="utf-8")
+
+
 def test_lines_with_another_type_are_left_out(runs: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
     lines = list(read_metrics(run_dir / "metrics.jsonl"))
-    changes = [{"return_mean": "abc"}, {"episodes": [1]}, {"learner/loss": {"a": 1}}, {"time_s/collect": ""}]
+    changes = [{"return_mean": "abc"}, {"episodes": [1]}, {"time_s/collect": ""}]
     changes += [{"steps": 10**400}, {"return_sum": 10**400}, {"episodes": 2, "return_sum": None}, {"len_mean": True}]
     damaged = [{**lines[-1], **change} for change in changes]
     assert list(sound([*lines, *damaged])) == lines
+    own = [{**lines[-1], "learner/own": value} for value in ({"a": 1}, True, 2**63)]  # of a learner of your own
+    assert list(sound(own)) == lines[-1:] * 3
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in damaged)
     assert "256" in write_report(run_dir).read_text(encoding="utf-8")
