@@ -21,7 +21,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rayvec.bench.harness.floors import Counted, Floor
+from rayvec.bench.harness.lower_bound import Counted, Floor
 from rayvec.bench.harness.task import Adapter, Task
 
 

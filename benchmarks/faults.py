@@ -34,7 +34,7 @@ from gymnasium.error import ClosedEnvironmentError
 from measure import heading, simulated_cluster, tree
 
 from rayvec.bench.terminal import show_table, spread
-from rayvec.cluster.stream import Listener, connect
+from rayvec.cluster.tcp_stream import Listener, connect
 from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.testing import TimedEnv
 from rayvec.vector.ray_vec_env import RayVecEnv

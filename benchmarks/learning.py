@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
 from rayvec.collect.collector import Collector
+from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.figures import COLORS, curves_figure
-from rayvec.training.files import written_whole
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run

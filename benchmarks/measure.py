@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rayvec.bench.peers import PeerProcess, marked_environment, peer_process
+from rayvec.bench.measured_processes import PeerProcess, marked_environment, peer_process
 from rayvec.bench.results import machine, versions
 from rayvec.bench.terminal import ratio, show_table, spread
 

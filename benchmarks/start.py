@@ -23,7 +23,7 @@ import sys, time
 laps = [float(sys.argv[1])]
 lap = lambda: laps.append(time.monotonic())
 import rayvec.training.loop
-from rayvec.cluster.session import RaySession
+from rayvec.cluster.ray_session import RaySession
 from rayvec.config import PPOConfig
 from rayvec.training.runs import make_env, make_learner
 lap()

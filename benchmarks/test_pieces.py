@@ -16,8 +16,8 @@ from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuff
 from rayvec import Policy
 from rayvec.bench.harness.emulated import EmulatedEnv
 from rayvec.bench.harness.learners import LearnerTask
-from rayvec.bench.harness.ours import TimedPolicy
-from rayvec.cluster.frames import FrameFormat
+from rayvec.bench.harness.rayvec_adapters import TimedPolicy
+from rayvec.cluster.wire_format import FrameFormat
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest, StepBatch
 from rayvec.data.chunk_ops import join_chunks
 from rayvec.envs.factory import EnvFactory

@@ -32,7 +32,7 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, describe, field_names
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
-from rayvec.training.interrupts import Interrupts, Terminated
+from rayvec.training.stop_signals import Interrupts, Terminated
 
 __all__ = ["main"]
 

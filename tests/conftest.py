@@ -94,7 +94,7 @@ def ray_cluster() -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from rayvec.cluster.session import end_reaper, start_reaper
+    from rayvec.cluster.ray_session import end_reaper, start_reaper
 
     directory = tempfile.mkdtemp(prefix="c-")
     os.mkdir(f"{directory}/ray")

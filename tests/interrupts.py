@@ -10,7 +10,7 @@ whole run takes, and half come soon after the first update. Then the same run is
 it completes. After each signal the script checks the exit code, that the last checkpoint is whole and not older than
 the one before, and that no process, shared memory or temporary file is left. Each run that completes must have one line
 of metrics for every iteration.
-``tests/training/test_interrupts.py`` has a short form of this.
+``tests/training/test_stop_signals.py`` has a short form of this.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
-from rayvec.bench.peers import (
+from rayvec.bench.measured_processes import (
     COMPARE_PEERS,
     NOT_INSTALLED,
     check_peers,

@@ -7,7 +7,7 @@ import os
 import statistics
 from typing import Any
 
-from rayvec.bench.peers import NOT_INSTALLED, marked_environment, peer_process
+from rayvec.bench.measured_processes import NOT_INSTALLED, marked_environment, peer_process
 from rayvec.bench.results import Results
 from rayvec.bench.settings import LearnerBench, check_any
 from rayvec.bench.simulate import reachable

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from rayvec.bench.harness.split import STATES
+from rayvec.bench.harness.time_split import STATES
 from rayvec.bench.results import old_design
 
 __all__ = ["plot_scaling", "series"]

@@ -19,7 +19,7 @@ import psutil
 
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
-from rayvec.training.files import written_whole
+from rayvec.training.atomic_files import written_whole
 
 __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
 

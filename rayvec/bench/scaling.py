@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from rayvec.bench.harness.split import STATES
-from rayvec.bench.peers import SCALING_PEERS, PeerProcess, check_peers, peer_process, rates, short_name
+from rayvec.bench.harness.time_split import STATES
+from rayvec.bench.measured_processes import SCALING_PEERS, PeerProcess, check_peers, peer_process, rates, short_name
 from rayvec.bench.plots import plot_scaling, series
 from rayvec.bench.results import Results
 from rayvec.bench.settings import Scaling, check_any, jitter_sigma

@@ -18,8 +18,8 @@ import psutil
 
 from rayvec.bench.harness.host import MARK
 from rayvec.bench.hosts import Cluster, Network, why_not
-from rayvec.bench.peers import peer_process
-from rayvec.cluster.session import CLUSTER_MARK, end_reaper, start_reaper
+from rayvec.bench.measured_processes import peer_process
+from rayvec.cluster.ray_session import CLUSTER_MARK, end_reaper, start_reaper
 from rayvec.errors import ConfigError
 
 __all__ = ["Nodes", "Place", "check_hosts", "check_memory", "nodes", "reachable"]

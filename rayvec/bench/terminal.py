@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rayvec.bench.harness.split import STATES
+from rayvec.bench.harness.time_split import STATES
 
 __all__ = ["console", "number", "ratio", "show_split", "show_table", "spread", "ticking"]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
-from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ClusterInference"]

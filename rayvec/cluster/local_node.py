@@ -16,7 +16,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
-from rayvec.pools.restarts import NodeState
+from rayvec.pools.restart_state import NodeState
 
 __all__ = ["LocalNode"]
 

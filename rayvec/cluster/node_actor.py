@@ -14,9 +14,9 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.cluster.frames import FrameFormat, Kind, Request
 from rayvec.cluster.software_versions import own_versions
-from rayvec.cluster.stream import STREAM_THREAD, FrameSocket, Listener
+from rayvec.cluster.tcp_stream import STREAM_THREAD, FrameSocket, Listener
+from rayvec.cluster.wire_format import FrameFormat, Kind, Request
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes, StepBatch
 from rayvec.errors import RemoteFailure
 from rayvec.node.log_lines import LogLines
@@ -24,7 +24,7 @@ from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, captured
-from rayvec.pools.restarts import NodeState
+from rayvec.pools.restart_state import NodeState
 
 __all__ = ["NodeActor"]
 

@@ -28,7 +28,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import Part
-from rayvec.pools.restarts import NodeState
+from rayvec.pools.restart_state import NodeState
 
 __all__ = [
     "Member",

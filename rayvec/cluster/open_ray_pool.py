@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rayvec.cluster.elastic_placement import ElasticPlacement
 from rayvec.cluster.placement import check_counts, free_nodes, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
-from rayvec.cluster.session import RaySession
+from rayvec.cluster.ray_session import RaySession
 from rayvec.data import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rayvec.cluster.cluster_inference import ClusterInference
 from rayvec.cluster.elastic_placement import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
-from rayvec.cluster.merging import JoinedAnswers
+from rayvec.cluster.merge_answers import JoinedAnswers
 from rayvec.cluster.nodes import (
     Member,
     Node,
@@ -34,15 +34,15 @@ from rayvec.cluster.nodes import (
     join_node_parts,
 )
 from rayvec.cluster.placement import place_again
+from rayvec.cluster.ray_session import RaySession
 from rayvec.cluster.remote_node import RemoteNode
-from rayvec.cluster.session import RaySession
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, WorkerLostError
 from rayvec.node.parted_pool import PartedPool
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.ids_by_owner import Part, Plan
-from rayvec.pools.restarts import RESTARTS_OF_A_NODE, NodeState, RestartBudget
+from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, NodeState, RestartBudget
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RayPool"]
@@ -194,7 +194,7 @@ class RayPool(PartedPool):
         Args:
             env_ids: The environments.
             request: Requests it for a part of them.
-            resets: See :meth:`~rayvec.pools.restarts.LastAnswers.requested`. None if the request only reads.
+            resets: See :meth:`~rayvec.pools.restart_state.LastAnswers.requested`. None if the request only reads.
         """
         assert self._answers is not None
         plan = self._plans.of(env_ids)

@@ -18,17 +18,17 @@ from gymnasium import Space
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.frames import FrameFormat, Kind
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.software_versions import check_versions
-from rayvec.cluster.stream import FrameSocket, connect
+from rayvec.cluster.tcp_stream import FrameSocket, connect
+from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, carrying_path
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.restarts import RESTARTED, NodeState
+from rayvec.pools.restart_state import RESTARTED, NodeState
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RemoteNode"]

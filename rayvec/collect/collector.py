@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline, join_parts
-from rayvec.collect.by_node import node_stats
 from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
+from rayvec.collect.episode_quotas import EpisodeQuotas
+from rayvec.collect.node_statistics import node_stats
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
 from rayvec.data.chunk_ops import counted_ends, summarize
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.finite import bad_obs_error, drop_bad_episodes
+from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
 from rayvec.pools.weight_store import WeightStore

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkSummary, tree_map
 from rayvec.data.chunk import AXES
-from rayvec.data.finite import find_bad_obs, join_bad_obs
+from rayvec.data.finite_checks import find_bad_obs, join_bad_obs
 from rayvec.data.infos import ChunkInfos
 
 __all__ = ["counted_ends", "join_chunks", "join_summaries", "pad_chunk", "summarize"]

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.distributed.allreduce import open_ranks
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import check_device
+from rayvec.distributed.choose_allreduce import open_ranks
 from rayvec.distributed.rank_host import MakeStore, RankPlacement
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks

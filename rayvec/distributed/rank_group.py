@@ -76,7 +76,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             computes while another waits for it. Ranks whose processes use no CPU time for half as long are lost, too.
         num_nodes: 0 runs the ranks as processes of this machine, without Ray; the settings of cores and nodes have no
             effect then. Unset: as Ray actors.
-        address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+        address: Of a running Ray cluster; see :class:`~rayvec.cluster.ray_session.RaySession`.
 
     Attributes:
         num_ranks: Number of ranks.

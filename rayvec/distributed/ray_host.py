@@ -16,8 +16,8 @@ import cloudpickle
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayvec.cluster.ray_session import RaySession
 from rayvec.cluster.reachability import NodeWatch, can_call_ray
-from rayvec.cluster.session import RaySession
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
@@ -45,7 +45,7 @@ class RayHost:
 
     Args:
         request: What each rank claims, and where.
-        address: Of a running Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+        address: Of a running Ray cluster; see :class:`~rayvec.cluster.ray_session.RaySession`.
     """
 
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:

@@ -14,10 +14,10 @@ from ray import cloudpickle as ray_pickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.bench.cost_model.command import describe
-from rayvec.bench.cost_model.default import DEFAULT_FIT
+from rayvec.bench.cost_model.default_fit import DEFAULT_FIT
 from rayvec.bench.cost_model.model import Cluster, Setting, recommend, steps_per_s
-from rayvec.cluster.session import RaySession
-from rayvec.cluster.stream import Listener, connect
+from rayvec.cluster.ray_session import RaySession
+from rayvec.cluster.tcp_stream import Listener, connect
 from rayvec.doctor import probe
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions
 from rayvec.envs.factory import EnvFactory
@@ -33,7 +33,7 @@ def examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
     """Yields the findings of this process and of every node of a cluster.
 
     Args:
-        address: Of a Ray cluster; see :class:`~rayvec.cluster.session.RaySession`.
+        address: Of a Ray cluster; see :class:`~rayvec.cluster.ray_session.RaySession`.
         env_id: An environment to measure on every node; None for none.
 
     Raises:

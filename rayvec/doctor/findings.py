@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayvec.cluster.software_versions import is_incompatible
-from rayvec.node.worker_set import FILES_OF_A_WORKER, SPARE_FILES
+from rayvec.node.worker_processes import FILES_OF_A_WORKER, SPARE_FILES
 
 __all__ = ["Finding", "Node", "of_network", "of_node", "of_versions"]
 

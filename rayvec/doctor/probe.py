@@ -171,14 +171,14 @@ class NodeProbe:
 
     def listen(self, address: str, key: bytes) -> int:
         """Opens a listener that answers every frame, as a node of a run does; returns its port."""
-        from rayvec.cluster.stream import Listener
+        from rayvec.cluster.tcp_stream import Listener
 
         self._listener = Listener(address, key, _answer)
         return self._listener.port
 
     def connect(self, address: str, port: int, key: bytes) -> str:
         """Connects to a listener; returns what went wrong, or nothing."""
-        from rayvec.cluster.stream import connect
+        from rayvec.cluster.tcp_stream import connect
 
         try:
             connect(address, port, key).close()

@@ -21,7 +21,8 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam, FlatOptimizer, RMSProp
 from rayvec.learners.base import explains_memory
 from rayvec.learners.compiled_step import CompiledStep
-from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
+from rayvec.learners.minibatches import own_part, stratified_shuffle
+from rayvec.learners.ranks import global_range
 from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
 from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.policies.networks import ActorCriticModule

@@ -22,7 +22,8 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import explains_memory
 from rayvec.learners.compiled_step import CompiledStep
-from rayvec.learners.ranks import check_minibatch, global_moments, global_range, own_part, stratified_shuffle
+from rayvec.learners.minibatches import check_minibatch, own_part, stratified_shuffle
+from rayvec.learners.ranks import global_moments, global_range
 from rayvec.learners.returns import gae
 from rayvec.learners.sequences import (
     Sequences,

@@ -1,4 +1,4 @@
-"""What the ranks of a learner share: one sum, and which samples a minibatch has.
+"""What the ranks of a learner share: a sum, and the counts and moments that it gives.
 
 A learner on several ranks computes sums over its samples, scales them by global counts, and adds up those of all ranks
 by `Ranks.sum_`. Nothing here needs Ray.
@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from rayvec.errors import ConfigError
 
 __all__ = [
     "ALONE",
     "Alone",
     "ClosableRanks",
     "Ranks",
-    "check_minibatch",
     "gather_counts",
     "global_moments",
     "global_range",
-    "own_part",
-    "stratified_shuffle",
 ]
 
 
@@ -100,35 +93,6 @@ def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
     return range(first, first + count), sum(counts)
 
 
-def stratified_shuffle(count: int, num_minibatches: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Shuffles the numbers from 0 to ``count - 1`` into minibatches, one of each stratum into each minibatch.
-
-    A stratum is as many consecutive numbers as there are minibatches. So neighbours, such as two steps of an episode,
-    come into different minibatches, and sizes differ by at most one. A rank that holds a range of numbers holds as many
-    of each minibatch, give or take two: no rank waits for another that has drawn more.
-
-    Returns:
-        The numbers of each minibatch, ascending.
-
-    >>> stratified_shuffle(7, 3, np.random.default_rng(0))
-    [array([1, 5]), array([2, 4]), array([0, 3, 6])]
-    """
-    stratum = np.arange(num_minibatches, dtype=np.min_scalar_type(num_minibatches))  # small numbers sort faster
-    strata = np.tile(stratum, (-(-count // num_minibatches), 1))
-    minibatch = generator.permuted(strata, axis=1).ravel()[:count]
-    ends = np.bincount(minibatch, minlength=num_minibatches).cumsum()
-    return np.split(minibatch.argsort(kind="stable"), ends[:-1])
-
-
-def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
-    """Returns those of the ascending `numbers` that are in `own`, counted from its start.
-
-    >>> own_part(np.array([1, 4, 6]), range(4, 8))
-    array([0, 2])
-    """
-    return numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start
-
-
 def global_moments(
     ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int], own_counts: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -164,14 +128,3 @@ def _moments(rows: Tensor, count: Tensor) -> Tensor:
     mean = rows.masked_fill(is_beyond, 0.0).sum(1) / count.clamp(min=1)
     deviations = (rows - mean[:, None]).masked_fill(is_beyond, 0.0)
     return torch.stack([count, mean, deviations.square().sum(1)])
-
-
-def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:
-    """Raises a ConfigError where there are more ranks than samples in a minibatch."""
-    if ranks.size > minibatch_size:
-        raise ConfigError(
-            "Every rank computes on samples of each minibatch.",
-            expected=f"at most {minibatch_size} ranks, as minibatch_size",
-            got=f"{ranks.size} ranks",
-            remedy="Lower num_learners, or raise minibatch_size",
-        )

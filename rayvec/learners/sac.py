@@ -22,7 +22,8 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import explains_memory, torch_device
-from rayvec.learners.ranks import ALONE, Ranks, check_minibatch, global_range
+from rayvec.learners.minibatches import check_minibatch
+from rayvec.learners.ranks import ALONE, Ranks, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_networks import InBF16, default_networks, initial_nets, make_math, make_sac_distribution

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import LearnerError
-from rayvec.learners.ranks import Ranks, global_range, own_part, stratified_shuffle
+from rayvec.learners.minibatches import own_part, stratified_shuffle
+from rayvec.learners.ranks import Ranks, global_range
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 __all__ = [

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
 

@@ -23,10 +23,10 @@ from rayvec.node.shared_block import NodeBlock
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference
-from rayvec.node.worker_set import WorkerSet
+from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
 from rayvec.pools.ids_by_owner import Part, Plan
-from rayvec.pools.restarts import NodeState
+from rayvec.pools.restart_state import NodeState
 from rayvec.pools.shared_memory import index_tree, split_actions
 
 __all__ = ["ProcessPool"]
@@ -199,7 +199,7 @@ class ProcessPool(PartedPool):
 
         Args:
             plan: The plan of the environments.
-            resets: See :meth:`~rayvec.pools.restarts.LastAnswers.requested`. None if the command only reads.
+            resets: See :meth:`~rayvec.pools.restart_state.LastAnswers.requested`. None if the command only reads.
             post: Posts the command for a part and returns its number.
         """
         for part in plan.parts:

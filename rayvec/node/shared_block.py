@@ -19,7 +19,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Tree
-from rayvec.pools.restarts import ENV_ARRAYS
+from rayvec.pools.restart_state import ENV_ARRAYS
 from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock
 
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "action_leaves"]

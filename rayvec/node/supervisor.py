@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
 from rayvec.errors import WorkerLostError
-from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.shared_block import NodeBlock
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
-from rayvec.node.worker_set import WorkerSet
+from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.restarts import EpisodeState, LastAnswers, RestartBudget, stored_seed
+from rayvec.pools.restart_state import EpisodeState, LastAnswers, RestartBudget, stored_seed
 from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]

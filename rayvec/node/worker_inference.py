@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.topology import Topology, split_groups
 from rayvec.node.chunk_memory import PackedChunk
-from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.protocol import WeightsRef
 from rayvec.node.shared_block import CHUNK_STEP_BITS
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient, pack_call
-from rayvec.node.worker_set import WorkerSet
+from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
 __all__ = ["WorkerInference"]

@@ -17,7 +17,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.ids_by_owner import Keys
-from rayvec.pools.restarts import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
+from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
 __all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "failures_ignored"]
@@ -191,7 +191,7 @@ class InProcessPool(ABC):
         """Writes results and what a restart needs into these arrays of N rows: ``obs``, and those of `ENV_ARRAYS`.
 
         The arrays outlive this process. A replacement process resumes from the seed, the number of restarts and the
-        :class:`~rayvec.pools.restarts.EpisodeState` of each environment.
+        :class:`~rayvec.pools.restart_state.EpisodeState` of each environment.
         """
         self.layout = layout
         self._arrays = arrays

@@ -16,7 +16,7 @@ from rayvec.data import RawInfo
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
-from rayvec.pools.restarts import RESTARTED, EpisodeState, store_seed, stored_seed
+from rayvec.pools.restart_state import RESTARTED, EpisodeState, store_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["SerialPool"]

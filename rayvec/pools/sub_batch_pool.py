@@ -17,7 +17,7 @@ from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import not_whole, whole_units
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
-from rayvec.pools.restarts import RESTARTED, EpisodeState, stored_seed
+from rayvec.pools.restart_state import RESTARTED, EpisodeState, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]

@@ -19,7 +19,7 @@ from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, Cut, EnvPool
-from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.rollout.recorder import Empty, Recorder
 from rayvec.rollout.sub_batch_recorder import NativeRecorder

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_map
 from rayvec.data.infos import InfoBlock
 from rayvec.errors import ConfigError
-from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["Empty", "Recorder"]

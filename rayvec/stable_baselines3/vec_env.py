@@ -16,7 +16,7 @@ from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
 from rayvec.vector.pool_adapter import PoolAdapter
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, check_count
+from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.files import written_whole
 from rayvec.training.run_dir import save_best
 from rayvec.training.run_state import WINDOW, Progress
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rayvec.errors import CheckpointError
-from rayvec.training.files import written_whole
+from rayvec.training.atomic_files import written_whole
 
 __all__ = ["FORMAT_VERSION", "incomplete", "load", "save"]
 
@@ -22,7 +22,7 @@ _KIND = "rayvec checkpoint"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes `state` to `path` and replaces what is there; see :func:`rayvec.training.files.written_whole`.
+    """Writes `state` to `path` and replaces what is there; see :func:`rayvec.training.atomic_files.written_whole`.
 
     Args:
         path: The file.

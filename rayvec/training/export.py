@@ -25,7 +25,7 @@ from rayvec.policies.masks import MaskedActorCritic
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.own_network import OwnActorCritic
 from rayvec.policies.recurrent import RecurrentActorCritic
-from rayvec.training.files import written_whole
+from rayvec.training.atomic_files import written_whole
 from rayvec.wrappers import MASK_KEY
 
 __all__ = ["GreedyModule", "export"]

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.figures import BLUE, ORANGE, curves_figure
-from rayvec.training.files import is_of, written_whole
 
 __all__ = ["episode_mean", "plot_learning_curve", "sound", "training_points"]
 

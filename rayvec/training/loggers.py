@@ -17,8 +17,8 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
+from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.files import finite, written_whole
 from rayvec.training.learning_curve import plot_learning_curve
 from rayvec.training.progress_display import ProgressDisplay, progress_text
 from rayvec.training.run_state import Progress

@@ -22,13 +22,13 @@ from rayvec.errors import LearnerError, RankLostError
 from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
-from rayvec.training.interrupts import Interrupts
 from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command, with_own_parts
 from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
 from rayvec.training.run_state import Progress
+from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trackers import check_tracker, open_tracker
 from rayvec.training.trainer import RunTrainer
 
@@ -75,7 +75,7 @@ def train(
     (``config.address`` or ``RAY_ADDRESS``), and else on this machine without Ray. A line on standard error says which.
 
     The first Ctrl-C or SIGTERM ends training after the current iteration, with a checkpoint. A second one ends it at
-    once. After SIGTERM the exception is `rayvec.training.interrupts.Terminated`, a KeyboardInterrupt.
+    once. After SIGTERM the exception is `rayvec.training.stop_signals.Terminated`, a KeyboardInterrupt.
 
     Args:
         config: Settings; their class decides which learner is used.

@@ -21,10 +21,10 @@ from rayvec.config import TrainConfig
 from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.node.fork_server import end_with_parent
-from rayvec.training.interrupts import Interrupts
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.run_dir import free_run_dir, load_config, load_result
 from rayvec.training.runs import choose_engine
+from rayvec.training.stop_signals import Interrupts
 
 __all__ = ["train_seeds"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
-from rayvec.training.initial import initial_state
+from rayvec.training.initial_network import initial_state
 from rayvec.training.rank_trainer import open_decentralized
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
@@ -100,7 +100,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     if config.num_nodes == 0:
         workers = divided_workers(config.workers_per_node, len(os.sched_getaffinity(0)), count)
         return _Places(ProcessHost(), count, workers)
-    from rayvec.cluster.session import RaySession  # these import Ray
+    from rayvec.cluster.ray_session import RaySession  # these import Ray
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 

@@ -23,7 +23,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
-from rayvec.collect.quotas import episode_quotas
+from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data.batch import CollectStats, join_stats
 from rayvec.data.partition import even_bounds
@@ -33,12 +33,12 @@ from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.stragglers import Arrivals, Stragglers
 from rayvec.envs.factory import registered_specs
-from rayvec.learners.auto_compile import choice_of, decided
 from rayvec.learners.base import Learner
+from rayvec.learners.compile_decision import choice_of, decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.initial import initial_state
+from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges

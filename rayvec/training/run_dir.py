@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.files import is_of, written_whole
+from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, acting_weights, check_state
 

@@ -17,8 +17,8 @@ from rayvec.data import CollectStats
 from rayvec.errors import CheckpointError, ConfigError, EnvError, LearnerError, NodeLostError, WorkerLostError
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
+from rayvec.training.atomic_files import is_of
 from rayvec.training.checkpoint import incomplete
-from rayvec.training.files import is_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_state", "restore"]

@@ -20,8 +20,8 @@ from gymnasium import spaces
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
 from rayvec.errors import ConfigError
-from rayvec.learners.auto_compile import choice_of, compile_s, compiles, decided
 from rayvec.learners.base import Learner
+from rayvec.learners.compile_decision import choice_of, compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner

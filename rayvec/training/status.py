@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import psutil
 
 from rayvec.errors import ConfigError
-from rayvec.training.files import finite, is_of
+from rayvec.training.atomic_files import finite, is_of
 
 __all__ = ["NodeStatus", "RunStatus", "read_status", "write_status"]
 

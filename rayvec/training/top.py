@@ -72,7 +72,7 @@ def _in_directory(run_dir: Path | None) -> Read:
 
 @contextlib.contextmanager
 def _on_cluster(address: str) -> Iterator[Read]:
-    from rayvec.cluster.session import RaySession
+    from rayvec.cluster.ray_session import RaySession
     from rayvec.cluster.status_board import read_boards
 
     session = RaySession(address)

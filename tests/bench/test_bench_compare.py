@@ -19,7 +19,7 @@ from rayvec.bench.harness.adapters import ADAPTERS
 from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.learners import LearnerTask, Threads
 from rayvec.bench.learner import show
-from rayvec.bench.peers import COMPARE_PEERS, SCALING_PEERS
+from rayvec.bench.measured_processes import COMPARE_PEERS, SCALING_PEERS
 from rayvec.bench.results import Results
 from rayvec.bench.settings import LearnerBench
 from rayvec.cli import main

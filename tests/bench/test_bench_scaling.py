@@ -17,8 +17,8 @@ import pytest
 from conftest import AssertRefused
 from helpers.processes import RAYVEC, assert_nothing_left, running
 
-from rayvec.bench.harness.ours import TimedPolicy
-from rayvec.bench.harness.split import STATES
+from rayvec.bench.harness.rayvec_adapters import TimedPolicy
+from rayvec.bench.harness.time_split import STATES
 from rayvec.bench.hosts import why_not
 from rayvec.bench.results import SCHEMA_VERSION, Results, old_design
 from rayvec.bench.scaling import _show, cells, chunk_length, expected_total_s

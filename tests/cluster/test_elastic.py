@@ -28,7 +28,7 @@ from rayvec.cluster.placement import FreeNode
 from rayvec.collect.collector import Collector
 from rayvec.data import NodeSlice
 from rayvec.errors import ConfigError, NodeLostError
-from rayvec.pools.restarts import RESTARTS_OF_A_NODE, restart_seed
+from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -20,10 +20,10 @@ from helpers.examples import examples
 from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
-from rayvec.cluster.frames import FrameFormat
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.remote_node import RemoteNode
-from rayvec.cluster.stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, FrameSocket, Listener, connect
+from rayvec.cluster.tcp_stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, FrameSocket, Listener, connect
+from rayvec.cluster.wire_format import FrameFormat
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure

@@ -14,7 +14,7 @@ from helpers.examples import examples
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
-from rayvec.cluster import frames, plain_values, stream
+from rayvec.cluster import plain_values, tcp_stream, wire_format
 from rayvec.testing import assert_identical
 
 dtypes = st.one_of(
@@ -149,7 +149,7 @@ def test_what_arrives_is_never_unpickled(tmp_path: Any) -> None:
         except Exception as error:
             assert not isinstance(error, pickle.UnpicklingError)
     assert not (tmp_path / "owned").exists()
-    for module in (frames, plain_values, stream):
+    for module in (wire_format, plain_values, tcp_stream):
         names = set(vars(module)) | set(
             inspect.getsource(module).replace("unpickled", "").replace("pickled", "").split()
         )

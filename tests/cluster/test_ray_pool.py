@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, strategies as st
 from rayvec.cluster import remote_node
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.cluster.ray_pool import RayPool
-from rayvec.cluster.stream import FrameSocket, connect
+from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.data import NodeSlice, StepBatch
 from rayvec.errors import NodeLostError
 from rayvec.pools.base import Autoreset

@@ -12,8 +12,8 @@ from helpers.examples import examples
 from hypothesis import given, strategies as st
 
 from rayvec.collect.collector import Collector
+from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Topology
 from rayvec.testing import CountingEnv, counting_errors
 from rayvec.tianshou.collect.schedules import TianshouEpisodes

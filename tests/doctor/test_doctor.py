@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.processes import running
 
-from rayvec.bench.cost_model.default import DEFAULT_FIT
+from rayvec.bench.cost_model.default_fit import DEFAULT_FIT
 from rayvec.bench.cost_model.model import Cluster, Setting, recommend
 from rayvec.cli import main
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions

@@ -13,7 +13,7 @@ import pytest
 from helpers.hosts import long, on_hosts
 from helpers.processes import Command, assert_nothing_left, running
 
-from rayvec.cluster.session import CLUSTER_MARK
+from rayvec.cluster.ray_session import CLUSTER_MARK
 
 pytestmark = on_hosts
 TINY = "--nodes 2 --cores-per-node 1 --step-duration 0.01 --repeats 1 --window 0.1 --chunk-steps 8".split()

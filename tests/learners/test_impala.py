@@ -33,7 +33,7 @@ from rayvec.data import Batch, Chunk
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 from rayvec.learners.impala import IMPALALearner, Minibatch, _fields
-from rayvec.learners.ranks import stratified_shuffle
+from rayvec.learners.minibatches import stratified_shuffle
 from rayvec.policies.networks import ActorCritic, make_actor_critic
 from rayvec.policies.policy import Policy
 from rayvec.pools.step_and_autoreset import SerialPool

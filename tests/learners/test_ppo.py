@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from rayvec.config import PPOConfig
 from rayvec.data import Batch, Chunk
+from rayvec.learners.minibatches import stratified_shuffle
 from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.ranks import stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy

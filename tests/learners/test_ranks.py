@@ -9,7 +9,8 @@ from helpers.thread_ranks import ThreadRanks, on_ranks
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from rayvec.learners.ranks import ALONE, global_moments, stratified_shuffle
+from rayvec.learners.minibatches import stratified_shuffle
+from rayvec.learners.ranks import ALONE, global_moments
 
 
 @given(count=st.integers(0, 400), num_minibatches=st.integers(1, 300), seed=st.integers(0, 9))

@@ -35,8 +35,8 @@ from rayvec.data import Batch, Chunk, tree_map
 from rayvec.data.chunk_ops import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.impala import IMPALALearner, Minibatch, _fields
+from rayvec.learners.minibatches import stratified_shuffle
 from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.ranks import stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.learners.sequences import happened_by_sequence
 from rayvec.policies.policy import Policy

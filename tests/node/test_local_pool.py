@@ -30,7 +30,7 @@ import rayvec
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, EnvError
 from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.restarts import restart_seed
+from rayvec.pools.restart_state import restart_seed
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics

@@ -658,7 +658,7 @@ def test_a_step_that_was_done_long_ago_was_in_time() -> None:
 def test_replacement_workers_that_exit_while_they_start_are_a_crash_loop_however_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayvec.pools.restarts._WINDOW_S", 1.0)
+    monkeypatch.setattr("rayvec.pools.restart_state._WINDOW_S", 1.0)
     restart_policy = RestartPolicy(restart=True, step_timeout_s=None)
     fns = [partial(DiesLate, str(tmp_path / "died"), 0.3)]
     with closing(ProcessPool.start(factory(fns), 1, restart_policy=restart_policy)) as pool:

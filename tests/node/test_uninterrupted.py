@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rayvec.node.interrupts import Uninterrupted
+from rayvec.node.deferred_signals import Uninterrupted
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

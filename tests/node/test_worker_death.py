@@ -332,21 +332,21 @@ class TestPipe:
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # of a socket that is finalized first
 def test_an_environment_in_a_cycle_may_be_collected_while_a_session_is_opened(ray_cluster: object) -> None:
     """Its finalizer returns a share in the connection to Ray while this thread holds the lock of the sessions."""
-    from rayvec.cluster import session
+    from rayvec.cluster import ray_session
 
     env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
     cycle: list[Any] = [env]
     cycle.append(cycle)
     del env, cycle
     with pytest.MonkeyPatch.context() as patch:
-        check = session._check_same
+        check = ray_session._check_same
 
         def collect(address: str | None) -> None:
             gc.collect()
             check(address)
 
-        patch.setattr(session, "_check_same", collect)
-        within(DEADLINE_S, session.RaySession).release()
+        patch.setattr(ray_session, "_check_same", collect)
+        within(DEADLINE_S, ray_session.RaySession).release()
 
 
 def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:

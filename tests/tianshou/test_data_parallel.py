@@ -35,7 +35,7 @@ from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 from rayvec.tianshou.learn.data_parallel import EQUAL, pickle_algorithm, wrap
-from rayvec.tianshou.learn.draws import Cut, SlicedDraws
+from rayvec.tianshou.learn.random_draws import Cut, SlicedDraws
 
 Parallel = Callable[..., Any]
 SMOKE = ("ppo_variant", "impala", "sac", "rainbow")

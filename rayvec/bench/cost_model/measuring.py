@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rayvec.bench.cost_model.model import Fit, Observation, Setting, fit, fit_line
 from rayvec.bench.harness.emulated import EmulatedEnv
-from rayvec.bench.peers import PeerProcess, peer_process
+from rayvec.bench.measured_processes import PeerProcess, peer_process
 from rayvec.bench.results import Results
 from rayvec.bench.simulate import Nodes, Place
 from rayvec.bench.terminal import ticking

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayvec.bench.harness.ours import TimedPolicy
+from rayvec.bench.harness.rayvec_adapters import TimedPolicy
 from rayvec.bench.harness.task import Adapter, Task
 from rayvec.collect.collector import Collector
 from rayvec.data.partition import even_bounds

@@ -24,14 +24,14 @@ from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
 from tianshou.env import BaseVectorEnv
 
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline, in_rounds
+from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.collect.quotas import EpisodeQuotas
 from rayvec.data import Chunk, Rollout, tree_map
 from rayvec.data.chunk_ops import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.weight_store import WeightStore
-from rayvec.tianshou.collect.absent import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
+from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.env.assembly import assembled_chunk, objects
 from rayvec.tianshou.env.vector_env import RayVectorEnv

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.collect.quotas import EPISODE_CHUNK_STEPS
+from rayvec.collect.episode_quotas import EPISODE_CHUNK_STEPS
 
 __all__ = ["Schedule", "StepCount", "TianshouEpisodes"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, tree_map
 from rayvec.errors import ConfigError
-from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.pools.shared_memory import index_tree
 from rayvec.tianshou.env.pool_env import APART, FLOAT
 

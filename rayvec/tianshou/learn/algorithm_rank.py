@@ -5,7 +5,7 @@ The algorithm's own code runs, within :func:`patched_tianshou`, which lists ever
 - a loss is scaled by the rank's share of the batch, and gradients are summed between backward pass and clipping;
 - ``Batch.split`` cuts the minibatches of the whole batch and yields the rank's part of each;
 - returns and advantages are computed from the values of all rows;
-- what is drawn is drawn for all rows (see :mod:`rayvec.tianshou.learn.draws`).
+- what is drawn is drawn for all rows (see :mod:`rayvec.tianshou.learn.random_draws`).
 
 For losses that are means over rows, the sum is the gradient of the whole batch.
 """
@@ -33,8 +33,8 @@ from torch import Tensor
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import ALONE, Ranks, gather_counts
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState, equal, load_algorithm, stepped
-from rayvec.tianshou.learn.draws import Cut, SlicedDraws
 from rayvec.tianshou.learn.impala import IMPALA
+from rayvec.tianshou.learn.random_draws import Cut, SlicedDraws
 from rayvec.tianshou.learn.shards import (
     AheadView,
     Generators,

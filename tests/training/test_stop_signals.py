@@ -20,9 +20,9 @@ from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, options, tiny
 
 import rayvec
-from rayvec.training.interrupts import Interrupts, Terminated
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
+from rayvec.training.stop_signals import Interrupts, Terminated
 
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree
 from rayvec.pools.ids_by_owner import Plan
-from rayvec.pools.restarts import LastAnswers
+from rayvec.pools.restart_state import LastAnswers
 from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["JoinedAnswers"]

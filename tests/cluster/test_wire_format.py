@@ -11,7 +11,7 @@ from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, OBJECT_SPACES, sample_actions
 from hypothesis import given, strategies as st
 
-from rayvec.cluster.frames import FrameFormat, Kind
+from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import RawInfo, StepBatch, tree_leaves, tree_map
 from rayvec.pools.base import Autoreset
 from rayvec.pools.shared_memory import ArrayLayout

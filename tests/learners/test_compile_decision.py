@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.errors import ConfigError
-from rayvec.learners.auto_compile import choice_of, compiles
+from rayvec.learners.compile_decision import choice_of, compiles
 from rayvec.training.runs import wait_limit_s
 
 NUMBERS = spaces.Box(-1, 1, (3,), np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch, ReplayBuffer
 
-from rayvec.pools.restarts import RESTARTED
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.tianshou.collect.buffers import truncate_open_episode
 
 __all__ = ["AbsentRows", "without_absent_rows"]

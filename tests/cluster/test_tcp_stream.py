@@ -21,8 +21,8 @@ from helpers.examples import examples
 from helpers.waiting import wait_until
 from hypothesis import given, strategies as st
 
-from rayvec.cluster import stream
-from rayvec.cluster.stream import LENGTH_BYTES, FrameSocket, Listener, connect
+from rayvec.cluster import tcp_stream
+from rayvec.cluster.tcp_stream import LENGTH_BYTES, FrameSocket, Listener, connect
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0
@@ -148,7 +148,7 @@ def test_a_pickle_is_not_unpickled(listener: Listener, tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(tcp_stream, "_HANDSHAKE_S", 0.5)
 
 
 def test_a_peer_without_a_thread_is_refused_and_the_next_is_served(
@@ -157,7 +157,7 @@ def test_a_peer_without_a_thread_is_refused_and_the_next_is_served(
     start = threading.Thread.start
 
     def start_or_not(thread: threading.Thread) -> None:
-        if thread.name == stream.STREAM_THREAD:
+        if thread.name == tcp_stream.STREAM_THREAD:
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -182,13 +182,13 @@ def test_many_strangers_make_room_for_each_other_and_for_who_holds_the_key(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them is dropped by its deadline here: whoever has waited longest is hung up on."""
-    monkeypatch.setattr(stream, "_HANDSHAKE_S", 1e4)
+    monkeypatch.setattr(tcp_stream, "_HANDSHAKE_S", 1e4)
     before = threading.active_count()
-    silent = [stranger(listener) for _ in range(3 * stream._MOST_STRANGERS)]
-    for sock in silent[: 2 * stream._MOST_STRANGERS]:
+    silent = [stranger(listener) for _ in range(3 * tcp_stream._MOST_STRANGERS)]
+    for sock in silent[: 2 * tcp_stream._MOST_STRANGERS]:
         assert len(read_to_end(sock)) <= 32
     assert_served(listener)
-    wait_until(lambda: threading.active_count() <= before + stream._MOST_STRANGERS)
+    wait_until(lambda: threading.active_count() <= before + tcp_stream._MOST_STRANGERS)
     for sock in silent:
         sock.close()
     wait_until(lambda: threading.active_count() <= before)
@@ -243,7 +243,7 @@ def test_a_thousand_silent_connections_cost_a_bounded_number_of_threads_and_no_m
     for sock in silent:
         sock.close()
     wait_until(lambda: threading.active_count() <= threads + 1)
-    assert most <= threads + 2 * stream._MOST_STRANGERS + 20  # threads that are about to end count too
+    assert most <= threads + 2 * tcp_stream._MOST_STRANGERS + 20  # threads that are about to end count too
     assert resident_bytes() - before < 64 << 20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayvec.bench.harness.split import STATES, split, split_ahead
+from rayvec.bench.harness.time_split import STATES, split, split_ahead
 
 
 def test_chunks_by_hand() -> None:

@@ -1,7 +1,7 @@
 """The authenticated TCP stream between the driver and a remote node.
 
 Both ends first prove that they hold the run's key, which Ray has transferred. Each end sends a nonce and answers the
-other's nonce with an HMAC over it. After that they exchange the frames of :mod:`rayvec.cluster.frames`.
+other's nonce with an HMAC over it. After that they exchange the frames of :mod:`rayvec.cluster.wire_format`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rayvec.node.protocol import Setup
 from rayvec.node.shared_block import BlockShape, NodeBlock
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
-from rayvec.pools.restarts import NodeState
+from rayvec.pools.restart_state import NodeState
 
 __all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "WorkerSet"]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rayvec.bench.harness.task import Adapter, Task
 from rayvec.bench.harness.vectors import VectorAdapter
-from rayvec.cluster.frames import FrameFormat
+from rayvec.cluster.wire_format import FrameFormat
 from rayvec.collect.collector import Collector
 from rayvec.data import StepBatch
 from rayvec.data.chunk_ops import join_chunks

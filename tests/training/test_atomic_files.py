@@ -16,7 +16,7 @@ import rayvec
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.files import written_whole
+from rayvec.training.atomic_files import written_whole
 from rayvec.training.run_dir import load_run
 
 
