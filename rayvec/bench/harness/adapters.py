@@ -9,12 +9,12 @@ __all__ = ["ADAPTERS", "make_adapter"]
 
 _HERE = "rayvec.bench.harness"
 ADAPTERS = {
-    "floor": f"{_HERE}.floors:Floor",
-    "cluster-floor": f"{_HERE}.floors:ClusterFloor",
-    "rayvec": f"{_HERE}.ours:Ours",
+    "floor": f"{_HERE}.lower_bound:Floor",
+    "cluster-floor": f"{_HERE}.lower_bound:ClusterFloor",
+    "rayvec": f"{_HERE}.rayvec_adapters:Ours",
     "decentralized": f"{_HERE}.decentralized:Decentralized",
     "simulated-nodes": f"{_HERE}.simulated:SimulatedNodes",
-    "process-pool": f"{_HERE}.ours:BarePool",
+    "process-pool": f"{_HERE}.rayvec_adapters:BarePool",
     "gymnasium-sync": f"{_HERE}.vectors:SyncVector",
     "gymnasium-async": f"{_HERE}.vectors:AsyncVector",
     "ranks": f"{_HERE}.learners:Group",
