@@ -21,8 +21,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rayvec.bench.harness.lower_bound import Counted, Floor
 from rayvec.bench.harness.task import Adapter, Task
+from rayvec.bench.harness.upper_bound import Counted, Floor
 
 
 def collecting(task: Task) -> Callable[[tuple[float, float | None]], Counted]:

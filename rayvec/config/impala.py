@@ -41,7 +41,8 @@ class IMPALAConfig(ActorCriticConfig):
     """Optimizer of the policy and value networks."""
 
     optimizer_eps: Positive = 1e-5
-    """Number added to the denominator of the optimizer's step; the paper's RMSProp uses 0.01 for Atari."""
+    """Number added to the denominator of the optimizer's step; the paper's RMSProp adds 0.01 for Atari, inside the
+    square root."""
 
     vtrace_lambda: Fraction = 1.0
     """Lambda of the traces: 0 trusts the value function, 1 the returns."""

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.bench.harness.adapters import make_adapter
-from rayvec.bench.harness.lower_bound import ClusterFloor, Floor
 from rayvec.bench.harness.machines import Machines, machine_cpu_s, marked, started_cpu_s
 from rayvec.bench.harness.task import Adapter
 from rayvec.bench.harness.time_split import STATES, split, split_ahead
+from rayvec.bench.harness.upper_bound import ClusterFloor, Floor
 
 __all__ = ["MARK", "main"]
 

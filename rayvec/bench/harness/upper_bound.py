@@ -1,4 +1,4 @@
-"""The floor: independent processes that step the same environments without communicating."""
+"""The floor, an upper bound of steps/s: independent processes that step the same environments."""
 
 from __future__ import annotations
 
