@@ -38,9 +38,9 @@ from rayvec.bench.terminal import show_table
 from rayvec.collect.collector import Collector
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
+from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env
 

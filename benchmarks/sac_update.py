@@ -288,6 +288,8 @@ def main(
     """
     from measure import heading, show_updates
 
+    if unknown := set(only) - set(PEERS):
+        raise SystemExit(f"--only names peers that are not here: {sorted(unknown)}. Expected some of {list(PEERS)}.")
     print(heading())
     for count, width in product(threads, widths):
         eigen = f"--xla_cpu_multi_thread_eigen={str(count > 1).lower()} intra_op_parallelism_threads={count}"

@@ -19,7 +19,7 @@ from rayvec.bench.harness.learners import LearnerTask
 from rayvec.bench.harness.rayvec_adapters import TimedPolicy
 from rayvec.cluster.wire_format import FrameFormat
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest, StepBatch
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.envs.factory import EnvFactory
 from rayvec.learners.returns import gae, vtrace
 from rayvec.node.process_pool import ProcessPool

@@ -163,7 +163,7 @@ def paths() -> None:
             (2, "policy, envs step", "rollout.loop"),
             (2, "steps are recorded", "node.chunk_memory"),
             (1, "parts are gathered", "node.process_pool"),
-            (0, "parts are joined", "data.chunk_ops"),
+            (0, "parts are joined", "data.join_chunks"),
             (0, "episodes counted", "collect.collector"),
             (0, "minibatch rows", "learners.minibatches"),
             (0, "loss and gradient", "learners.ppo"),
@@ -176,7 +176,7 @@ def paths() -> None:
         [
             (0, "the optimizer steps", "learners.adam"),
             (0, "one flat vector", "learners.actor_critic"),
-            (0, "gets a version", "pools.weight_store"),
+            (0, "gets a version", "pools.publish_weights"),
             (0, "published once", "cluster.cluster_inference"),
             (1, "copied to memory", "node.worker_inference"),
             (2, "loaded for a chunk", "node.worker"),

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from rayvec.cluster.nodes import Member, Node, NodePart, Wait, Weights
+from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.deferred_signals import Uninterrupted

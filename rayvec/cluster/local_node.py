@@ -9,7 +9,7 @@ import ray
 from gymnasium import Space
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
+from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory

@@ -24,7 +24,7 @@ from rayvec.cluster.cluster_inference import ClusterInference
 from rayvec.cluster.elastic_placement import ElasticPlacement, Move
 from rayvec.cluster.local_node import LocalNode
 from rayvec.cluster.merge_answers import JoinedAnswers
-from rayvec.cluster.nodes import (
+from rayvec.cluster.node_interface import (
     Member,
     Node,
     Request,

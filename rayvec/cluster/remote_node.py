@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.node_actor import NodeActor
-from rayvec.cluster.nodes import NodePart, Wait, Weights, done, node_lost
+from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rayvec.cluster import plain_values
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
-from rayvec.node.shared_block import action_leaves
+from rayvec.node.step_memory import action_leaves
 from rayvec.pools.base import Autoreset
 from rayvec.pools.shared_memory import ArrayLayout, Field
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from rayvec.data import EpisodeStats, Rollout, Topology
 from rayvec.data.batch import join_episodes
-from rayvec.data.chunk_ops import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.data.episodes import EpisodeTracker
+from rayvec.data.join_chunks import join_chunks, join_summaries, pad_chunk, summarize
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["PartChunk", "PartsPipeline", "in_rounds", "join_parts"]

@@ -18,12 +18,12 @@ from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.node_statistics import node_stats
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
-from rayvec.data.chunk_ops import counted_ends, summarize
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes
+from rayvec.data.join_chunks import counted_ends, summarize
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 

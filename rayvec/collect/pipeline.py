@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rayvec.data import Rollout, Topology
 from rayvec.pools.base import Cut
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.vector.pool_adapter import PoolAdapter
 
 __all__ = ["ChunkPipeline", "PendingChunk"]

@@ -39,6 +39,10 @@ class SACConfig(NetworkConfig):
     replay_size: Count = 1_000_000
     """Capacity of the replay buffer in steps, for all environments together."""
 
+    replay_on_device: bool = False
+    """Keep the replay buffer in the memory of learner_device. An update then uploads row numbers and noise, and no
+    steps."""
+
     checkpoint_replay: bool = True
     """Keep the replay buffer in checkpoints. Without it, or on another number of learners, a resumed run refills the
     buffer."""

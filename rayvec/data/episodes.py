@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkSummary, EpisodeStats
-from rayvec.data.chunk_ops import counted_ends
+from rayvec.data.join_chunks import counted_ends
 
 __all__ = ["EpisodeTracker"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from rayvec.distributed.rank_host import RankHost, RankPlacement
-from rayvec.distributed.rank_set import RankSet
+from rayvec.distributed.running_ranks import RankSet
 from rayvec.distributed.stragglers import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.learners.ranks import ClosableRanks
@@ -73,7 +73,7 @@ class DecentralizedGroup(RankSet):
         if not placements[0].node_id:
             path = self._stack.enter_context(shared_arrivals(len(placements)))
             return functools.partial(SharedArrivals, path)
-        from rayvec.distributed.ray_stragglers import RayArrivals, start_counter  # imports Ray
+        from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter  # imports Ray
 
         return functools.partial(RayArrivals, start_counter())
 

@@ -42,7 +42,7 @@ import cloudpickle
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
-from rayvec.distributed.rank_set import RankSet
+from rayvec.distributed.running_ranks import RankSet
 from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count
 from rayvec.learners.ranks import Ranks
 

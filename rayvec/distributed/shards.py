@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.data.partition import even_bounds
 
 __all__ = ["ChunkPart", "RemoteShard", "fetch_shard", "split_batch", "split_refs"]

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError
+from rayvec.policies.networks import upload
 
 __all__ = ["ReplayBuffer", "Transitions"]
 
-_ARRAYS = ("obs", "act", "rew", "terminated", "final_row")
+_CPU = torch.device("cpu")
+_TENSORS = ("obs", "act", "rew", "terminated")
 
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """B transitions, in newly allocated memory.
+    """B transitions, in newly allocated memory of the buffer's device.
 
     Attributes:
         obs: ``[B, *obs_shape]``.
@@ -30,11 +33,11 @@ class Transitions:
         terminated: Whether there is nothing to bootstrap from, ``bool [B]``; False for what was truncated.
     """
 
-    obs: NDArray[Any]
-    act: NDArray[Any]
-    rew: NDArray[np.float32]
-    next_obs: NDArray[Any]
-    terminated: NDArray[np.bool_]
+    obs: Tensor
+    act: Tensor
+    rew: Tensor
+    next_obs: Tensor
+    terminated: Tensor
 
 
 class ReplayBuffer:
@@ -48,21 +51,23 @@ class ReplayBuffer:
     environment restarted), the transition before it keeps the observation that it really led to.
 
     Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, such as uint8 for
-    images, but float64 becomes float32. Memory is allocated by the first chunk, and touched as it fills.
+    images, but float64 becomes float32. Memory is allocated by the first chunk; on a CPU it is touched as it fills.
+    The host keeps where transitions lie. So a sample on another device takes one upload of row numbers.
 
     Args:
         capacity_steps: Steps of each environment that are kept.
         encode_obs: From a tree of ``[..., *obs_shape]`` to the one array that is stored; as it is if left out.
         encode_act: The same for actions.
+        device: Where transitions are stored.
 
     Raises:
         ConfigError: `capacity_steps` is not positive.
     """
 
-    obs: NDArray[Any]
-    act: NDArray[Any]
-    rew: NDArray[np.float32]
-    terminated: NDArray[np.bool_]
+    obs: Tensor
+    act: Tensor
+    rew: Tensor
+    terminated: Tensor
     final_row: NDArray[np.int32]
     env_ids: NDArray[np.int64] | None
     _finals: _FinalTable
@@ -72,6 +77,7 @@ class ReplayBuffer:
         capacity_steps: int,
         encode_obs: Callable[[Tree], NDArray[Any]] = np.asarray,
         encode_act: Callable[[Tree], NDArray[Any]] = np.asarray,
+        device: torch.device = _CPU,
     ) -> None:
         if capacity_steps < 1:
             raise ConfigError(
@@ -83,7 +89,7 @@ class ReplayBuffer:
         self.capacity_steps = capacity_steps
         self.env_ids = None
         self.sizes = np.zeros(0, np.int64)
-        self._encode_obs, self._encode_act = encode_obs, encode_act
+        self._encode_obs, self._encode_act, self._device = encode_obs, encode_act, device
         self._heads = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -121,21 +127,19 @@ class ReplayBuffer:
             ages: Which of an environment's transitions, 0 for the oldest that is kept, below its size, ``int64 [B]``.
             envs: Which environment, ``int64 [B]``.
         """
-        num_slots, num_envs = self.rew.shape
+        num_slots, num_envs = self.final_row.shape
         slots = (self._heads[envs] - self.sizes[envs] + ages) % num_slots
-        flat, after = slots * num_envs + envs, (slots + 1) % num_slots * num_envs + envs
-        obs = self.obs.reshape(-1, *self.obs.shape[2:])
-        next_obs = obs.take(after, 0)
-        final_row = self.final_row.take(flat)
+        row, row_after = slots * num_envs + envs, (slots + 1) % num_slots * num_envs + envs
+        final_row = self.final_row.take(row)
         ended = np.flatnonzero(final_row >= 0)
-        next_obs[ended] = self._finals.obs[final_row[ended]]
-        return Transitions(
-            obs.take(flat, 0),
-            self.act.reshape(-1, *self.act.shape[2:]).take(flat, 0),
-            self.rew.take(flat),
-            next_obs,
-            self.terminated.take(flat),
-        )
+        parts = (row, row_after, ended, final_row[ended])
+        uploaded = upload(np.concatenate(parts), self._device)
+        at, after, ends, at_finals = torch.split(uploaded, [*map(len, parts)])
+        obs, act, rew, terminated = (getattr(self, name).flatten(0, 1) for name in _TENSORS)
+        next_obs = obs.index_select(0, after)
+        next_obs.index_copy_(0, ends, self._finals.obs.index_select(0, at_finals))
+        obs, act, rew, terminated = (each.index_select(0, at) for each in (obs, act, rew, terminated))
+        return Transitions(obs, act, rew, next_obs, terminated)
 
     def _allocate(self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any]) -> None:
         if self.env_ids is not None:
@@ -149,21 +153,21 @@ class ReplayBuffer:
             return
         lead = (self.capacity_steps + 1, chunk.num_envs)
         self.env_ids = chunk.env_ids.copy()
-        self.obs = np.zeros((*lead, *obs.shape[2:]), obs.dtype)
-        self.act = np.zeros((*lead, *act.shape[2:]), act.dtype)
-        self.rew = np.zeros(lead, np.float32)
-        self.terminated = np.zeros(lead, bool)
+        self.obs = _zeros((*lead, *obs.shape[2:]), obs.dtype, self._device)
+        self.act = _zeros((*lead, *act.shape[2:]), act.dtype, self._device)
+        self.rew = _zeros(lead, np.float32, self._device)
+        self.terminated = _zeros(lead, bool, self._device)
         self.final_row = np.full(lead, -1, np.int32)
         self.sizes = np.zeros(chunk.num_envs, np.int64)
         self._heads = np.zeros(chunk.num_envs, np.int64)
-        self._finals = _FinalTable(np.zeros((0, *obs.shape[2:]), obs.dtype), np.zeros(0, np.int32))
+        self._finals = _FinalTable(self.obs.new_zeros(0, *obs.shape[2:]), np.zeros(0, np.int32))
 
     def _cut_heads(self, valid: NDArray[np.bool_], obs: NDArray[Any]) -> None:
         """Stores the observation after the last transition of each environment whose episode does not continue."""
         envs = np.flatnonzero(valid.any(0) & (self.sizes > 0))
         heads = self._heads[envs]
-        last = (heads - 1) % len(self.rew)
-        known = self.obs[heads, envs]
+        last = (heads - 1) % len(self.final_row)
+        known = self.obs.flatten(0, 1).index_select(0, self._rows(heads, envs)).cpu().numpy()
         same = (known == obs[0, envs]).all(axis=tuple(range(1, known.ndim)))
         continues = valid[0, envs] & same
         cut = ~continues & (self.final_row[last, envs] < 0)
@@ -175,14 +179,14 @@ class ReplayBuffer:
         kept = chunk.valid & (place >= counts - self.capacity_steps)  # of a longer chunk, the last steps
         self._finals.release(final_row[chunk.valid & ~kept])
         t, n = np.nonzero(kept)
-        slots = (self._heads[n] + place[t, n]) % len(self.rew)
+        slots = (self._heads[n] + place[t, n]) % len(self.final_row)
         self._release(slots, n)
-        self.obs[slots, n] = obs[t, n]
-        self.act[slots, n] = act[t, n]
-        self.rew[slots, n] = chunk.rew[t, n]
-        self.terminated[slots, n] = chunk.terminated[t, n]
+        rows = self._rows(slots, n)
+        steps = (obs[t, n], act[t, n], chunk.rew[t, n].astype(np.float32), chunk.terminated[t, n])
+        for name, values in zip(_TENSORS, steps, strict=True):
+            getattr(self, name).flatten(0, 1).index_copy_(0, rows, upload(values, self._device))
         self.final_row[slots, n] = final_row[t, n]
-        self._heads = (self._heads + counts) % len(self.rew)
+        self._heads = (self._heads + counts) % len(self.final_row)
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
 
     def _write_heads(self, valid: NDArray[np.bool_], last_obs: NDArray[Any]) -> None:
@@ -190,7 +194,11 @@ class ReplayBuffer:
         envs = np.flatnonzero(valid.any(0))
         heads = self._heads[envs]
         self._release(heads, envs)
-        self.obs[heads, envs] = last_obs[envs]
+        self.obs.flatten(0, 1).index_copy_(0, self._rows(heads, envs), upload(last_obs[envs], self._device))
+
+    def _rows(self, slots: NDArray[np.int64], envs: NDArray[np.int64]) -> Tensor:
+        """Returns where slots lie among those of all environments, ``int64`` on the device."""
+        return upload(slots * self.final_row.shape[1] + envs, self._device)
 
     def _release(self, slots: NDArray[np.int64], envs: NDArray[np.int64]) -> None:
         """Frees the final observations of slots that are about to be overwritten."""
@@ -202,13 +210,17 @@ class ReplayBuffer:
         if self.env_ids is None:
             return {}
         was_full = (self.sizes != self._heads).any()
-        used = min(int((self.capacity_steps if was_full else self._heads.max(initial=-1)) + 1), len(self.rew))
-        arrays = {name: getattr(self, name)[:used] for name in _ARRAYS}
-        others = {"env_ids": self.env_ids, "sizes": self.sizes, "heads": self._heads}
-        return {
-            name: torch.from_numpy(array.copy())
-            for name, array in {**arrays, **others, "finals": self._finals.obs, "free": self._finals.free}.items()
+        used = min(int((self.capacity_steps if was_full else self._heads.max(initial=-1)) + 1), len(self.final_row))
+        arrays = {
+            "final_row": self.final_row[:used],
+            "env_ids": self.env_ids,
+            "sizes": self.sizes,
+            "heads": self._heads,
+            "free": self._finals.free,
         }
+        tensors = {name: getattr(self, name)[:used] for name in _TENSORS} | {"finals": self._finals.obs}
+        tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: tensor.to(_CPU, copy=True) for name, tensor in tensors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken.
@@ -220,25 +232,29 @@ class ReplayBuffer:
         if not state:
             self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
             return
-        arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
+        copies = {name: tensor.clone() for name, tensor in state.items()}
+        final_row, env_ids, sizes, heads, free = (
+            copies.pop(name).numpy() for name in ("final_row", "env_ids", "sizes", "heads", "free")
+        )
         num_slots = self.capacity_steps + 1
-        used = len(arrays["rew"])
-        is_ring = used != num_slots and (arrays["sizes"] != arrays["heads"]).any()
-        if is_ring or used > num_slots or arrays["sizes"].max(initial=0) > self.capacity_steps:
+        used = len(final_row)
+        is_ring = used != num_slots and (sizes != heads).any()
+        if is_ring or used > num_slots or sizes.max(initial=0) > self.capacity_steps:
             raise CheckpointError(
                 "A replay is restored into one of the same capacity.",
                 expected=f"{self.capacity_steps} steps of each environment",
                 got=used - 1,
                 remedy="Use the configuration that the checkpoint was written with.",
             )
-        for name in _ARRAYS:
-            array = arrays[name]
-            full = np.zeros((num_slots, *array.shape[1:]), array.dtype)
-            full[:used] = array
+        for name in _TENSORS:
+            values = copies[name]
+            full = _zeros((num_slots, *values.shape[1:]), values.numpy().dtype, self._device)
+            full[:used] = values.to(self._device)
             setattr(self, name, full)
-        self.final_row[used:] = -1
-        self.env_ids, self.sizes, self._heads = arrays["env_ids"], arrays["sizes"], arrays["heads"]
-        self._finals = _FinalTable(arrays["finals"], arrays["free"])
+        self.final_row = np.full((num_slots, *final_row.shape[1:]), -1, np.int32)
+        self.final_row[:used] = final_row
+        self.env_ids, self.sizes, self._heads = env_ids, sizes, heads
+        self._finals = _FinalTable(copies["finals"].to(self._device), free)
 
 
 class _FinalTable:
@@ -249,7 +265,7 @@ class _FinalTable:
         free: Which of them are not in use.
     """
 
-    def __init__(self, obs: NDArray[Any], free: NDArray[np.int32]) -> None:
+    def __init__(self, obs: Tensor, free: NDArray[np.int32]) -> None:
         self.obs = obs
         self._num_free = len(free)
         self._stack = np.concatenate([free, np.zeros(len(obs) - len(free), np.int32)])
@@ -263,7 +279,7 @@ class _FinalTable:
         """Stores observations ``[F, *obs_shape]``; returns their rows."""
         if len(obs) > self._num_free:
             old, more = len(self.obs), max(len(obs), len(self.obs) // 2, 64)
-            self.obs = np.concatenate([self.obs, np.zeros((more, *self.obs.shape[1:]), self.obs.dtype)])
+            self.obs = torch.cat([self.obs, self.obs.new_zeros(more, *self.obs.shape[1:])])
             self._stack = np.concatenate(
                 [self.free, np.arange(old, old + more), np.zeros(old, np.int32)], dtype=np.int32
             )
@@ -271,7 +287,8 @@ class _FinalTable:
             self._num_free += more
         rows = self._stack[self._num_free - len(obs) : self._num_free].copy()
         self._num_free -= len(obs)
-        self.obs[rows] = obs
+        device = self.obs.device
+        self.obs.index_copy_(0, upload(rows.astype(np.int64), device), upload(obs, device))
         return rows
 
     def release(self, rows: NDArray[np.int32]) -> None:
@@ -283,3 +300,9 @@ class _FinalTable:
 
 def _float32(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Returns zeros. On a CPU their memory is not touched before something is written to it."""
+    untouched = torch.from_numpy(np.zeros(shape, dtype))
+    return untouched if device.type == "cpu" else torch.zeros(shape, dtype=untouched.dtype, device=device)

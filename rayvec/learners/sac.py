@@ -29,7 +29,7 @@ from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_networks import InBF16, default_networks, initial_nets, make_math, make_sac_distribution
 from rayvec.learners.sac_own_network import own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
-from rayvec.policies.networks import upload
+from rayvec.policies.networks import to_device, upload
 from rayvec.policies.precision import prepare
 from rayvec.pools.shared_memory import keep_freed_memory
 
@@ -255,12 +255,16 @@ class SACLearner:
         environments = environments.clip(0, num_envs - 1)
         last = np.maximum(self._replay.sizes[environments] - 1, 0)
         found = self._replay.sample(np.minimum(ages, last), environments)
-        act = np.eye(self._num_act, dtype=np.float32)[found.act[:, 0]] if self._math.is_discrete else found.act
-        arrays = (found.obs, act, found.rew, found.next_obs, found.terminated.astype(np.float32), weight)
+        parts = (found.obs, found.act, found.rew, found.next_obs, found.terminated, torch.from_numpy(weight))
+        obs, act, *others = (to_device(part, self._device) for part in parts)
+        if self._math.is_discrete:
+            act = act == torch.arange(self._num_act, device=self._device)
+        rows = Minibatch(*(part.to(self._dtype) for part in (obs, act, *others)))
         if padding.any():
-            for array in arrays:
-                array[padding] = 0
-        return Minibatch(*(upload(array, self._device, self._dtype) for array in arrays))
+            places = upload(np.flatnonzero(padding), self._device)
+            for part in rows:
+                part.index_fill_(0, places, 0)
+        return rows
 
     def _split_updates(self, plan: _RowPlan, rows: Minibatch) -> list[UpdateInputs]:
         """Returns what each update reads of the rows of all."""
@@ -378,7 +382,8 @@ class SACLearner:
     def _empty_replay(self) -> ReplayBuffer:
         capacity_steps = -(-self.config.replay_size // self.config.num_envs)
         recorded = functools.partial(self.module.distribution.recorded, extras={})
-        return ReplayBuffer(capacity_steps, self.module.rows, recorded)
+        device = self._device if self.config.replay_on_device else torch.device("cpu")
+        return ReplayBuffer(capacity_steps, self.module.rows, recorded, device)
 
 
 def _bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,7 +114,11 @@ class MLPLayout:
 
     def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
         """See :class:`NetLayout`. The nets read their inputs side by side."""
-        return forward(self.layers(flat), inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1))
+        rows = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
+        if torch.compiler.is_compiling() or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            return forward(self.layers(flat), rows)
+        outputs: Tensor = _EagerMLP.apply(flat, rows, self)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 def forward(layers: Layers, rows: Tensor) -> Tensor:
@@ -128,6 +132,47 @@ def forward(layers: Layers, rows: Tensor) -> Tensor:
         rows = (torch.bmm(rows, weight.mT) + bias.unsqueeze(1)).relu()
     weight, bias = layers[-1]
     return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
+
+
+class _EagerMLP(torch.autograd.Function):
+    """`forward`, with a backward pass that writes the gradients of all layers into one flat vector.
+
+    Autograd's own allocates the gradient of each layer and joins them, adds biases apart from the product, and masks
+    the gradient of a ReLU into new memory. Uncompiled updates of two layers of 256 units take 7 to 11 % less time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, rows: Tensor, layout: MLPLayout) -> Tensor:
+        """Returns the outputs ``[E, B, out]`` for rows ``[B, in]`` with the parameters in `flat`, ``[P]``."""
+        rows = rows.expand(layout.num_nets, -1, -1)
+        inputs = [rows]
+        layers = layout.layers(flat)
+        for weight, bias in layers[:-1]:
+            rows = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT).relu_()
+            inputs.append(rows)
+        weight, bias = layers[-1]
+        ctx.layout = layout
+        ctx.save_for_backward(flat, *inputs)
+        return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Returns the gradients of `flat` and of the rows, those that are needed."""
+        (grad,) = grads
+        flat, *inputs = ctx.saved_tensors
+        needs_flat, needs_rows, _ = ctx.needs_input_grad
+        flat_grad = torch.empty_like(flat) if needs_flat else None
+        layers = ctx.layout.layers(flat)
+        layer_grads = layers if flat_grad is None else ctx.layout.layers(flat_grad)
+        for k in reversed(range(len(layers))):
+            if needs_flat:
+                torch.bmm(grad.mT, inputs[k], out=layer_grads[k][0])
+                torch.sum(grad, 1, out=layer_grads[k][1])
+            if k or needs_rows:
+                grad = torch.bmm(grad, layers[k][0])
+            if k:
+                torch.ops.aten.threshold_backward.grad_input(grad, inputs[k], 0, grad_input=grad)
+        return flat_grad, grad.sum(0) if needs_rows else None, None
 
 
 def adam_(

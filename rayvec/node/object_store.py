@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayvec.data import Chunk, ChunkRef, Rollout, RolloutTimes
-from rayvec.data.chunk_ops import summarize
+from rayvec.data.join_chunks import summarize
 from rayvec.errors import ConfigError
 
 __all__ = ["as_rollout", "check_object_store"]

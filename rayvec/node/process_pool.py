@@ -12,14 +12,14 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
-from rayvec.data.chunk_ops import join_chunks, summarize
+from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
 from rayvec.node.protocol import Op
-from rayvec.node.shared_block import NodeBlock
+from rayvec.node.step_memory import NodeBlock
 from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference

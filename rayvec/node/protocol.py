@@ -1,4 +1,4 @@
-"""The messages between a node's pool and its workers; what has a fixed size is in `rayvec.node.shared_block`."""
+"""The messages between a node's pool and its workers; what has a fixed size is in `rayvec.node.step_memory`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure
-from rayvec.node.shared_block import BlockShape
+from rayvec.node.step_memory import BlockShape
 
 __all__ = ["Op", "Reply", "Setup", "WeightsRef"]
 

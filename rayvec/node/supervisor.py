@@ -17,7 +17,7 @@ from rayvec.data import Chunk, Tree
 from rayvec.errors import WorkerLostError
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import LOOK_S, readable
-from rayvec.node.shared_block import NodeBlock
+from rayvec.node.step_memory import NodeBlock
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_processes import WorkerSet

@@ -25,7 +25,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.protocol import Op, Reply, Setup, WeightsRef
-from rayvec.node.shared_block import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, FIRST_ROWS, OP, ROWS_AT, NodeBlock
+from rayvec.node.step_memory import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, FIRST_ROWS, OP, ROWS_AT, NodeBlock
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, failures_ignored

@@ -18,7 +18,7 @@ from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import Op, Reply
-from rayvec.node.shared_block import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock
+from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock
 from rayvec.node.worker_processes import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.ids_by_owner import Part

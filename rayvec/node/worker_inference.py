@@ -16,8 +16,8 @@ from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.protocol import WeightsRef
-from rayvec.node.shared_block import CHUNK_STEP_BITS
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
+from rayvec.node.step_memory import CHUNK_STEP_BITS
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient, pack_call
 from rayvec.node.worker_processes import WorkerSet

@@ -22,7 +22,7 @@ from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.node.protocol import Setup
-from rayvec.node.shared_block import BlockShape, NodeBlock
+from rayvec.node.step_memory import BlockShape, NodeBlock
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main
 from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import NodeState

@@ -30,6 +30,7 @@ __all__ = [
     "linear_places",
     "load_flat_weights",
     "make_actor_critic",
+    "to_device",
     "upload",
 ]
 
@@ -380,8 +381,12 @@ def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None 
     To a GPU it goes through page-locked memory: the copy runs beside what the host does next.
     """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    tensor = tensor.to(dtype or tensor.dtype)
-    if device.type in PAGE_LOCKED:
+    return to_device(tensor.to(dtype or tensor.dtype), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device, as `upload` does; the tensor itself if it is there already."""
+    if device.type in PAGE_LOCKED and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -55,6 +55,8 @@ class Policy:
     """
 
     noise: NoiseSpec
+    loaded_weights: Float | None = None
+    """The weights that were loaded last, ``float32 [P]``, which `rollout` sends to workers; not pickled."""
 
     def __init__(
         self,
@@ -157,6 +159,10 @@ class Policy:
         """
         self._actor.load_weights(weights)
         self._random = False
+        self.loaded_weights = np.array(weights, np.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "loaded_weights"}
 
 
 def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Actor:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.training.atomic_files import is_of, written_whole
-from rayvec.training.figures import BLUE, ORANGE, curves_figure
+from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 
 __all__ = ["episode_mean", "plot_learning_curve", "sound", "training_points"]
 

@@ -14,9 +14,9 @@ from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.figures import COLORS, curves_figure
 from rayvec.training.learning_curve import sound, training_points
 from rayvec.training.loggers import read_metrics
+from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_config, load_result
 
 __all__ = ["Curves", "plot_runs", "read_runs"]

@@ -15,9 +15,9 @@ import numpy as np
 from rayvec.config.schema import describe, plain
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.figures import BLUE, ORANGE, curves_figure
 from rayvec.training.learning_curve import plot_learning_curve, sound
 from rayvec.training.loggers import read_metrics
+from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 from rayvec.training.run_dir import load_config, load_result, versions
 
 __all__ = ["write_report"]

@@ -17,7 +17,7 @@ from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.pools.base import ActingPool, Cut, NotReady
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import as_policy
 from rayvec.vector.open_pool import open_pool
 

@@ -21,8 +21,8 @@ from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
 from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.pools.weight_store import WeightStore
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -309,9 +309,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
 
         Args:
-            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. A policy that has
-                been passed last is not sent again, so what changes in it meanwhile does not reach the workers; a
-                :class:`rayvec.Collector` publishes weights.
+            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. Where the policy of the last
+                call is passed again, only the weights that it has loaded since are sent, and no other change.
             num_steps: T.
             inference: Where the policy acts: ``"worker"``, in every worker over its own slice; ``"node"``, in the
                 process that owns the workers of a node (with ``num_nodes=0`` this one), over all of them in two groups,
@@ -330,6 +329,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 held = self._local_policy = None
             if held is None:
                 held = self._local_policy = policy, inference, self.publish(policy, on_node=inference == "node")
+            held[2].publish_loaded(policy)
             taken = self.rollout_workers(held[2], num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)

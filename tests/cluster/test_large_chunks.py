@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from helpers.chunks import GatedEnv, assert_same_chunk, parts_are_done, wait_for_parts
+from helpers.chunks import assert_same_chunk, parts_are_done, wait_for_parts
 from helpers.exact import SpaceEnv, TablePolicy
 from helpers.kinds import factory
+from helpers.obedient_envs import GatedEnv
 from helpers.vector_kit import pids_of
 from helpers.waiting import wait_until
 

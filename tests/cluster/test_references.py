@@ -6,46 +6,21 @@ import pickle
 from functools import partial
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import ray
 from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
+from helpers.obedient_envs import WIDE, FailingEnv, WideEnv, by_total
 from helpers.waiting import wait_until
 from ray.experimental import get_object_locations
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.data.chunk_ops import counted_ends, join_chunks
+from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-WIDE = 512
-
-
-class WideEnv(CountingEnv):
-    """Observations large enough that Ray keeps chunks where they were made."""
-
-    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (WIDE,), np.float64)
-
-    def _obs(self) -> Any:
-        return np.resize(super()._obs().astype(np.float64), WIDE)
-
-
-class FailingEnv(CountingEnv):
-    """Raises in its sixth step."""
-
-    def step(self, action: Any) -> Any:
-        if self._total == 5:
-            raise ArithmeticError("the sixth step")
-        return super().step(action)
-
-
-def by_total(obs: Any) -> Any:
-    return (obs[:, 3].astype(int) // 2) % 2
 
 
 @pytest.fixture

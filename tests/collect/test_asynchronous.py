@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import MakeVec
-from helpers.chunks import GatedEnv, assert_same_chunk
+from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
+from helpers.obedient_envs import GatedEnv
 from helpers.training_kit import HERE, lengthen
 from helpers.waiting import alive, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

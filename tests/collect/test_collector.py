@@ -14,16 +14,14 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers.chunks import assert_same_chunk, parts_are_done
 from helpers.exact import DriftEnv, TablePolicy
+from helpers.obedient_envs import RaisesOnce
+from helpers.simple_policies import SlowPolicy, raises_at_ten, zeros
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CoinEnv, CountingEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-
-def zeros(obs: Any) -> Any:
-    return np.zeros(len(obs), int)
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +210,6 @@ class TestWeights:
         assert_identical(chunk.extras["logp"], TablePolicy(seed=0)._logp[chunk.extras["state"], chunk.act])
 
 
-class SlowPolicy(TablePolicy):
-    """Takes its time."""
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        time.sleep(0.02)
-        return super().act(obs, noise)
-
-
 class TestTimes:
     """Sleeps are lower bounds of what was measured; nothing is said of how much more it may be."""
 
@@ -394,12 +384,6 @@ class TestInput:
             assert collector.collect(n_step=2).stats.n_collected_steps == 2
 
 
-def raises_at_ten(obs: Any) -> Any:
-    if (obs[:, 3] >= 10).any():
-        raise LookupError("the policy gave up")
-    return np.zeros(len(obs), int)
-
-
 class TestPoliciesThatFail:
     @pytest.mark.parametrize("prefetch", [False, True])
     def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
@@ -440,27 +424,6 @@ class TestPoliciesThatFail:
         with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
             collector.collect(n_step=2)
         assert "worker 0" in str(caught.value.__cause__)
-
-
-class RaisesOnce(gymnasium.Env[Any, Any]):
-    """Episodes of 70 steps; the first environment of a list raises in its 60th step."""
-
-    observation_space = gymnasium.spaces.Box(0, 1)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, made: list[Any]) -> None:
-        self._is_first, self._step = not made, 0
-        made.append(self)
-
-    def reset(self, **kwargs: Any) -> Any:
-        self._step = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._step += 1
-        if self._is_first and self._step == 60:
-            raise ValueError("it raises once")
-        return np.zeros(1, np.float32), 0.0, self._step == 70, False, {}
 
 
 def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:

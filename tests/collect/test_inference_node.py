@@ -14,6 +14,7 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
+from helpers.simple_policies import Noting
 from helpers.training_kit import SMALL, tiny
 
 import rayvec
@@ -26,14 +27,6 @@ from rayvec.policies.policy import Policy
 from rayvec.testing import CountingEnv, counting_errors
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-
-class Noting(TablePolicy):
-    """Records which process acts, and on how many environments."""
-
-    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
-        act, extras = super().act(obs, noise)
-        return act, {**extras, "pid": np.full(len(act), os.getpid()), "rows": np.full(len(act), len(act))}
 
 
 def test_it_acts_here_on_half_of_each_worker() -> None:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from helpers.chunks import GatedEnv, assert_same_chunk, wait_for_parts
+from helpers.chunks import assert_same_chunk, wait_for_parts
 from helpers.exact import TablePolicy
+from helpers.obedient_envs import GatedEnv
 from helpers.vector_kit import pids_of
 from helpers.waiting import alive, wait_until
 

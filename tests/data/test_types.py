@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, NodeSlice, Topology, tree_leaves, tree_map
-from rayvec.data.chunk_ops import join_chunks
 from rayvec.data.infos import ChunkInfo, ChunkInfos
+from rayvec.data.join_chunks import join_chunks
 from rayvec.testing import assert_identical
 
 trees = st.recursive(

@@ -17,7 +17,7 @@ from helpers.thread_ranks import Apart, ThreadRanks, learn_on_ranks, on_ranks, s
 from torch import Tensor
 
 from rayvec.data import Batch
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.policies.networks import make_actor_critic
 from rayvec.policies.policy import Policy

@@ -53,7 +53,7 @@ def two_nodes(ray_cluster: object) -> Iterator[RankGroup]:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group waits less for ranks that it has lost already."""
-    monkeypatch.setattr("rayvec.distributed.rank_set._GRACE_S", 0.5)
+    monkeypatch.setattr("rayvec.distributed.running_ranks._GRACE_S", 0.5)
     monkeypatch.setattr("rayvec.distributed.rank_group._PAUSE_S", 0.1)
 
 
@@ -215,7 +215,7 @@ def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) ->
 def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without_end(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
 ) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_set._ANSWER_S", TIMEOUT_S)
+    monkeypatch.setattr("rayvec.distributed.running_ranks._ANSWER_S", TIMEOUT_S)
     monkeypatch.setattr("rayvec.distributed.rank_group._WAIT_SHARE", math.inf)  # a checkpoint after every call
     mark = tmp_path / "mark"
     group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=TIMEOUT_S)

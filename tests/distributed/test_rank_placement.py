@@ -45,7 +45,7 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
         return placements
 
     monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
-    monkeypatch.setattr("rayvec.distributed.rank_set._START_S", 1.0)
+    monkeypatch.setattr("rayvec.distributed.running_ranks._START_S", 1.0)
     try:
         with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
             RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import ray
 
 from helpers.waiting import DEADLINE_S
 from rayvec.data import Chunk
 from rayvec.pools.base import NotReady
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -44,17 +42,3 @@ def parts_are_done(env: RayVecEnv, chunk: int = 0) -> bool:
     except NotReady:
         return False
     return True
-
-
-class GatedEnv(CountingEnv):
-    """From its fourth step on it waits for a file."""
-
-    def __init__(self, gate: Path) -> None:
-        super().__init__()
-        self._gate = gate
-
-    def step(self, action: Any) -> Any:
-        if self._total >= 3:
-            while not self._gate.exists():
-                time.sleep(0.002)
-        return super().step(action)

@@ -158,6 +158,8 @@ def _cases() -> list[Case]:
         *make("impala"),
         Case("impala", "numbers", "box", {"optimizer": "rmsprop"}),
         *(Case("sac", obs, act) for obs in ("numbers", "tuple") for act in ("box", "discrete")),
+        Case("sac", "numbers", "box", {"replay_on_device": True}),
+        Case("sac", "tuple", "discrete", {"replay_on_device": True}),
     ]
 
 

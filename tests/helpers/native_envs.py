@@ -6,13 +6,14 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from helpers.own_parts import Masked
+from helpers.own_envs import Masked
+from rayvec.policies.noise import NO_NOISE
 from rayvec.testing import CountingEnv
 
 
@@ -183,3 +184,20 @@ class Fails(SyncVectorEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("this sub-batch is broken")
         return super().step(actions)
+
+
+def still(obs: Any) -> Any:
+    return np.zeros(len(obs), np.int64)
+
+
+class Remembers:
+    """Stays still, and records at the beginning of which episodes it forgets."""
+
+    noise = NO_NOISE
+    begun: ClassVar[list[list[int]]] = []
+
+    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
+        return still(obs), {}
+
+    def begin_episodes(self, env_ids: Any) -> None:
+        self.begun.append(env_ids.tolist())

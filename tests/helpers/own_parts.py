@@ -1,101 +1,14 @@
-"""Environments and networks of a user, in a module that can be imported by name."""
+"""Networks of a user, in a module that can be imported by name."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-
-
-class Line(gymnasium.Env[Any, Any]):
-    """A walk on a line: an observation of two numbers, an episode of a few steps.
-
-    Args:
-        length: Steps of an episode.
-        width: Numbers of an observation.
-        high: Bound of the numbers.
-    """
-
-    def __init__(self, length: int = 5, width: int = 2, high: float = 10) -> None:
-        self.observation_space = spaces.Box(-high, high, (width,), np.float32)
-        self.action_space = spaces.Discrete(3)
-        self._length, self._t = length, 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._t = 0
-        return self._obs(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._t += 1
-        return self._obs(), float(action == self._t % 3), self._t >= self._length, False, {}
-
-    def has_module(self, name: str) -> bool:
-        return name in sys.modules
-
-    def _obs(self) -> Any:
-        return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)
-
-
-class FailsOnce(Line):
-    """Raises or hangs in its third step, unless a file says that it has.
-
-    Args:
-        mark: The file.
-        action: ``"raise"`` or ``"hang"``.
-    """
-
-    def __init__(self, mark: Path, action: str) -> None:
-        super().__init__()
-        self._mark, self._action = mark, action
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._t == 2 and not self._mark.exists():
-            self._mark.touch()
-            if self._action == "raise":
-                raise OSError("the simulator has ended")
-            threading.Event().wait()
-        return super().step(action)
-
-
-def make_line(**kwargs: Any) -> Line:
-    return Line(**kwargs)
-
-
-class Changing:
-    """Makes an environment with another space at each call."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def __call__(self) -> Line:
-        self._calls += 1
-        return Line(width=self._calls)
-
-
-class ByProcess:
-    """Makes environments with another space in the first process that calls it.
-
-    Args:
-        mark: File that this process writes.
-    """
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __call__(self) -> Line:
-        try:
-            self._mark.touch(exist_ok=False)
-        except FileExistsError:
-            return Line(width=2)
-        return Line(width=3)
 
 
 class TwoHeads(nn.Module):
@@ -170,52 +83,3 @@ def _mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 def actor_and_critics(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     return ActorAndCritics(observation_space, action_space)
-
-
-class Masked(gymnasium.Env[Any, Any]):
-    """Refuses actions that its mask does not allow; the mask is drawn anew for each step.
-
-    Args:
-        where: ``"info"`` or ``"obs"``: where the mask is.
-        nvec: Choices of the components of an action; an int for a Discrete.
-        empty_at: Step after which the mask allows nothing.
-        size: Numbers of the mask; by default as many as there are choices.
-    """
-
-    def __init__(
-        self, where: str = "info", nvec: Any = 4, empty_at: int | None = None, size: int | None = None
-    ) -> None:
-        self.action_space = spaces.Discrete(nvec, start=2) if isinstance(nvec, int) else spaces.MultiDiscrete(nvec)
-        self._nvec, self._where, self._empty_at = np.atleast_1d(nvec), where, empty_at
-        self._size = int(self._nvec.sum()) if size is None else size
-        box = spaces.Box(-10, 10, (3,), np.float32)
-        parts = {"numbers": box, "action_mask": spaces.MultiBinary(self._size)}
-        self.observation_space = spaces.Dict(parts) if where == "obs" else box
-        self._t = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._t = 0
-        return self._draw()
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        choices = np.atleast_1d(action) - (2 if isinstance(self.action_space, spaces.Discrete) else 0)
-        firsts = np.cumsum([0, *self._nvec[:-1]])
-        assert self._mask[firsts + choices].all(), f"{action} is not allowed by {self._mask}"
-        self._t += 1
-        ended = self._t == 6
-        obs, info = self._draw(empty=ended)
-        return obs, float(choices[0] == 0), ended, False, info
-
-    def _draw(self, empty: bool = False) -> tuple[Any, dict[str, Any]]:
-        mask = self.np_random.integers(0, 2, self._size).astype(np.int8)
-        if self._size == self._nvec.sum():
-            ends = np.cumsum(self._nvec)
-            mask[ends - 1 - self.np_random.integers(0, self._nvec)] = 1
-        if empty or self._t == self._empty_at:
-            mask[:] = 0
-        self._mask = mask
-        numbers = self.np_random.normal(size=3).astype(np.float32)
-        if self._where == "obs":
-            return {"numbers": numbers, "action_mask": mask}, {}
-        return numbers, {"action_mask": mask}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.examples import examples
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
@@ -136,11 +137,11 @@ def test_each_observation_is_stored_once_and_images_stay_bytes() -> None:
     world = World(2, (3, 4, 4), np.uint8)
     replay = ReplayBuffer(10)
     replay.add(world.chunk(8, np.zeros((8, 2), np.int64)))
-    assert replay.obs.dtype == np.uint8 and replay.obs.shape == (11, 2, 3, 4, 4)
+    assert replay.obs.dtype == torch.uint8 and replay.obs.shape == (11, 2, 3, 4, 4)
     assert len(replay._finals.obs) == 0
     sample = everything(replay)
-    assert sample.obs.dtype == sample.next_obs.dtype == np.uint8
-    assert replay.act.dtype == sample.act.dtype == sample.rew.dtype == np.float32
+    assert sample.obs.dtype == sample.next_obs.dtype == torch.uint8
+    assert replay.act.dtype == sample.act.dtype == sample.rew.dtype == torch.float32
 
 
 def test_what_is_sampled_is_a_copy() -> None:

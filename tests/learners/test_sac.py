@@ -209,7 +209,7 @@ def test_every_environment_is_drawn_equally_often_and_every_step_too() -> None:
     learner = make_learner(batch_size=10, learning_starts=0, update_to_data=0.001)
     learner.update(make_batch(num_steps=5))
     counts = np.zeros((5, N))
-    places = {tuple(obs): (t, n) for t, row in enumerate(learner._replay.obs[:5]) for n, obs in enumerate(row)}
+    places = {tuple(obs): (t, n) for t, row in enumerate(learner._replay.obs[:5].numpy()) for n, obs in enumerate(row)}
     for number in range(2000):
         learner._num_updates = number
         for obs in learner._minibatches(1)[0].minibatch.obs.float().numpy():
@@ -234,7 +234,7 @@ def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
     learner = make_learner(batch_size=3, learning_starts=0, update_to_data=0.001)
     learner.update(make_batch(num_steps=1))
     counts = np.zeros(N)
-    places = {tuple(obs): n for n, obs in enumerate(learner._replay.obs[0])}
+    places = {tuple(obs): n for n, obs in enumerate(learner._replay.obs[0].numpy())}
     for number in range(2000):
         learner._num_updates = number
         for obs in learner._minibatches(1)[0].minibatch.obs.float().numpy():

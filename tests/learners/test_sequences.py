@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.data import Batch, Chunk, tree_map
-from rayvec.data.chunk_ops import join_chunks, pad_chunk
+from rayvec.data.join_chunks import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.impala import IMPALALearner, Minibatch, _fields
 from rayvec.learners.minibatches import stratified_shuffle

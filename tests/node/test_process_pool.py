@@ -55,7 +55,7 @@ from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.pipe import ProcessWatch
 from rayvec.node.process_pool import ProcessPool
-from rayvec.node.shared_block import BlockShape, NodeBlock
+from rayvec.node.step_memory import BlockShape, NodeBlock
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout

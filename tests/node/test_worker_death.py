@@ -24,9 +24,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError
-from helpers.chunks import GatedEnv
 from helpers.exact import TablePolicy
 from helpers.kinds import factory, within
+from helpers.obedient_envs import GatedEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, wait_until
 

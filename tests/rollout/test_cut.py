@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,12 @@ import gymnasium
 import numpy as np
 import pytest
 from helpers.examples import examples
+from helpers.obedient_envs import Uneven, lean
 from hypothesis import given, strategies as st
 
 from rayvec import Collector, RayVecEnv
 from rayvec.data import Batch, Chunk
-from rayvec.data.chunk_ops import join_chunks, pad_chunk
+from rayvec.data.join_chunks import join_chunks, pad_chunk
 from rayvec.errors import ConfigError
 from rayvec.learners.ranks import ALONE
 from rayvec.learners.returns import gae
@@ -30,25 +30,8 @@ ENGINES = {
 }
 
 
-class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Environments that differ in speed: the later ones sleep for longer."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], sleep_s: float) -> None:
-        super().__init__(env)
-        self._sleep_s = sleep_s
-
-    def step(self, action: Any) -> Any:
-        time.sleep(self._sleep_s)
-        return super().step(action)
-
-
 def makers() -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     return [lambda s=k: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), 0.002 * s) for k in range(NUM_ENVS)]
-
-
-def lean(obs: Any) -> Any:
-    """Pushes in the direction in which the pole leans."""
-    return (obs[:, 2] > 0).astype(np.int64)
 
 
 def alone(index: int, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.exact import DriftEnv
+from helpers.obedient_envs import BreakingEnv
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
@@ -28,23 +28,6 @@ TOPOLOGIES = {
     "worker": {**HERE, "workers_per_node": 1},
 }
 Make = Callable[..., RayVecEnv]
-
-
-class BreakingEnv(DriftEnv):
-    """Raises, or ends its process, in its 13th step in all; the mark says that it has."""
-
-    def __init__(self, mark: Path, how: str) -> None:
-        super().__init__()
-        self._mark, self._how, self._num_steps = mark, how, 0
-
-    def step(self, action: Any) -> Any:
-        self._num_steps += 1
-        if self._num_steps == 13 and not self._mark.exists():
-            self._mark.touch()
-            if self._how == "exit":
-                os._exit(1)
-            raise ValueError("broken")
-        return super().step(action)
 
 
 @pytest.fixture
@@ -168,6 +151,33 @@ def test_a_policy_remembers_nothing_of_steps_that_the_caller_took(
     assert collector.collect(n_step=N * 2).chunks[0].states[0].any()
     env.step(env.action_space.sample())
     assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
+
+
+def test_weights_that_a_policy_loads_reach_its_next_rollout_and_keep_the_states(make: Make) -> None:
+    weights = np.concatenate([parameter.detach().numpy().ravel() for parameter in make_module(seed=1).parameters()])
+    changed, kept = [], []
+    for inference in ("driver", "worker", "node"):
+        policy = Policy(make_module())
+        env = make([DriftEnv] * N, **WORKERS)
+        env.rollout(policy, 8, inference, seed=3)
+        kept.append(env.rollout(policy, 1, inference))
+        policy.load_weights(weights)
+        policy.load_weights(weights)
+        changed.append(env.rollout(policy, 8, inference))
+    for chunk in changed[1:]:
+        np.testing.assert_array_equal(chunk.act, changed[0].act)
+        np.testing.assert_allclose(chunk.states, changed[0].states, atol=1e-6)
+        np.testing.assert_allclose(chunk.extras["logp"], changed[0].extras["logp"], atol=2e-6)
+    assert_steps_of(make_module(), kept[0])
+    assert_steps_of(make_module(seed=1), changed[0])
+
+
+def assert_steps_of(module: RecurrentActorCritic, chunk: Chunk) -> None:
+    """Of the first step: the module acted, from a state that is not empty."""
+    assert chunk.states[0].any()
+    params = module.make_actor().actor(chunk.obs[0], chunk.states[0])[0]
+    logp = params - np.log(np.exp(params).sum(1, keepdims=True))
+    np.testing.assert_allclose(chunk.extras["logp"][0], logp[np.arange(N), chunk.act[0]], atol=5e-6)
 
 
 def test_chunks_that_are_collected_ahead_continue_from_the_state_before(make: Make) -> None:

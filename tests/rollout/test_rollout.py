@@ -22,7 +22,7 @@ from hypothesis import given, strategies as st
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk, tree_map
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, keyed_noise
 from rayvec.pools.step_and_autoreset import SerialPool

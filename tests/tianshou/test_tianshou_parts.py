@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
-from helpers.chunks import GatedEnv
 from helpers.exact import DriftEnv
+from helpers.obedient_envs import GatedEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Exact
 from helpers.vtrace import vtrace_by_definition

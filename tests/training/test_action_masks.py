@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.own_parts import Line, Masked, two_heads
+from helpers.own_envs import Line, Masked
+from helpers.own_parts import two_heads
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
@@ -117,7 +118,7 @@ def test_runs_learn_the_same_wherever_they_run(tmp_path: Path, where: str, elsew
 
 @WHERE
 def test_acting_and_learning_have_the_same_probabilities(where: str) -> None:
-    config = PPOConfig(**{**PPO, "env_kwargs": {"where": where}, "env_id": "helpers.own_parts:Masked"})
+    config = PPOConfig(**{**PPO, "env_kwargs": {"where": where}, "env_id": "helpers.own_envs:Masked"})
     with make_env(config) as env:
         learner = make_learner(config, env)
         env.reset(seed=0)
@@ -182,7 +183,7 @@ def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> No
 
 def test_the_command_line_names_environment_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [f"--{name.replace('_', '-')}={value}" for name, value in PPO.items()]
-    env = ["--env-id", "helpers.own_parts:Masked", "--env-kwargs", "empty_at", "2", "--run-dir", str(tmp_path / "a")]
+    env = ["--env-id", "helpers.own_envs:Masked", "--env-kwargs", "empty_at", "2", "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *small, *env]) == 1
     error = capsys.readouterr().err
     assert "environment 0" in error and "after 2 steps" in error

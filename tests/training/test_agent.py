@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers import own_parts
+from helpers import own_envs, own_parts
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
@@ -214,7 +214,7 @@ def test_an_agent_plays_without_ray(tmp_path: Path) -> None:
 
 def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
     network = lambda *args: own_parts.two_heads(*args)  # noqa: E731
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=lambda: own_parts.Line(), network=network)
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=lambda: own_envs.Line(), network=network)
     with pytest.raises(ConfigError, match=r"network=.*rayvec\.load"):
         rayvec.load(tmp_path / "a")
     assert rayvec.load(tmp_path / "a", network=network).predict(np.zeros(2)) in (0, 1, 2)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import ReshapeObservation
-from helpers import own_parts
-from helpers.own_parts import Line, TwoHeads, make_line, two_heads
+from helpers import own_envs, own_parts
+from helpers.own_envs import Line, make_line
+from helpers.own_parts import TwoHeads, two_heads
 from helpers.training_kit import HERE, SMALL, assert_same, tiny
 
 import rayvec
@@ -44,9 +45,9 @@ def weights_of(run_dir: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("env", "name"),
     [
-        (Line, "helpers.own_parts:Line"),
-        (make_line, "helpers.own_parts:make_line"),
-        ("helpers.own_parts:Line", "helpers.own_parts:Line"),
+        (Line, "helpers.own_envs:Line"),
+        (make_line, "helpers.own_envs:make_line"),
+        ("helpers.own_envs:Line", "helpers.own_envs:Line"),
         (gymnasium.spec("CartPole-v1"), "CartPole-v1"),
     ],
 )
@@ -178,10 +179,10 @@ def test_an_environment_that_is_none(tmp_path: Path) -> None:
 
 def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent.*environment 1"):
-        rayvec.train(tiny(tmp_path / "a"), env=own_parts.Changing())
+        rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
     ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
     with pytest.raises(ConfigError, match=r"same spaces.*rank 0.*rank 1"):
-        rayvec.train(tiny(tmp_path / "a", **ranks), env=own_parts.ByProcess(tmp_path / "first"))
+        rayvec.train(tiny(tmp_path / "a", **ranks), env=own_envs.ByProcess(tmp_path / "first"))
     assert not (tmp_path / "a").exists()
 
 
@@ -203,11 +204,11 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
-        rayvec.train(config, env=lambda: own_parts.Line(high=high))
+        rayvec.train(config, env=lambda: own_envs.Line(high=high))
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
 
 
-@pytest.mark.parametrize("env", ["helpers.own_parts:Nothing", "helpers.own_parts:__name__", "helpers.nowhere:Line"])
+@pytest.mark.parametrize("env", ["helpers.own_envs:Nothing", "helpers.own_parts:__name__", "helpers.nowhere:Line"])
 def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
     with pytest.raises(ConfigError, match="registered"):
         rayvec.train(tiny(tmp_path / "a"), env=env)
@@ -216,7 +217,7 @@ def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
 def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "a"
     small = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, **HERE, "total_steps": 64}.items()]
-    parts = ["--env-id", "helpers.own_parts:Line", "--network", "helpers.own_parts:two_heads"]
+    parts = ["--env-id", "helpers.own_envs:Line", "--network", "helpers.own_parts:two_heads"]
     assert main(["train", "ppo", *small, *parts, "--eval-episodes", "4", "--run-dir", str(run_dir)]) == 0
     assert "TwoHeads" not in (run_dir / "config.yaml").read_text()
     assert main(["eval", str(run_dir), "--episodes", "4"]) == 0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.own_parts import FailsOnce
+from helpers.own_envs import FailsOnce
 from helpers.training_kit import tiny
 
 import rayvec
@@ -67,6 +67,6 @@ def test_what_a_failing_environment_does_may_change_on_resume(tmp_path: Path) ->
 
 
 def test_workers_import_what_is_preloaded(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "a", workers_per_node=1, preload=("mailbox",), env_id="helpers.own_parts:Line")
+    config = tiny(tmp_path / "a", workers_per_node=1, preload=("mailbox",), env_id="helpers.own_envs:Line")
     with make_env(config) as env:
         assert env.call("has_module", "mailbox") == (True,) * 4

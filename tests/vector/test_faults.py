@@ -20,118 +20,36 @@ import pytest
 import ray
 from helpers.chunks import wait_for_parts
 from helpers.kinds import within
+from helpers.obedient_envs import (
+    DIE,
+    GO,
+    HANG,
+    RAISE,
+    SEED,
+    STEP,
+    TOTAL,
+    EndlessEnv,
+    FailsAfterAnEnd,
+    FailsToStart,
+    LongToLoad,
+    NeverSteps,
+    ObedientEnv,
+    RaisesOnReset,
+    SameAgain,
+    TwoSteps,
+    long_env,
+    slow_env,
+)
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.collect.collector import Collector
-from rayvec.data.chunk_ops import counted_ends
+from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import restart_state
 from rayvec.pools.base import Autoreset
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
-from rayvec.testing import CountingEnv, assert_identical
+from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-GO, RAISE, HANG, DIE = range(4)
-SEED, EPISODE, STEP, TOTAL = range(4)
-
-
-class ObedientEnv(CountingEnv):
-    """Raises, hangs or kills its process when it is told to."""
-
-    action_space = gymnasium.spaces.Discrete(4)
-
-    def step(self, action: Any) -> Any:
-        if action == RAISE:
-            raise ValueError("told to raise")
-        if action == HANG:
-            time.sleep(3600)
-        if action == DIE:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-class RaisesOnReset(CountingEnv):
-    """Every second reset of an instance raises."""
-
-    resets = 0
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.resets += 1
-        if self.resets % 2 == 0:
-            raise OSError("no more resets")
-        return super().reset(**kwargs)
-
-
-class TwoSteps(ObedientEnv):
-    """Its episodes end with the second step."""
-
-    def step(self, action: Any) -> Any:
-        obs, rew, _, _, info = super().step(action)
-        return obs, rew, obs[STEP] == 2, False, info
-
-
-class NeverSteps(ObedientEnv):
-    """Can't step at all."""
-
-    def step(self, action: Any) -> Any:
-        raise ArithmeticError("never")
-
-
-class EndlessEnv(ObedientEnv):
-    """Its episodes don't end."""
-
-    def step(self, action: Any) -> Any:
-        obs, rew, _, _, info = super().step(action)
-        return obs, rew, False, False, info
-
-
-def long_env() -> EndlessEnv:
-    return EndlessEnv()
-
-
-def slow_env() -> EndlessEnv:
-    return EndlessEnv(step_s=0.005)
-
-
-class FailsToStart(EndlessEnv):
-    """While a file exists, its constructor ends the process. Once, it removes the file first."""
-
-    def __init__(self, file: Path, *, once: bool = True) -> None:
-        super().__init__()
-        if file.exists():
-            if once:
-                file.unlink()
-            os._exit(3)
-
-
-class SameAgain(gymnasium.Env[Any, Any]):
-    """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
-
-    observation_space = gymnasium.spaces.Box(0.0, 1.0, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self._taken = self._at = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self._at = 0
-        return np.ones(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._taken += 1
-        self._at += 1
-        if self._taken == self.fails_at:
-            raise ValueError("no more")
-        return np.ones(2, np.float32), 1.0, False, self._at == 2, {}
-
-    fails_at = 4
-
-
-class FailsAfterAnEnd(SameAgain):
-    """The step that fails is the first of an episode."""
-
-    fails_at = 3
 
 
 def told(num_envs: int, **orders: int) -> Any:
@@ -363,20 +281,6 @@ def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(m
     chunk = within(DEADLINE_S, partial(env.rollout, policy, 100, seed=1))
     assert chunk.restarts.tolist() == [[-1, 1]] and chunk.valid.all()
     assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
-
-
-class LongToLoad:
-    """A policy that takes two seconds to load, as one does that imports torch."""
-
-    def __init__(self) -> None:
-        self.seconds = 2.0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        time.sleep(self.seconds)
-
-    def __call__(self, obs: Any) -> Any:
-        return np.full(len(obs), GO)
 
 
 def test_the_time_in_which_a_worker_loads_a_policy_is_no_steps() -> None:

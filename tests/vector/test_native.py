@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Clears, Fails, Final, Odd, Says, Swapped, counting
+from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, counting, still
 
 import rayvec
 from rayvec import Collector, RayVecEnv
 from rayvec.errors import ConfigError, EnvError
-from rayvec.policies.noise import NO_NOISE
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 SLOW = pytest.mark.slow
@@ -30,10 +29,6 @@ MODES = ["NextStep", "SameStep", "Disabled"]
 FAULTS = [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 2)]
 ONE_MODE = ["NextStep", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 local = partial(RayVecEnv, native=True, num_nodes=0)
-
-
-def still(obs: Any) -> Any:
-    return np.zeros(len(obs), np.int64)
 
 
 def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
@@ -49,19 +44,6 @@ def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
             assert_identical(
                 ours.reset(options={"reset_mask": done.copy()}), theirs.reset(options={"reset_mask": done.copy()})
             )
-
-
-class Remembers:
-    """Stays still, and records at the beginning of which episodes it forgets."""
-
-    noise = NO_NOISE
-    begun: ClassVar[list[list[int]]] = []
-
-    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
-        return still(obs), {}
-
-    def begin_episodes(self, env_ids: Any) -> None:
-        self.begun.append(env_ids.tolist())
 
 
 class TestEquality:

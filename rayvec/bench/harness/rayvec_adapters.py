@@ -19,7 +19,7 @@ from rayvec.bench.harness.vectors import VectorAdapter
 from rayvec.cluster.wire_format import FrameFormat
 from rayvec.collect.collector import Collector
 from rayvec.data import StepBatch
-from rayvec.data.chunk_ops import join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.envs.factory import EnvFactory
 from rayvec.node.process_pool import ProcessPool
 from rayvec.policies.noise import NO_NOISE

@@ -27,7 +27,7 @@ from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
 from rayvec.data import Chunk, Tree, tree_leaves, tree_map
-from rayvec.data.chunk_ops import counted_ends
+from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError
 from rayvec.tianshou.collect.infos import info_columns, info_rows
 

@@ -27,9 +27,9 @@ from rayvec.collect.asynchronous import PartChunk, PartsPipeline, in_rounds
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Chunk, Rollout, tree_map
-from rayvec.data.chunk_ops import counted_ends, join_chunks
+from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes

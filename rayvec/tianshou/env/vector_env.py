@@ -16,8 +16,8 @@ from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.pools.weight_store import WeightStore
 from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv

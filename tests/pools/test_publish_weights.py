@@ -7,35 +7,19 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MakeVec
-from helpers.chunks import GatedEnv
+from helpers.obedient_envs import GatedEnv
+from helpers.simple_policies import Weighs
 from ray.experimental import get_object_locations
 
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.weight_store import WeightStore
+from rayvec.pools.publish_weights import WeightStore
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-
-class Weighs:
-    """Records the sum of the weights it has."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self._weights: Any = np.zeros(1, np.float32)
-
-    def load_weights(self, weights: Any) -> None:
-        self._weights = weights.copy()
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
 
 
 def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:

@@ -23,7 +23,7 @@ from rayvec.data import (
     Topology,
     Tree,
 )
-from rayvec.data.chunk_ops import join_chunks, join_summaries, summarize
+from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.base import Autoreset, PoolSpaces

@@ -1,0 +1,228 @@
+"""Environments that raise, hang, die and wait when they are told to, in a module that a worker imports quickly.
+
+A worker that runs a class of a test module imports pytest and Ray first, which takes 0.3 s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from helpers.exact import DriftEnv
+from rayvec.testing import CountingEnv
+
+GO, RAISE, HANG, DIE = range(4)
+"""What an ObedientEnv is told by its action."""
+SEED, EPISODE, STEP, TOTAL = range(4)
+"""What the numbers of a CountingEnv's observation are."""
+WIDE = 512
+
+
+class ObedientEnv(CountingEnv):
+    """Raises, hangs or kills its process when it is told to."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def step(self, action: Any) -> Any:
+        if action == RAISE:
+            raise ValueError("told to raise")
+        if action == HANG:
+            time.sleep(3600)
+        if action == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class RaisesOnReset(CountingEnv):
+    """Every second reset of an instance raises."""
+
+    resets = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.resets += 1
+        if self.resets % 2 == 0:
+            raise OSError("no more resets")
+        return super().reset(**kwargs)
+
+
+class TwoSteps(ObedientEnv):
+    """Its episodes end with the second step."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, obs[STEP] == 2, False, info
+
+
+class NeverSteps(ObedientEnv):
+    """Can't step at all."""
+
+    def step(self, action: Any) -> Any:
+        raise ArithmeticError("never")
+
+
+class EndlessEnv(ObedientEnv):
+    """Its episodes don't end."""
+
+    def step(self, action: Any) -> Any:
+        obs, rew, _, _, info = super().step(action)
+        return obs, rew, False, False, info
+
+
+def long_env() -> EndlessEnv:
+    return EndlessEnv()
+
+
+def slow_env() -> EndlessEnv:
+    return EndlessEnv(step_s=0.005)
+
+
+class FailsToStart(EndlessEnv):
+    """While a file exists, its constructor ends the process. Once, it removes the file first."""
+
+    def __init__(self, file: Path, *, once: bool = True) -> None:
+        super().__init__()
+        if file.exists():
+            if once:
+                file.unlink()
+            os._exit(3)
+
+
+class SameAgain(gymnasium.Env[Any, Any]):
+    """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self._taken = self._at = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._at = 0
+        return np.ones(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._taken += 1
+        self._at += 1
+        if self._taken == self.fails_at:
+            raise ValueError("no more")
+        return np.ones(2, np.float32), 1.0, False, self._at == 2, {}
+
+    fails_at = 4
+
+
+class FailsAfterAnEnd(SameAgain):
+    """The step that fails is the first of an episode."""
+
+    fails_at = 3
+
+
+class LongToLoad:
+    """A policy that takes two seconds to load, as one does that imports torch."""
+
+    def __init__(self) -> None:
+        self.seconds = 2.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        time.sleep(self.seconds)
+
+    def __call__(self, obs: Any) -> Any:
+        return np.full(len(obs), GO)
+
+
+class GatedEnv(CountingEnv):
+    """From its fourth step on it waits for a file."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def step(self, action: Any) -> Any:
+        if self._total >= 3:
+            while not self._gate.exists():
+                time.sleep(0.002)
+        return super().step(action)
+
+
+class WideEnv(CountingEnv):
+    """Observations large enough that Ray keeps chunks where they were made."""
+
+    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (WIDE,), np.float64)
+
+    def _obs(self) -> Any:
+        return np.resize(super()._obs().astype(np.float64), WIDE)
+
+
+class FailingEnv(CountingEnv):
+    """Raises in its sixth step."""
+
+    def step(self, action: Any) -> Any:
+        if self._total == 5:
+            raise ArithmeticError("the sixth step")
+        return super().step(action)
+
+
+def by_total(obs: Any) -> Any:
+    return (obs[:, 3].astype(int) // 2) % 2
+
+
+class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Environments that differ in speed: the later ones sleep for longer."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], sleep_s: float) -> None:
+        super().__init__(env)
+        self._sleep_s = sleep_s
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._sleep_s)
+        return super().step(action)
+
+
+def lean(obs: Any) -> Any:
+    """Pushes in the direction in which the pole leans."""
+    return (obs[:, 2] > 0).astype(np.int64)
+
+
+class RaisesOnce(gymnasium.Env[Any, Any]):
+    """Episodes of 70 steps; the first environment of a list raises in its 60th step."""
+
+    observation_space = gymnasium.spaces.Box(0, 1)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, made: list[Any]) -> None:
+        self._is_first, self._step = not made, 0
+        made.append(self)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._step = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        if self._is_first and self._step == 60:
+            raise ValueError("it raises once")
+        return np.zeros(1, np.float32), 0.0, self._step == 70, False, {}
+
+
+class BreakingEnv(DriftEnv):
+    """Raises, or ends its process, in its 13th step in all; the mark says that it has."""
+
+    def __init__(self, mark: Path, how: str) -> None:
+        super().__init__()
+        self._mark, self._how, self._num_steps = mark, how, 0
+
+    def step(self, action: Any) -> Any:
+        self._num_steps += 1
+        if self._num_steps == 13 and not self._mark.exists():
+            self._mark.touch()
+            if self._how == "exit":
+                os._exit(1)
+            raise ValueError("broken")
+        return super().step(action)

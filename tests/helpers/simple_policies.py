@@ -1,0 +1,53 @@
+"""Policies of tests, in a module that a worker imports quickly."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from helpers.exact import TablePolicy
+from rayvec.policies.noise import NO_NOISE
+
+
+class Weighs:
+    """Records the sum of the weights it has."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._weights: Any = np.zeros(1, np.float32)
+
+    def load_weights(self, weights: Any) -> None:
+        self._weights = weights.copy()
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
+
+
+def zeros(obs: Any) -> Any:
+    return np.zeros(len(obs), int)
+
+
+class SlowPolicy(TablePolicy):
+    """Takes its time."""
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        time.sleep(0.02)
+        return super().act(obs, noise)
+
+
+def raises_at_ten(obs: Any) -> Any:
+    if (obs[:, 3] >= 10).any():
+        raise LookupError("the policy gave up")
+    return np.zeros(len(obs), int)
+
+
+class Noting(TablePolicy):
+    """Records which process acts, and on how many environments."""
+
+    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
+        act, extras = super().act(obs, noise)
+        return act, {**extras, "pid": np.full(len(act), os.getpid()), "rows": np.full(len(act), len(act))}
