@@ -47,6 +47,7 @@ ADJUSTABLE = (
     "min_share",
     "variable_lengths",
     "learner_device",
+    "replay_on_device",
     "precision",
     "learner_threads",
     "checkpoint_interval_s",
@@ -374,7 +375,7 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        decisive = [name for name in changes if name not in ADJUSTABLE]
+        decisive = [name for name in changes if name not in ADJUSTABLE or not hasattr(self, name)]
         before = {name: getattr(self, name, "no such setting") for name in decisive}
         fixed = [name for name in decisive if changes[name] != before[name]]
         if fixed:

@@ -40,8 +40,7 @@ class SACConfig(NetworkConfig):
     """Capacity of the replay buffer in steps, for all environments together."""
 
     replay_on_device: bool = False
-    """Keep the replay buffer in the memory of learner_device. An update then uploads row numbers and noise, and no
-    steps."""
+    """Keep the replay buffer in the memory of learner_device. Updates then upload row numbers in place of steps."""
 
     checkpoint_replay: bool = True
     """Keep the replay buffer in checkpoints. Without it, or on another number of learners, a resumed run refills the

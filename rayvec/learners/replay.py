@@ -52,7 +52,7 @@ class ReplayBuffer:
 
     Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, such as uint8 for
     images, but float64 becomes float32. Memory is allocated by the first chunk; on a CPU it is touched as it fills.
-    The host keeps where transitions lie. So a sample on another device takes one upload of row numbers.
+    Row numbers stay in the host's memory, so sampling on another device needs one upload.
 
     Args:
         capacity_steps: Steps of each environment that are kept.
@@ -152,7 +152,6 @@ class ReplayBuffer:
                 )
             return
         lead = (self.capacity_steps + 1, chunk.num_envs)
-        self.env_ids = chunk.env_ids.copy()
         self.obs = _zeros((*lead, *obs.shape[2:]), obs.dtype, self._device)
         self.act = _zeros((*lead, *act.shape[2:]), act.dtype, self._device)
         self.rew = _zeros(lead, np.float32, self._device)
@@ -161,6 +160,7 @@ class ReplayBuffer:
         self.sizes = np.zeros(chunk.num_envs, np.int64)
         self._heads = np.zeros(chunk.num_envs, np.int64)
         self._finals = _FinalTable(self.obs.new_zeros(0, *obs.shape[2:]), np.zeros(0, np.int32))
+        self.env_ids = chunk.env_ids.copy()  # last: memory may have run out
 
     def _cut_heads(self, valid: NDArray[np.bool_], obs: NDArray[Any]) -> None:
         """Stores the observation after the last transition of each environment whose episode does not continue."""
@@ -184,7 +184,8 @@ class ReplayBuffer:
         rows = self._rows(slots, n)
         steps = (obs[t, n], act[t, n], chunk.rew[t, n].astype(np.float32), chunk.terminated[t, n])
         for name, values in zip(_TENSORS, steps, strict=True):
-            getattr(self, name).flatten(0, 1).index_copy_(0, rows, upload(values, self._device))
+            stored = getattr(self, name)
+            stored.flatten(0, 1).index_copy_(0, rows, upload(values, self._device, stored.dtype))
         self.final_row[slots, n] = final_row[t, n]
         self._heads = (self._heads + counts) % len(self.final_row)
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
@@ -232,9 +233,8 @@ class ReplayBuffer:
         if not state:
             self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
             return
-        copies = {name: tensor.clone() for name, tensor in state.items()}
         final_row, env_ids, sizes, heads, free = (
-            copies.pop(name).numpy() for name in ("final_row", "env_ids", "sizes", "heads", "free")
+            state[name].numpy().copy() for name in ("final_row", "env_ids", "sizes", "heads", "free")
         )
         num_slots = self.capacity_steps + 1
         used = len(final_row)
@@ -247,14 +247,14 @@ class ReplayBuffer:
                 remedy="Use the configuration that the checkpoint was written with.",
             )
         for name in _TENSORS:
-            values = copies[name]
+            values = state[name]
             full = _zeros((num_slots, *values.shape[1:]), values.numpy().dtype, self._device)
-            full[:used] = values.to(self._device)
+            full[:used].copy_(values)
             setattr(self, name, full)
         self.final_row = np.full((num_slots, *final_row.shape[1:]), -1, np.int32)
         self.final_row[:used] = final_row
         self.env_ids, self.sizes, self._heads = env_ids, sizes, heads
-        self._finals = _FinalTable(copies["finals"].to(self._device), free)
+        self._finals = _FinalTable(state["finals"].to(self._device, copy=True), free)
 
 
 class _FinalTable:

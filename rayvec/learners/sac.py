@@ -130,7 +130,7 @@ class SACLearner:
         self._sizes = np.zeros(0, np.int64)
         self._update = SACUpdate(self._math, config, self._device)
 
-    @explains_memory("replay_size or batch_size")
+    @explains_memory("replay_size or batch_size, leave replay_on_device out")
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
 
@@ -255,11 +255,12 @@ class SACLearner:
         environments = environments.clip(0, num_envs - 1)
         last = np.maximum(self._replay.sizes[environments] - 1, 0)
         found = self._replay.sample(np.minimum(ages, last), environments)
-        parts = (found.obs, found.act, found.rew, found.next_obs, found.terminated, torch.from_numpy(weight))
+        parts = (found.obs, found.act, found.rew, found.next_obs, found.terminated)
         obs, act, *others = (to_device(part, self._device) for part in parts)
         if self._math.is_discrete:
-            act = act == torch.arange(self._num_act, device=self._device)
-        rows = Minibatch(*(part.to(self._dtype) for part in (obs, act, *others)))
+            act = torch.eye(self._num_act, device=self._device).index_select(0, act[:, 0])
+        weights = upload(weight, self._device, self._dtype)
+        rows = Minibatch(*(part.to(self._dtype) for part in (obs, act, *others, weights)))
         if padding.any():
             places = upload(np.flatnonzero(padding), self._device)
             for part in rows:
@@ -341,6 +342,7 @@ class SACLearner:
             nets["actor"][0, -1] = own["actor"][0, -1]
         return {**own, **nets, "target": other["target"]}
 
+    @explains_memory("replay_size, leave replay_on_device out")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 
@@ -349,6 +351,7 @@ class SACLearner:
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other nets.
+            LearnerError: Memory for the replay has run out.
         """
         shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
         critic, actor = self._nets.critic.param.numel(), self._nets.actor.param.numel()

@@ -55,8 +55,8 @@ class Policy:
     """
 
     noise: NoiseSpec
-    loaded_weights: Float | None = None
-    """The weights that were loaded last, ``float32 [P]``, which `rollout` sends to workers; not pickled."""
+    _keeps_weights = False
+    _loaded_weights: Float | None = None
 
     def __init__(
         self,
@@ -159,10 +159,23 @@ class Policy:
         """
         self._actor.load_weights(weights)
         self._random = False
-        self.loaded_weights = np.array(weights, np.float32)
+        if self._keeps_weights:
+            self._loaded_weights = np.array(weights, np.float32)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "loaded_weights"}
+    def loaded_weights(self) -> Float | None:
+        """Returns the weights that were loaded last, ``float32 [P]``; None if none were since the first call.
+
+        From the first call on, the policy keeps a copy of them: `RayVecEnv.rollout` sends it to workers. A pickled
+        policy does not contain it.
+        """
+        self._keeps_weights = True
+        return self._loaded_weights
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()  # a pair if a subclass has slots
+        attributes, *slots = state if isinstance(state, tuple) else (state,)
+        sent = {name: value for name, value in attributes.items() if name not in ("_keeps_weights", "_loaded_weights")}
+        return (sent, *slots) if slots else sent
 
 
 def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Actor:

@@ -43,7 +43,6 @@ class WeightStore:
         self._pool = pool
         self._size: int | None = None
         self._guarded = guarded
-        self._loaded = getattr(policy, "loaded_weights", None)
         pickled = cloudpickle.dumps(policy)
         guarded(lambda: pool.acting.load(self.key, pickled, first_version, on_node=on_node))
 
@@ -68,13 +67,6 @@ class WeightStore:
         self.version += 1
         self._guarded(lambda: self._pool.acting.publish(self.key, self.version, weights))
         return self.version
-
-    def publish_loaded(self, policy: Any) -> None:
-        """Publishes the weights that a :class:`rayvec.Policy` has loaded since it was sent, if any."""
-        loaded = getattr(policy, "loaded_weights", None)
-        if loaded is not None and loaded is not self._loaded:
-            self.publish(loaded)
-            self._loaded = loaded
 
     def drop(self) -> None:
         """Removes the policy and its weights from the workers. The store can't be used afterwards."""

@@ -141,7 +141,6 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
-        self._local_policy: tuple[Any, str, WeightStore] | None = None
 
     def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
@@ -323,14 +322,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if seed is not None:
             self.reset(seed=seed)
         if inference != "driver":
-            held = self._local_policy
-            if held is not None and (held[0] is not policy or held[1] != inference):
-                held[2].drop()
-                held = self._local_policy = None
-            if held is None:
-                held = self._local_policy = policy, inference, self.publish(policy, on_node=inference == "node")
-            held[2].publish_loaded(policy)
-            taken = self.rollout_workers(held[2], num_steps, self._chunk_steps, self._noise_seed)
+            weights = self._sent_policy(policy, on_node=inference == "node")
+            taken = self.rollout_workers(weights, num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
         self._chunk_steps += num_steps

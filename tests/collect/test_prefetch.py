@@ -16,7 +16,7 @@ from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from helpers.chunks import assert_same_chunk, wait_for_parts
 from helpers.exact import TablePolicy
-from helpers.obedient_envs import GatedEnv
+from helpers.obedient_envs import FailingEnv, GatedEnv
 from helpers.vector_kit import pids_of
 from helpers.waiting import alive, wait_until
 
@@ -27,15 +27,6 @@ from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOTAL = 3
-
-
-class FailingEnv(CountingEnv):
-    """Raises in its sixth step."""
-
-    def step(self, action: Any) -> Any:
-        if self._total == 5:
-            raise ArithmeticError("the sixth step")
-        return super().step(action)
 
 
 @pytest.fixture(scope="module")

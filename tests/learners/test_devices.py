@@ -102,3 +102,18 @@ def test_an_update_uploads_no_steps_where_the_replay_is_on_the_device() -> None:
             learner._minibatches(2)
             uploads[on_device] = len(device.writes)
     assert uploads == {False: 5 + 3, True: 1 + 3}, "steps, or where they lie; weights, noise and Adam's corrections"
+
+
+def test_a_state_goes_to_a_replay_elsewhere_and_back() -> None:
+    case, batches = Case("sac", "numbers", "box"), Case("sac", "numbers", "box").batches(4)
+    here, elsewhere = case.learner("cpu"), []
+    expected = [here.update(batch) for batch in batches]
+    with pretended():
+        state: Any = None
+        for batch, on_device in zip(batches, (False, True, True, False), strict=True):
+            learner = case.learner("meta", replay_on_device=on_device)
+            if state is not None:
+                learner.load_state_dict(state)
+            elsewhere.append(learner.update(batch))
+            state = learner.state_dict()
+        assert_same(learner, elsewhere, here, expected)

@@ -208,3 +208,23 @@ def test_what_can_not_work_is_refused() -> None:
     replay.add(World(1).chunk(1, np.zeros((1, 1), np.int64)))
     with pytest.raises(CheckpointError, match=r"16 steps of each environment. Got: 8"):
         ReplayBuffer(16).load_state_dict(replay.state_dict())
+
+
+def test_a_buffer_for_which_memory_ran_out_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = World(1).chunk(3, np.zeros((3, 1), np.int64))
+    replay = ReplayBuffer(8)
+    allocated: list[int] = []
+
+    def runs_out(*args: Any) -> torch.Tensor:
+        allocated.append(1)
+        if len(allocated) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.from_numpy(np.zeros(*args[:2]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rayvec.learners.replay._zeros", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            replay.add(chunk)
+    assert replay.state_dict() == {} and len(replay) == 0
+    replay.add(chunk)
+    assert len(replay) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers.obedient_envs import BreakingEnv
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
+from rayvec.policies.networks import flat_weights
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -154,7 +156,7 @@ def test_a_policy_remembers_nothing_of_steps_that_the_caller_took(
 
 
 def test_weights_that_a_policy_loads_reach_its_next_rollout_and_keep_the_states(make: Make) -> None:
-    weights = np.concatenate([parameter.detach().numpy().ravel() for parameter in make_module(seed=1).parameters()])
+    weights = flat_weights(make_module(seed=1))
     changed, kept = [], []
     for inference in ("driver", "worker", "node"):
         policy = Policy(make_module())
@@ -164,12 +166,52 @@ def test_weights_that_a_policy_loads_reach_its_next_rollout_and_keep_the_states(
         policy.load_weights(weights)
         policy.load_weights(weights)
         changed.append(env.rollout(policy, 8, inference))
-    for chunk in changed[1:]:
-        np.testing.assert_array_equal(chunk.act, changed[0].act)
-        np.testing.assert_allclose(chunk.states, changed[0].states, atol=1e-6)
-        np.testing.assert_allclose(chunk.extras["logp"], changed[0].extras["logp"], atol=2e-6)
+    for chunk, expected in [*((chunk, changed[0]) for chunk in changed), *((chunk, kept[0]) for chunk in kept)]:
+        np.testing.assert_array_equal(chunk.act, expected.act)
+        np.testing.assert_allclose(chunk.states, expected.states, atol=1e-6)
+        np.testing.assert_allclose(chunk.extras["logp"], expected.extras["logp"], atol=2e-6)
     assert_steps_of(make_module(), kept[0])
     assert_steps_of(make_module(seed=1), changed[0])
+
+
+class WithSlots(Policy):
+    __slots__ = ("name",)
+
+
+def test_a_policy_is_pickled_without_the_copy_of_its_weights_and_with_what_a_subclass_has() -> None:
+    policy = WithSlots(make_module())
+    policy.name = "mine"
+    size, weights = len(pickle.dumps(policy)), flat_weights(make_module(seed=1))
+    assert policy.loaded_weights() is None
+    policy.load_weights(weights)
+    np.testing.assert_array_equal(policy.loaded_weights(), weights)
+    assert len(pickle.dumps(policy)) < size + weights.nbytes / 2
+    sent = pickle.loads(pickle.dumps(policy))
+    assert sent.name == "mine"
+    sent.load_weights(2 * weights)
+    assert sent._loaded_weights is None, "a worker keeps no second copy"
+    assert sent.loaded_weights() is None
+
+
+class HasWeightsOfItsOwn:
+    """A callable whose attributes have names that rayvec uses for other things."""
+
+    loaded_weights = True
+
+    def __call__(self, obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "act":
+            raise AttributeError(name)
+        return object()
+
+
+@pytest.mark.parametrize("inference", ["worker", "node", "driver"])
+def test_a_callable_with_any_attributes_may_act_again(make: Make, inference: Any) -> None:
+    env, policy = make([DriftEnv] * N, **HERE), HasWeightsOfItsOwn()
+    env.rollout(policy, 2, inference, seed=1)
+    assert not env.rollout(policy, 2, inference).act.any()
 
 
 def assert_steps_of(module: RecurrentActorCritic, chunk: Chunk) -> None:
