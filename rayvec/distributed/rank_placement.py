@@ -20,6 +20,8 @@ __all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_p
 
 _PLACE_S = 10.0
 _LOOK_AGAIN_S = 0.25
+_SHOWN_S = 3.0
+"""How long a node that has just joined may take to answer, or to have its cores shown as free."""
 _LOOK_S = 1.0
 """How often nodes that joined or leave are looked for."""
 _WAIT_S = 300.0
@@ -156,15 +158,20 @@ def rank_share(
             claimed count as free.
 
     Raises:
-        ConfigError: There are fewer nodes.
+        ConfigError: There are fewer nodes, also after three seconds.
     """
     request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
-    free = sorted((node.capacity for node in capacities(request) if node.capacity), reverse=True)
-    count = min(num_ranks, num_nodes or len(free), len(free) if is_restart else num_ranks)
-    if not free or count > len(free) or ((num_nodes or 0) > len(free) and not is_restart):
+    needed = 1 if is_restart else num_nodes or 1
+
+    def look() -> list[int]:
+        return sorted((node.capacity for node in capacities(request) if node.capacity), reverse=True)
+
+    free = look_until(look, lambda free: len(free) >= needed, _SHOWN_S)
+    count = min(num_ranks, num_nodes or len(free), len(free))
+    if len(free) < needed:
         raise ConfigError(
             "Decentralized ranks are spread over nodes with free cores.",
-            expected=f"{num_nodes or 1} such node(s)",
+            expected=f"{needed} such node(s)",
             got=len(free),
             remedy="Lower num_nodes, or add nodes.",
         )

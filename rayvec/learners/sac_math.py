@@ -138,8 +138,8 @@ def forward(layers: Layers, rows: Tensor) -> Tensor:
 class _EagerMLP(torch.autograd.Function):
     """`forward`, with a backward pass that writes the gradients of all layers into one flat vector.
 
-    Autograd's own allocates the gradient of each layer and joins them, adds biases apart from the product, and masks
-    the gradient of a ReLU into new memory. Uncompiled updates of two layers of 256 units take 7 to 12 % less time.
+    Autograd's own allocates the gradient of each layer, joins them, and adds biases and masks gradients of ReLUs into
+    new memory. The numbers are the same, bit for bit.
     """
 
     @staticmethod
@@ -149,12 +149,12 @@ class _EagerMLP(torch.autograd.Function):
         inputs = [rows]
         layers = layout.layers(flat)
         for weight, bias in layers[:-1]:
-            rows = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT).relu_()
+            rows = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1)).relu_()
             inputs.append(rows)
         weight, bias = layers[-1]
         ctx.layout = layout
         ctx.save_for_backward(flat, *inputs)
-        return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+        return torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
 
     @staticmethod
     @once_differentiable

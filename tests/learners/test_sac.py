@@ -23,7 +23,7 @@ from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.compiling import Compiled
 from rayvec.learners.sac import SACLearner
-from rayvec.learners.sac_math import Minibatch, MLPLayout
+from rayvec.learners.sac_math import Minibatch, MLPLayout, forward
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 
@@ -245,6 +245,22 @@ def test_environments_are_drawn_alike_where_there_are_more_than_rows() -> None:
 def shard(batch: Batch, bounds: tuple[int, int]) -> Batch:
     first, stop = bounds
     return Batch(tuple(chunk.columns(first, stop) for chunk in batch.chunks), batch.stats)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=["nets", "rows", "both"])
+def test_uncompiled_nets_have_the_bits_of_autograd(num_rows: int, needs: tuple[bool, bool]) -> None:
+    layout, generator = MLPLayout(2, (5, 8, 8, 3)), torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((layout.num_params,), (num_rows, 5))]
+    weights = torch.randn(2, num_rows, 3, generator=generator)
+    results = []
+    for outputs in (layout.outputs, lambda flat, rows: forward(layout.layers(flat), rows)):
+        flat, rows = (tensor.clone().requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True))
+        values = outputs(flat, rows)
+        (values * weights).sum().backward()
+        results.append([values.detach(), *(each.grad for each in (flat, rows) if each.requires_grad)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 SPLITS = {1: [(0, 4)], 2: [(0, 2), (2, 4)], 3: [(0, 1), (1, 1), (1, 4)], 4: [(0, 1), (1, 2), (2, 3), (3, 4)]}
