@@ -158,7 +158,7 @@ def rank_share(
             claimed count as free.
 
     Raises:
-        ConfigError: There are fewer nodes, also after three seconds.
+        ConfigError: There are still fewer nodes after three seconds.
     """
     request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
     needed = 1 if is_restart else num_nodes or 1

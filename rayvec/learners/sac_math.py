@@ -138,8 +138,8 @@ def forward(layers: Layers, rows: Tensor) -> Tensor:
 class _EagerMLP(torch.autograd.Function):
     """`forward`, with a backward pass that writes the gradients of all layers into one flat vector.
 
-    Autograd's own allocates the gradient of each layer, joins them, and adds biases and masks gradients of ReLUs into
-    new memory. The numbers are the same, bit for bit.
+    Autograd itself would allocate the gradient of each layer and join them, and write sums with biases and masked
+    gradients to new memory. The operations on numbers are the same.
     """
 
     @staticmethod

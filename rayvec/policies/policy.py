@@ -163,10 +163,10 @@ class Policy:
             self._loaded_weights = np.array(weights, np.float32)
 
     def loaded_weights(self) -> Float | None:
-        """Returns the weights that were loaded last, ``float32 [P]``; None if none were since the first call.
+        """Returns the weights that were loaded last, ``float32 [P]``; None if none were loaded after the first call.
 
-        From the first call on, the policy keeps a copy of them: `RayVecEnv.rollout` sends it to workers. A pickled
-        policy does not contain it.
+        From the first call on, the policy keeps a copy of the weights that it loads. `RayVecEnv.rollout` sends the copy
+        to workers. A pickled policy does not contain it.
         """
         self._keeps_weights = True
         return self._loaded_weights

@@ -127,9 +127,10 @@ class PoolAdapter:
         return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
 
     def _sent_policy(self, policy: Any, *, on_node: bool) -> WeightStore:
-        """Sends a policy to every worker, unless it was sent last; returns the store through which it gets its weights.
+        """Sends a policy to every worker; returns the store through which it gets its weights.
 
-        Of a :class:`rayvec.Policy` that was sent last, the weights are sent that it has loaded since.
+        A policy that was sent last is not sent again. If it is a :class:`rayvec.Policy`, this method publishes the
+        weights that it has loaded since.
         """
         loaded = policy.loaded_weights() if isinstance(policy, Policy) else None
         sent = self._sent

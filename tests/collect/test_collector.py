@@ -15,7 +15,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers.chunks import assert_same_chunk, parts_are_done
 from helpers.exact import DriftEnv, TablePolicy
 from helpers.obedient_envs import RaisesOnce
-from helpers.simple_policies import SlowPolicy, raises_at_ten, zeros
+from helpers.simple_policies import SlowPolicy, raises_at_ten, still
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
@@ -59,7 +59,7 @@ class TestSteps:
             assert batch.stats.n_collected_steps == 5 * num_steps and batch.stats.n_surplus_steps == 0
 
     def test_numpys_numbers_are_counts_too(self, counting: RayVecEnv) -> None:
-        assert Collector(counting, zeros).collect(n_step=np.int64(5)).stats.n_collected_steps == 5
+        assert Collector(counting, still).collect(n_step=np.int64(5)).stats.n_collected_steps == 5
 
     def test_chunks_follow_each_other_and_episodes_are_carried_over(self, counting: RayVecEnv) -> None:
         collector = Collector(counting, TablePolicy(), seed=1)
@@ -75,7 +75,7 @@ class TestSteps:
         assert_identical(pieces, (whole.stats.returns, whole.stats.lens))
 
     def test_returns_and_lengths_are_gymnasiums(self) -> None:
-        batch = Collector(local([DriftEnv] * 4), zeros, seed=3).collect(n_step=4 * 120)
+        batch = Collector(local([DriftEnv] * 4), still, seed=3).collect(n_step=4 * 120)
         sync = RecordEpisodeStatistics(SyncVectorEnv([DriftEnv] * 4, autoreset_mode="SameStep"))
         sync.reset(seed=3)
         returns, lens = [], []
@@ -100,8 +100,8 @@ class TestSteps:
         assert_same_chunk(chunks[2], chunks[0])
 
     def test_the_first_reset_takes_the_seed(self, counting: RayVecEnv) -> None:
-        plain = Collector(counting, zeros, seed=6).collect(n_step=5).chunks[0]
-        collector = Collector(counting, zeros, seed=6)
+        plain = Collector(counting, still, seed=6).collect(n_step=5).chunks[0]
+        collector = Collector(counting, still, seed=6)
         collector.reset()
         assert_same_chunk(collector.collect(n_step=5).chunks[0], plain)
         collector.reset()
@@ -148,7 +148,7 @@ class TestEpisodes:
 
     def test_short_episodes_are_not_favoured(self) -> None:
         """Lengths of 1 or 40 by the toss of a coin: the mean is 20.5, in the first call as in all others."""
-        collector = Collector(local([partial(CoinEnv, 1, 40)] * 20), zeros, seed=4)
+        collector = Collector(local([partial(CoinEnv, 1, 40)] * 20), still, seed=4)
         for _ in range(4):
             lens = collector.collect(n_episode=200).stats.lens
             assert len(lens) == 200
@@ -197,7 +197,7 @@ class TestWeights:
         assert collector.set_weights(good) == 2
 
     def test_a_callable_has_none(self) -> None:
-        collector = Collector(local([CountingEnv] * 2), zeros, "driver")
+        collector = Collector(local([CountingEnv] * 2), still, "driver")
         with pytest.raises(ConfigError, match="Remedy"):
             collector.set_weights(np.zeros(3, np.float32))
         assert collector.collect(n_step=2).chunks[0].weights_version == 0
@@ -300,29 +300,29 @@ class TestInput:
     )
     def test_counts(self, counting: RayVecEnv, kwargs: Any) -> None:
         with pytest.raises(ConfigError) as caught:
-            Collector(counting, zeros).collect(**kwargs)
+            Collector(counting, still).collect(**kwargs)
         for word in ("Expected:", "Got:", "Remedy:"):
             assert word in str(caught.value)
 
     def test_whole_floats_are_refused_or_taken(self, counting: RayVecEnv) -> None:
         try:
-            assert Collector(counting, zeros).collect(n_step=10.0).stats.n_collected_steps == 10  # type: ignore[arg-type]
+            assert Collector(counting, still).collect(n_step=10.0).stats.n_collected_steps == 10  # type: ignore[arg-type]
         except ConfigError as error:
             assert "Remedy" in str(error)
 
     def test_places_and_policies(self, counting: RayVecEnv) -> None:
-        for mistake in (partial(Collector, counting, zeros, "nowhere"), partial(Collector, counting, 3)):
+        for mistake in (partial(Collector, counting, still, "nowhere"), partial(Collector, counting, 3)):
             with pytest.raises(ConfigError, match="Remedy"):
                 mistake()
 
     @pytest.mark.parametrize("name", ["prefetch", "by_reference"])
     def test_switches(self, counting: RayVecEnv, name: str) -> None:
         with pytest.raises(ConfigError, match=f"{name} is a switch"):
-            Collector(counting, zeros, **{name: "yes"})  # type: ignore[arg-type]
+            Collector(counting, still, **{name: "yes"})  # type: ignore[arg-type]
 
     def test_a_closed_environment(self) -> None:
         env = local([CountingEnv])
-        collector = Collector(env, zeros)
+        collector = Collector(env, still)
         env.close()
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             collector.collect(n_step=1)
@@ -346,7 +346,7 @@ class TestInput:
     @pytest.mark.parametrize("inference", ["worker", "driver"])
     def test_a_callable_has_no_weights(self, inference: Any) -> None:
         with local([CountingEnv]) as env:
-            collector = Collector(env, zeros, inference)
+            collector = Collector(env, still, inference)
             with pytest.raises(ConfigError, match="a policy that has weights"):
                 collector.set_weights(np.ones(3, np.float32))
             assert collector.collect(n_step=2).stats.n_collected_steps == 2
@@ -363,22 +363,22 @@ class TestInput:
     )
     def test_other_environments(self, wrap: Any, words: str, inference: Any) -> None:
         with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
-            Collector(wrap(env), zeros, inference)
+            Collector(wrap(env), still, inference)
 
     @pytest.mark.parametrize("seed", ["x", 1.5, -1, [1, 2]])
     def test_seeds(self, seed: Any) -> None:
         with local([CountingEnv]) as env, pytest.raises(ConfigError, match="Remedy"):
-            Collector(env, zeros, seed=seed)
+            Collector(env, still, seed=seed)
 
     def test_a_seed_of_numpy(self) -> None:
         with local([CountingEnv]) as env:
-            chunk = Collector(env, zeros, seed=np.int64(7)).collect(n_step=1).chunks[0]  # type: ignore[arg-type]
+            chunk = Collector(env, still, seed=np.int64(7)).collect(n_step=1).chunks[0]  # type: ignore[arg-type]
         assert chunk.obs[0, 0, 0] == 7
 
     @pytest.mark.parametrize("state", [{}, None, {"noise_seed": 0, "first_step": "x", "version": 0}])
     def test_states(self, state: Any) -> None:
         with local([CountingEnv]) as env:
-            collector = Collector(env, zeros)
+            collector = Collector(env, still)
             with pytest.raises(ConfigError, match="noise_seed, first_step, version"):
                 collector.load_state_dict(state)
             assert collector.collect(n_step=2).stats.n_collected_steps == 2

@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from helpers.own_envs import Masked
+from helpers.simple_policies import still
 from rayvec.policies.noise import NO_NOISE
 from rayvec.testing import CountingEnv
 
@@ -184,10 +185,6 @@ class Fails(SyncVectorEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("this sub-batch is broken")
         return super().step(actions)
-
-
-def still(obs: Any) -> Any:
-    return np.zeros(len(obs), np.int64)
 
 
 class Remembers:

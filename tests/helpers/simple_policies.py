@@ -27,10 +27,6 @@ class Weighs:
         return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
 
 
-def zeros(obs: Any) -> Any:
-    return np.zeros(len(obs), int)
-
-
 class SlowPolicy(TablePolicy):
     """Takes its time."""
 
@@ -51,3 +47,7 @@ class Noting(TablePolicy):
     def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
         act, extras = super().act(obs, noise)
         return act, {**extras, "pid": np.full(len(act), os.getpid()), "rows": np.full(len(act), len(act))}
+
+
+def still(obs: Any) -> Any:
+    return np.zeros(len(obs), np.int64)

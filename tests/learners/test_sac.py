@@ -249,10 +249,12 @@ def shard(batch: Batch, bounds: tuple[int, int]) -> Batch:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=["nets", "rows", "both"])
-def test_uncompiled_nets_have_the_bits_of_autograd(num_rows: int, needs: tuple[bool, bool]) -> None:
+def test_uncompiled_nets_have_the_gradients_of_autograd(num_rows: int, needs: tuple[bool, bool]) -> None:
     layout, generator = MLPLayout(2, (5, 8, 8, 3)), torch.Generator().manual_seed(1)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((layout.num_params,), (num_rows, 5))]
-    weights = torch.randn(2, num_rows, 3, generator=generator)
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((layout.num_params,), (num_rows, 5))
+    ]
+    weights = torch.randn(2, num_rows, 3, generator=generator, dtype=torch.float64)
     results = []
     for outputs in (layout.outputs, lambda flat, rows: forward(layout.layers(flat), rows)):
         flat, rows = (tensor.clone().requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True))
@@ -260,7 +262,7 @@ def test_uncompiled_nets_have_the_bits_of_autograd(num_rows: int, needs: tuple[b
         (values * weights).sum().backward()
         results.append([values.detach(), *(each.grad for each in (flat, rows) if each.requires_grad)])
     for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 SPLITS = {1: [(0, 4)], 2: [(0, 2), (2, 4)], 3: [(0, 1), (1, 1), (1, 4)], 4: [(0, 1), (1, 2), (2, 3), (3, 4)]}

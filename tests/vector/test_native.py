@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, counting, still
+from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, counting
+from helpers.simple_policies import still
 
 import rayvec
 from rayvec import Collector, RayVecEnv
